@@ -21,6 +21,9 @@ _LOOK_S = 0.02
 class Ours(Contestant):
     """A BufferedThreadStore. `options` are those of BufferConfig; `bucket` and `schema` replace the place's own."""
 
+    #: How many logs it writes to.
+    lanes = 1
+
     def __init__(self, place: Place, *, bucket: str = "", schema: str = "", **options: Any) -> None:
         super().__init__(place)
         self.schema = schema or place.name
@@ -30,7 +33,8 @@ class Ours(Contestant):
                 bucket=bucket or f"hot-{place.name}",
                 subject=place.name,
                 replicas=place.replicas,
-                max_bytes=place.log_bytes,
+                max_bytes=place.log_bytes // self.lanes,
+                lanes=self.lanes,
             ),
             **{"append_timeout_s": 30.0, "flusher": False} | options,
         )

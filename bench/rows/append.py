@@ -1,8 +1,9 @@
-"""`append_{1,32,256,1000}` and `append_{32,256}_lazy`: how fast checkpoints are acknowledged."""
+"""`append_{1,32,256,1000}`, `append_{32,256}_lazy` and `append_256_lanes`: how fast checkpoints are acknowledged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,20 @@ def append_lazy(stage: Stage) -> Iterator[Benchmark]:
     """With the server's default sync, where nothing waits for the disk and only work per message counts."""
     kinds = {"ours": Ours, "plain": Plain, "limit": Limit, "limit_groups": LimitGroups}
     yield from at_levels(stage, stage.place(lazy=True), kinds, (32, 256), "_lazy")
+
+
+class TwoLanes(Ours):
+    """*ours* with two logs, on the server that has both."""
+
+    lanes = 2
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(replace(place, name=f"{place.name}-lanes"))
+
+
+def append_lanes(stage: Stage) -> Iterator[Benchmark]:
+    """What lanes cost where they gain nothing: both logs have the same server, disk and two cores."""
+    yield from at_levels(stage, stage.place(), {"ours": TwoLanes, "one lane": Ours}, (256,), "_lanes")
 
 
 def at_levels(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from bench.results import Benchmark
-from bench.rows.append import append, append_lazy
+from bench.rows.append import append, append_lanes, append_lazy
 from bench.rows.coalescing import coalescing
 from bench.rows.database_load import database_load
 from bench.rows.drain import drain
@@ -27,6 +27,7 @@ from bench.stage import Stage
 ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "append": append,
     "append_lazy": append_lazy,
+    "append_lanes": append_lanes,
     **{f"append_{p}x{c}": partial(append_processes, processes=p, callers=c) for p, c in SHAPES},
     "append_idle": append_idle,
     "append_r3": partial(append_r3, always=True),

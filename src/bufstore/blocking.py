@@ -121,8 +121,18 @@ class BlockingBufferedStore(BlockingThreadStore):
     ) -> None:
         super().__init__(open_store, call_timeout_s=call_timeout_s)
         store: Any = self._store
-        self.quarantine = BlockingQuarantine(self, store.quarantine)
         self.bulk = BlockingBulkWriter(self, store.bulk)
+
+    @property
+    def quarantine(self) -> BlockingQuarantine:
+        """See `BufferedThreadStore.quarantine`."""
+        store: Any = self._store
+        return BlockingQuarantine(self, store.quarantine)
+
+    def quarantine_of(self, thread_id: str) -> BlockingQuarantine:
+        """See `BufferedThreadStore.quarantine_of`."""
+        store: Any = self._store
+        return BlockingQuarantine(self, store.quarantine_of(thread_id))
 
     load_checkpoint = _blocking(BufferedThreadStore.load_checkpoint)
     load_thread = _blocking(BufferedThreadStore.load_thread)

@@ -16,6 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 from bufstore.errors import ConfigError
 
+#: Each lane has connections and a flusher of its own in every process.
+LANES_MAX = 64
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
 _SCHEME = re.compile(r"(nats|tls|wss?)://")
@@ -128,11 +131,17 @@ class LogConfig:
     subject: str = "thread"
     #: How many partitions the threads are split into; fixed for the life of a stream.
     partitions: int = 8
+    #: How many logs the threads are shared among, each with a leader of its own (docs/OPERATIONS.md, Lanes); fixed
+    #: for the life of a stream.
+    lanes: int = 1
+    #: Which of them this is. Nobody sets it: the configuration of all lanes is that of the first.
+    lane: int = 0
     replicas: int = 1
     #: Server tags that the stream and bucket must be placed on.
     placement_tags: Sequence[str] = ()
     placement_cluster: str | None = None
-    #: Limit of the log on disk, which the server reserves. Flushed entries give way; unflushed ones raise LogFull.
+    #: Limit of the log on disk (of each lane's), which the server reserves. Flushed entries give way; unflushed ones
+    #: raise LogFull.
     max_bytes: int = 2 << 30
     #: Largest entry; one over the server's max_payload is stored in several messages.
     max_entry_bytes: int = 64 << 20
@@ -149,6 +158,10 @@ class LogConfig:
                 raise ConfigError(f"LogConfig.{name} must be 1 to 64 of A-Z a-z 0-9 _ -")
         if not 1 <= self.partitions <= 256:
             raise ConfigError("LogConfig.partitions must be 1 to 256")
+        if not 1 <= self.lanes <= LANES_MAX:
+            raise ConfigError(f"LogConfig.lanes must be 1 to {LANES_MAX}")
+        if not 0 <= self.lane < self.lanes:
+            raise ConfigError("LogConfig.lane must be one of the lanes")
         if not 1 <= self.replicas <= 5:
             raise ConfigError("LogConfig.replicas must be 1 to 5")
         if self.max_bytes < 1 << 20:

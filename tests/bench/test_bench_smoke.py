@@ -24,6 +24,7 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         {"unbuffered", "upsert", "protocol4", "plain", "batched", "limit", "limit_groups"},
     ),
     "append_lazy": ([f"append_{n}_lazy.rate" for n in (32, 256)], {"plain", "limit", "limit_groups"}),
+    "append_lanes": (["append_256_lanes.rate"], {"one lane"}),
     "processor time": (
         [f"append_{n}{what}" for n in (1, 32, 256, 1000) for what in (".client_cpu", ".server_cpu", ".cpu")],
         {"unbuffered", "upsert", "limit_groups"},
@@ -91,8 +92,8 @@ _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest
 
 _SPARK = ["spark_drain", "spark_source", "spark_sink"]
 _OTHERS = (
-    "append append_lazy append_8x8 append_idle append_r3 reads database_load end_to_end drain recovery growth_length "
-    "growth_history coalescing mailbox langgraph_steps langgraph_react"
+    "append append_lazy append_lanes append_8x8 append_idle append_r3 reads database_load end_to_end drain recovery "
+    "growth_length growth_history coalescing mailbox langgraph_steps langgraph_react"
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
 #: The heart of it, which `make test` runs, and what its results are called.

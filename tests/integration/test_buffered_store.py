@@ -548,7 +548,7 @@ async def test_an_append_to_an_unknown_thread_needs_postgres(own_servers: Server
         await store.checkpoint(known, [said(0)], run_of(known))
         await store.checkpoint(purged, [said(0)], run_of(purged))
         await store.force_flush_all()
-        store._appender.forget(purged)
+        store.buffer.appender.forget(purged)
         await let_all_go(store)
         await store.checkpoint(known, [said(0)], run_of(known))
         own_servers.postgres.stop()

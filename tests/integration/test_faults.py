@@ -348,7 +348,7 @@ async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(o
             return found
 
         two.buffer.log.ends = overtaken_behind_the_end  # type: ignore[method-assign]
-        two._reads.store.down = "the test says so"
+        two.buffer.reads.store.down = "the test says so"
         await two.checkpoint_append(thread_id, ["two"], run_of(thread_id))
         assert overtaken
         await one.force_flush(thread_id)

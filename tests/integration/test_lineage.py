@@ -229,7 +229,7 @@ async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_
         deleted, kept, other = fresh(), fresh(), fresh()
         for thread_id in (deleted, kept, other):
             await store.checkpoint(thread_id, [1], run_of(thread_id))
-        bases = {t: (await store._reads.joined(t))[0].watermark.applied_id for t in (deleted, kept)}
+        bases = {t: (await store.buffer.reads.joined(t))[0].watermark.applied_id for t in (deleted, kept)}
         # One was carried out and written again, the other was not begun and written since.
         await store.delete_thread(deleted)
         for thread_id in (deleted, kept):

@@ -186,7 +186,7 @@ class Postgres:
         #: The thread of which nothing is refused at the moment.
         self.mended: str | None = None
         self.store.database = self
-        self.store._ledger = self.ledger
+        self.store._ledgers[0] = self.ledger
         #: How often it fell back to a copy: connections to it break then.
         self.falls = 0
 

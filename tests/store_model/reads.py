@@ -51,7 +51,7 @@ class Reads(Drafts):
             return None
         story = world.archive.story(thread_id)
         began, flushed, log_end = world.loop.time(), world.flushed(thread_id), world.nats.stream.last_place
-        down = store._reads.store.down
+        down = store.buffer.reads.store.down
         if level is Consistency.EVENTUAL:
             log_end = receipt.thread_seq if receipt is not None else 0
         task = instance.call(store.load_checkpoint(thread_id, consistency=level, at_least=receipt))
@@ -72,7 +72,7 @@ class Reads(Drafts):
         if world.loop.time() - began > CONFIG.read_timeout_s + 1:
             raise Violation(f"a read took {world.loop.time() - began:.1f} s")
         world.counts[f"read {level.value}"] += 1
-        alone = (down or store._reads.store.down) is not None or world.weather.store_failed_at >= began
+        alone = (down or store.buffer.reads.store.down) is not None or world.weather.store_failed_at >= began
         return shown, (flushed, world.flushed(thread_id)), (log_end, world.nats.stream.last_place), alone
 
     def _judge(

@@ -19,6 +19,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.domain import THREADS as DOMAIN
+from bufstore.threads.lanes import Lanes
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.state_readers import ComparingReader
 from bufstore.types import Consistency
@@ -80,7 +81,7 @@ class Instance:
         except BufstoreError as e:
             world.excuse(e)
             return None
-        return BufferedThreadStore(view, buffer, Consistency.READ_YOUR_WRITES)  # type: ignore[arg-type]
+        return BufferedThreadStore(view, Lanes([buffer]), Consistency.READ_YOUR_WRITES)  # type: ignore[arg-type]
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Do something in this process."""

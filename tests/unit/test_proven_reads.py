@@ -244,10 +244,10 @@ def test_a_tail_of_one_who_lacks_what_was_proved_is_not_shown() -> None:
 
             store.buffer.log.seen_after = of_an_old_leader  # type: ignore[method-assign]
             assert await store.load_messages(thread_id) == [0, 1, 2]
-            store._reads._recent.forget(thread_id)
-            store._reads.store.down, old = "it is away", 5
+            store.buffer.reads._recent.forget(thread_id)
+            store.buffer.reads.store.down, old = "it is away", 5
             assert await store.load_messages(thread_id) == [0, 1, 2]
-            store._reads._recent.forget(thread_id)
+            store.buffer.reads._recent.forget(thread_id)
             old = 1 << 40
             with pytest.raises((ReadNotFresh, StoreUnavailable)):
                 await store.load_messages(thread_id)

@@ -43,7 +43,7 @@ class Asked:
 
     def __init__(self, store: BufferedThreadStore) -> None:
         self.times = 0
-        self._watch = store._reads.store
+        self._watch = store.buffer.reads.store
         self._ask = self._watch.ask
         self._watch.ask = self._counted  # type: ignore[method-assign]
 
@@ -174,7 +174,7 @@ def test_a_watermark_that_does_not_come_leaves_the_read_to_who_waits_for_the_sto
                 raise FlushFailed("refused", Verdict.RETRY)
 
             asked = Asked(store)
-            store._reads._with_waiting.watermark = away  # type: ignore[method-assign]
+            store.buffer.reads._with_waiting.watermark = away  # type: ignore[method-assign]
             assert await store.load_messages(thread_id) == [1]
             assert asked.times == 1
 
@@ -241,9 +241,9 @@ def test_nothing_is_kept_of_a_log_that_began_anew() -> None:
     async def main() -> None:
         async with instance(MemoryNats(), MemoryThreadStore()) as store:
             thread_id = await read_in(store)
-            assert store._reads._recent.get(thread_id, 0.0) is not None
+            assert store.buffer.reads._recent.get(thread_id, 0.0) is not None
             store.buffer.log._forgetting.all_begins_anew()  # type: ignore[attr-defined]
-            assert store._reads._recent.get(thread_id, 0.0) is None
+            assert store.buffer.reads._recent.get(thread_id, 0.0) is None
 
     run(main())
 
@@ -253,9 +253,9 @@ def test_what_comes_from_the_log_alone_is_not_kept() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
         async with instance(nats, inner, flusher=False) as app:
             await app.checkpoint(thread_id, [1], run_of(thread_id))
-            app._reads.store.down = "it is away"
+            app.buffer.reads.store.down = "it is away"
             assert await app.load_messages(thread_id) == [1]
-            assert app._reads._recent.get(thread_id, 0.0) is None
-            app._reads.store.down = None
+            assert app.buffer.reads._recent.get(thread_id, 0.0) is None
+            app.buffer.reads.store.down = None
 
     run(main())

@@ -77,7 +77,7 @@ def test_the_entries_of_an_apps_own_store_are_flushed_into_no_other() -> None:
             assert await other.load_messages(thread_id) is None
         # Not even into the same database.
         same = MemoryThreadStore()
-        same._ledger = tickets.ledger(0)
+        same._ledgers[0] = tickets.ledger(0)
         with pytest.raises(ConfigDrift, match=r"store is 'tickets' but 'bufstore.memory'"):
             await opened(same, nats)
         with pytest.raises(ConfigDrift, match=r"the database of stream .* 'tickets'"):

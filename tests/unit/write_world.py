@@ -154,8 +154,9 @@ class Instance:
         reader = ComparingReader(world.store, world.reached)  # type: ignore[arg-type]
         self.reads = Reads(parts, reader, None, own_seq=lambda _: 0)  # type: ignore[arg-type]
         self.appender = Appender(parts, self.reads)
-        held = SimpleNamespace(reads=self.reads, shared=None, config=world.config)
-        self.runs = Runs(world.store, held)  # type: ignore[arg-type]
+        held = SimpleNamespace(reads=self.reads, shared=None)
+        lanes = SimpleNamespace(of=lambda _: held, config=world.config)
+        self.runs = Runs(world.store, lanes)  # type: ignore[arg-type]
         self.appender.start()
         self._runs = 0
         world.instances.append(self)

@@ -131,8 +131,8 @@ class StateReader(Protocol[S_co]):
         ...
 
 
-async def _nothing_to_do() -> None:
-    pass
+async def nothing_to_do() -> None:
+    """What a store does that needs nothing done."""
 
 
 #: Of threads: how many messages the store's row names, how many it holds (None: it has no such thread), and so on; see
@@ -148,9 +148,9 @@ class Backing(Generic[S]):
     kind: Kind
     reader: StateReader[S]
     #: Called in this order when the buffer opens and closes the store with itself.
-    open: Callable[[], Awaitable[None]] = _nothing_to_do
-    setup: Callable[[], Awaitable[None]] = _nothing_to_do
-    aclose: Callable[[], Awaitable[None]] = _nothing_to_do
+    open: Callable[[], Awaitable[None]] = nothing_to_do
+    setup: Callable[[], Awaitable[None]] = nothing_to_do
+    aclose: Callable[[], Awaitable[None]] = nothing_to_do
     #: Which of many threads the store has, in one question.
     held: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None
     #: What `verify` compares with.

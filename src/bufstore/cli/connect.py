@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 import msgspec
@@ -17,11 +17,12 @@ from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
 from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.target import Target, check_flushable
 from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
-from bufstore.config import BufferConfig, LogConfig, NatsConfig
+from bufstore.config import LANES_MAX, BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
@@ -31,6 +32,7 @@ from bufstore.postgres.connection.pool import check_conninfo
 from bufstore.threads.behind import buffer_of as threads_buffer
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.threads.postgres.tables import has_schema
 from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:
@@ -76,6 +78,17 @@ _OPTIONS = (
 
 
 _EMBEDDED_LOG_BYTES = 1 << 30
+_CONNECT_S = 5.0
+
+
+class Flushes(Protocol):
+    """An open buffer, or a store of several."""
+
+    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
+        """See `Buffer.force_flush`."""
+
+    async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
+        """See `Buffer.force_flush_all`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +106,12 @@ class Endpoints:
     session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
 
     @asynccontextmanager
-    async def opened(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[AnyBuffer]:
-        """The open buffer of the log, of whichever domain the log is; `create` as in `buffered`."""
+    async def opened(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[Flushes]:
+        """What flushes the log (of several lanes, all), of whichever domain it is; `create` as in `buffered`."""
         found = await self._find()
         if found is None or found.target is None or schema_of(found.target.kind) is None:
             async with self.buffered(flusher=flusher, create=create) as store:
-                yield store.buffer
+                yield store
             return
         buffer = self.buffer_of(found.target, BufferConfig.fitting(found.config, flusher=flusher))
         await buffer.open()
@@ -164,9 +177,20 @@ class Endpoints:
             check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
         return found.config, found.target
 
+    async def lost_log(self) -> LogConfig:
+        """What is known of a log that is not on the server: whether it is a lane's, whose ledger has its own schema."""
+        number = self.stream.rpartition("-")[2]
+        if number.isdecimal() and 0 < (lane := int(number)) < LANES_MAX:
+            # How many lanes there are, only a log would say.
+            log = LogConfig(stream=self.stream, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane)
+            async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
+                if await has_schema(connection, ledger_schema(self.schema, log)):
+                    return log
+        return LogConfig(stream=self.stream, bucket=self.bucket)
+
     async def noted(self) -> Target | None:
         """What the database says it has a log of; None: nothing, or it has none."""
-        config = BufferConfig(log=LogConfig(stream=self.stream, bucket=self.bucket), flusher=False)
+        config = BufferConfig(log=await self.lost_log(), flusher=False)
         async with self.buffer_of(None, config).connected() as buffer:
             return await buffer.ledger.target()
 

@@ -45,6 +45,9 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     #: Why Postgres cannot be asked; empty: it can.
     postgres_trouble: str
     stream: str
+    #: Which of how many lanes the log is; the first one is 0.
+    lane: int
+    lanes: int
     log_bytes: int
     log_bytes_max: int
     #: About how many of the bytes are not flushed.
@@ -92,7 +95,7 @@ class Inspection:
 
     async def status(self) -> BufferStatus:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
-        subjects = self._buffer.subjects
+        log, subjects = self._buffer.config.log, self._buffer.subjects
         members = sorted(await self._shared.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
@@ -120,7 +123,9 @@ class Inspection:
         return BufferStatus(
             ok=not trouble,
             postgres_trouble=trouble,
-            stream=self._buffer.config.log.stream,
+            stream=log.stream,
+            lane=log.lane,
+            lanes=log.lanes,
             log_bytes=fill.held.bytes,
             log_bytes_max=fill.held.limit,
             log_bytes_unflushed=fill.unflushed,

@@ -80,6 +80,8 @@ class CheckpointEngine:
         self._put: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         self._is_down = self._store_is_down
+        if config.log.lanes > 1:
+            raise ConfigError("LogConfig.lanes must be 1: LangGraph's checkpoints have one log")
         ledger, backing = store.behind(config)
         cache = ReadCache(cache_bytes // 2)
         # Where history is left out, a flush may give the newest checkpoint another parent.

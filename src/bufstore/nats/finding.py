@@ -11,7 +11,7 @@ from bufstore.jetstream.buckets import placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.stream import NatsStream
-from bufstore.nats.setup import WITHDRAWN, check_bucket, target_of, windows_of
+from bufstore.nats.setup import WITHDRAWN, check_bucket, lanes_of, target_of, windows_of
 
 
 class FoundLog(NamedTuple):
@@ -50,11 +50,16 @@ def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
     if "bufstore.partitions" not in metadata:
         raise ConfigError(f"bufstore did not create stream {found['name']!r}: name another stream")
     windows = windows_of(LogConfig(), metadata)
+    lanes, lane = lanes_of(metadata)
+    if lane:
+        bucket = None  # who names a log of several names the bucket of the first
     config = LogConfig(
         stream=found["name"],
         bucket=bucket or metadata.get("bufstore.bucket") or LogConfig.bucket,
         subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
         partitions=int(metadata["bufstore.partitions"]),
+        lanes=lanes,
+        lane=lane,
         max_bytes=found["max_bytes"],
         failover_window_s=windows.rely_s,
         archive=windows.archives,

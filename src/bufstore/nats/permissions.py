@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bufstore.buffer.lanes import lane_logs
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
 
@@ -34,7 +35,16 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions:
-    """What the role needs for this log. `api`: the prefix of the JetStream API, without a trailing dot."""
+    """What the role needs for this log, or all of its lanes. `api`: the prefix of the JetStream API, without a trailing
+    dot."""
+    lanes = [_of_one(role, lane, api) for lane in lane_logs(log)]
+    return Permissions(
+        publish=list(dict.fromkeys(subject for lane in lanes for subject in lane.publish)),
+        subscribe=list(dict.fromkeys(subject for lane in lanes for subject in lane.subscribe)),
+    )
+
+
+def _of_one(role: Role, log: LogConfig, api: str) -> Permissions:
     stream, bucket, keys = log.stream, f"KV_{log.bucket}", f"$KV.{log.bucket}"
     calls, parked = f"{log.subject}-flush.*", f"{log.subject}-parked"
     subjects = Subjects(log.subject, log.partitions)

@@ -91,6 +91,8 @@ def withdrawn(
 def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, str]:
     """What a new log says of itself."""
     said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket, "form": _FORM}
+    if config.lanes > 1:
+        said |= {"lanes": str(config.lanes), "lane": str(config.lane)}
     metadata = with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
     return with_target(metadata, target) if target is not None else metadata
 
@@ -153,6 +155,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
                 " or choose another stream name." if partitions else ", or choose another stream: this one is not ours."
             ),
         )
+    check_lanes(config, metadata)
     check_bucket(config, metadata)
     windows_of(config, metadata).check(config)
     wanted = stream_config(config, epoch_of(found))
@@ -160,6 +163,26 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
         wanted.pop(field)
     check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
     return epoch_of(found)
+
+
+def lanes_of(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """How many lanes there are beside an existing log, itself included, and which it is; a log without others says
+    nothing of it."""
+    return int(metadata.get(_OURS + "lanes", "1")), int(metadata.get(_OURS + "lane", "0"))
+
+
+def check_lanes(config: LogConfig, metadata: Mapping[str, Any]) -> None:
+    """Raise ConfigDrift for a log that has other lanes beside it: threads would be looked for in the wrong one."""
+    for field, found, expected in zip(("lanes", "lane"), lanes_of(metadata), (config.lanes, config.lane), strict=True):
+        if found != expected:
+            raise ConfigDrift(
+                f"stream {config.stream}",
+                field,
+                expected=str(expected),
+                found=str(found),
+                way_out="The number of lanes is fixed for the life of a stream, and each is a log of its own: set "
+                "LogConfig.stream and LogConfig.lanes as when they were made, or choose another stream.",
+            )
 
 
 def check_form(config: LogConfig, found: Mapping[str, Any]) -> None:

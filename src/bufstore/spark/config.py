@@ -61,10 +61,13 @@ class Deployment(Secretive):
 
     async def look(self) -> FoundLog:
         """The log as it stands on the server, and where it is flushed to. Raises NoLog, LogUnavailable."""
-        found = await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
+        found = await self._find()
         if found is None:
             raise NoLog(self.stream)
         return found
+
+    async def _find(self) -> FoundLog | None:
+        return await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
 
     def store(self, *, pool_size: int) -> PostgresThreadStore:
         """The threads' tables, not connected."""
@@ -72,9 +75,11 @@ class Deployment(Secretive):
 
     @asynccontextmanager
     async def database(self) -> AsyncIterator[tuple[PostgresThreadStore, PostgresLedger]]:
-        """The threads' tables and the ledger beside them for the block, without the log."""
+        """The threads' tables and the log's ledger for the block; that of the first lane where there is no log."""
+        found = await self._find()
         store = self.store(pool_size=1)
-        ledger, _ = store.behind(None, BufferConfig(), _TIMEOUT_S)
+        log = found.config if found is not None else LogConfig(stream=self.stream, bucket=self.bucket)
+        ledger, _ = store.behind(None, BufferConfig.fitting(log), _TIMEOUT_S)
         async with AsyncExitStack() as stack:
             for part in (store, ledger):
                 stack.push_async_callback(part.aclose)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 from bufstore.buffer.buffer import Buffer
-from bufstore.buffer.domain import Backing
+from bufstore.buffer.domain import Backing, nothing_to_do
+from bufstore.buffer.lanes import lane_configs, ledger_schema
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
 from bufstore.nats.session import Nats, session_to
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.domain import THREADS
+from bufstore.threads.lanes import Lanes, ThreadBuffer
 from bufstore.threads.protocol import WrappableStore, kind_of
-from bufstore.threads.runs import ThreadBuffer
 from bufstore.threads.state import ThreadState
 from bufstore.threads.state_readers import ComparingReader
 
@@ -38,14 +40,36 @@ def buffer_of(
     postgres: str | None = None,
     schema: str = "bufstore",
     timeout_s: float = 30.0,
+    opens_store: bool = True,
 ) -> ThreadBuffer:
-    """The buffer in front of a store; nothing is connected yet. Raises ConfigError.
+    """The buffer of one lane in front of a store; nothing is connected yet. Raises ConfigError.
 
     `name`: what the servers call this process. `postgres`, `schema`: see `BufferedThreadStore.open`. `timeout_s`: of
-    each call of the ledger.
+    each call of the ledger. `opens_store`: whether the store is opened and closed with the buffer.
     """
     ledger, backing = _behind(store, postgres, schema, config, timeout_s)
+    if not opens_store:
+        backing = replace(backing, open=nothing_to_do, aclose=nothing_to_do)
     return Buffer(THREADS, session_to(nats, config, name), ledger, backing, config)
+
+
+def lanes_of(
+    store: WrappableStore, nats: Nats, config: BufferConfig, *, name: str, postgres: str | None, schema: str
+) -> Lanes:
+    """The buffers in front of a store: one for each lane. Arguments and errors as those of `buffer_of`."""
+    if config.log.lane:
+        raise ConfigError(
+            f"stream {config.log.stream} is lane {config.log.lane} of {config.log.lanes}, which are opened together: "
+            "name the first one's stream"
+        )
+    opens_store = True  # with the first lane
+    buffers = []
+    for of_lane in lane_configs(config):
+        buffers.append(
+            buffer_of(store, nats, of_lane, name=name, postgres=postgres, schema=schema, opens_store=opens_store)
+        )
+        opens_store = False
+    return Lanes(buffers)
 
 
 def _behind(
@@ -63,7 +87,7 @@ def _behind(
     ledger = PostgresLedger(
         postgres,
         store,
-        schema=schema,
+        schema=ledger_schema(schema, config.log),
         timeout_s=timeout_s,
         quarantine_max=config.quarantine_max,
         lease_s=config.lease_s,

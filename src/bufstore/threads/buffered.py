@@ -14,18 +14,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from bufstore.buffer import producers
-from bufstore.buffer.operate.audit import Verification
-from bufstore.buffer.operate.health import Health, Statistics
+from bufstore.buffer.operate.audit import Verification, verification_of_all
+from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
+from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
 from bufstore.nats.session import Nats
 from bufstore.threads import edits
-from bufstore.threads.behind import buffer_of
+from bufstore.threads.behind import lanes_of
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.edited_store import EditedStore
 from bufstore.threads.erasing import Erasure, ThreadEraser
+from bufstore.threads.lanes import Lanes, ThreadBuffer
 from bufstore.threads.lineage import Children, LineageChange
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import (
@@ -50,7 +52,7 @@ from bufstore.threads.queries import (
     ThreadPage,
     ThreadQuery,
 )
-from bufstore.threads.runs import Runs, ThreadBuffer
+from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
 from bufstore.threads.write import Call, call_of
 from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_id
@@ -61,21 +63,34 @@ _log = logging.getLogger(__name__)
 class BufferedThreadStore(EditedStore):
     """A `ThreadRunStore` in front of another store: make one with `open`, close it with `aclose` or ``async with``."""
 
-    def __init__(self, store: WrappableStore, buffer: ThreadBuffer, consistency: Consistency) -> None:
+    def __init__(self, store: WrappableStore, lanes: Lanes, consistency: Consistency) -> None:
         self._store = store
-        #: What works with the log; for tools of ours.
-        self.buffer = buffer
+        #: What works with the log, or the logs; for tools of ours.
+        self.lanes = lanes
         self._consistency = consistency
-        #: What could not be applied: list, show, replay, discard.
-        self.quarantine = buffer.quarantine
-        self._appender, self._reads = buffer.appender, buffer.reads
-        self._runs = Runs(store, buffer)
-        self._lists = BufferedLists(store, buffer)
-        self._edits = BufferedEdits(store, buffer, self._runs)
-        self._lineage = BufferedLineage(buffer, self._lists, self._edits)
-        self._eraser = ThreadEraser(buffer, self._edits, self._lineage)
+        self._runs = Runs(store, lanes)
+        self._lists = BufferedLists(store, lanes)
+        self._edits = BufferedEdits(store, lanes, self._runs)
+        self._lineage = BufferedLineage(lanes, self._lists, self._edits)
+        self._eraser = ThreadEraser(lanes, self._edits, self._lineage)
         #: For pipelines.
-        self.bulk = BulkWriter(buffer, self._runs, self._lineage, self._edits)
+        self.bulk = BulkWriter(lanes, self._runs, self._lineage, self._edits)
+
+    @property
+    def buffer(self) -> ThreadBuffer:
+        """What works with the log, of the first lane if there are several; for tools of ours."""
+        return self.lanes.first
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """What could not be applied: list, show, replay, discard. Raises ConfigError when there are several lanes."""
+        if len(self.lanes.all) > 1:
+            raise ConfigError("each lane has a quarantine of its own: ask for `quarantine_of(thread_id)`")
+        return self.lanes.first.quarantine
+
+    def quarantine_of(self, thread_id: str) -> Quarantine:
+        """The quarantine that a thread's entries go to: that of its lane. Raises InvalidId."""
+        return self.lanes.of(check_id(thread_id, "thread_id")).quarantine
 
     @classmethod
     async def open(
@@ -100,9 +115,9 @@ class BufferedThreadStore(EditedStore):
         """
         config = config or BufferConfig()
         name = f"bufstore-{secrets.token_hex(8)}"
-        buffer = buffer_of(store, nats, config, name=name, postgres=postgres, schema=schema)
-        self = cls(store, buffer, consistency)
-        await buffer.open()
+        lanes = lanes_of(store, nats, config, name=name, postgres=postgres, schema=schema)
+        self = cls(store, lanes, consistency)
+        await lanes.open()
         return self
 
     async def __aenter__(self) -> Self:
@@ -112,14 +127,14 @@ class BufferedThreadStore(EditedStore):
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._store!r}, stream={self.buffer.config.log.stream!r})"
+        return f"{type(self).__name__}({self._store!r}, stream={self.lanes.config.log.stream!r})"
 
     async def aclose(self) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
         """
-        await self.buffer.aclose()
+        await self.lanes.aclose()
 
     # --- writes -----------------------------------------------------------------------------------------------
 
@@ -143,7 +158,7 @@ class BufferedThreadStore(EditedStore):
         call = call_of(thread_id, messages, run, idempotency_key, producer)
         if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._admit(run)
-        return await self._appender.append(
+        return await self.lanes.of(thread_id).appender.append(
             thread_id,
             call.whole_list,
             key=idempotency_key,
@@ -169,7 +184,7 @@ class BufferedThreadStore(EditedStore):
         call.check_new_ids()
         if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._admit(run)
-        return await self._appender.append(
+        return await self.lanes.of(thread_id).appender.append(
             thread_id,
             call.appending(expected_version),
             key=idempotency_key,
@@ -326,7 +341,7 @@ class BufferedThreadStore(EditedStore):
         if at_least is not None and at_least.thread_id != thread_id:
             raise ConfigError(f"the receipt is of thread {at_least.thread_id!r}, not {thread_id!r}")
         needed = at_least.thread_seq if at_least is not None else 0
-        return await self._reads.thread(thread_id, level or self._consistency, needed, quarantined)
+        return await self.lanes.of(thread_id).reads.thread(thread_id, level or self._consistency, needed, quarantined)
 
     # --- administration ---------------------------------------------------------------------------------------
 
@@ -337,26 +352,26 @@ class BufferedThreadStore(EditedStore):
         Postgres can tell what waits of the thread.
         """
         check_id(thread_id, "thread_id")
-        await self.buffer.force_flush(thread_id, timeout_s=timeout_s)
+        await self.lanes.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
-        await self.buffer.force_flush_all(timeout_s=timeout_s)
+        await self.lanes.force_flush_all(timeout_s)
 
     async def statistics(self) -> Statistics:
-        """Counters, fill, and how long the log has space. Raises LogUnavailable."""
-        return await self.buffer.vitals.statistics()
+        """Counters, fill, and how long the log has space; of several lanes, in all. Raises LogUnavailable."""
+        return statistics_of_all(await self.lanes.each(lambda buffer: buffer.vitals.statistics()))
 
     async def health(self) -> Health:
         """What can be done at this moment, and what is wrong.
 
         Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
         """
-        return await self.buffer.vitals.health()
+        return health_of_all(await self.lanes.each(lambda buffer: buffer.vitals.health()))
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine. Raises StoreUnavailable."""
-        return await self.quarantine.count()
+        return sum(await self.lanes.each(lambda buffer: buffer.quarantine.count()))
 
     async def verify(self) -> Verification:
         """Check log, shared state and Postgres against each other, while they work. Raises Unavailable errors.
@@ -364,11 +379,15 @@ class BufferedThreadStore(EditedStore):
         Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
         docs/OPERATIONS.md.
         """
-        return await self.buffer.verify()
+        return verification_of_all(await self.lanes.each(lambda buffer: buffer.verify()))
 
     async def lag(self) -> Mapping[int, int]:
-        """Per partition, how many of its entries in the log its cursor has not passed. Raises Unavailable errors."""
-        return await self.buffer.vitals.lag()
+        """Per partition, how many of its entries in the log its cursor has not passed. Raises Unavailable errors.
+
+        The partitions of several lanes are counted on: the second lane's come behind the first one's.
+        """
+        lags = await self.lanes.each(lambda buffer: buffer.vitals.lag())
+        return {lane * len(lag) + partition: n for lane, lag in enumerate(lags) for partition, n in lag.items()}
 
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:

@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable
 from bufstore.buffer import producers
 from bufstore.errors import ConfigError, LogUnavailable, Rejected
 from bufstore.threads.edits import Known, WantedEdit
+from bufstore.threads.lanes import Lanes
 from bufstore.threads.model import Run
 from bufstore.threads.payload import Edit, Removal
 from bufstore.threads.protocol import Queryable, WrappableStore
-from bufstore.threads.runs import Runs, ThreadBuffer
+from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
 from bufstore.threads.write import Moved, editing
 from bufstore.types import Consistency, Receipt
@@ -29,9 +30,9 @@ class Overtaken(Exception):
 class BufferedEdits:
     """Appends edits; see the module's text."""
 
-    def __init__(self, store: WrappableStore, buffer: ThreadBuffer, runs: Runs) -> None:
+    def __init__(self, store: WrappableStore, lanes: Lanes, runs: Runs) -> None:
         self._store = store
-        self._reads, self._appender, self._config = buffer.reads, buffer.appender, buffer.config
+        self._lanes, self._config = lanes, lanes.config
         self._runs = runs
 
     async def create_run(self, run: Run, wanted: WantedEdit) -> Receipt:
@@ -78,16 +79,17 @@ class BufferedEdits:
             except Moved as moved:
                 if moved.tip_seq < state.watermark.flushed_seq or not state.watermark.flushed_seq:
                     # What is remembered here is older than what was read; or deleted since, with all that told of it.
-                    self._appender.forget(wanted.thread_id)
+                    self._lanes.of(wanted.thread_id).appender.forget(wanted.thread_id)
 
     async def _state(self, wanted: WantedEdit, proven: bool) -> ThreadState:
+        reads = self._lanes.of(wanted.thread_id).reads
         if wanted.heals:
-            return (await self._reads.joined(wanted.thread_id, proven=proven))[0]
-        return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
+            return (await reads.joined(wanted.thread_id, proven=proven))[0]
+        return await reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
 
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState, mark: bytes | None) -> Receipt:
         decided = editing(payload, thread_id, state.watermark.applied_id)
-        return await self._appender.append(thread_id, decided, mark=mark)
+        return await self._lanes.of(thread_id).appender.append(thread_id, decided, mark=mark)
 
     async def _known(self, wanted: WantedEdit, state: ThreadState) -> Known:
         exists = wanted.run_id is not None and await self._runs.has(wanted.run_id, state)

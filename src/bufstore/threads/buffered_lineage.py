@@ -42,11 +42,12 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lanes import Lanes
 from bufstore.threads.lineage import Children, Family, LineageChange, NamedParents, carry_out, check, descendants
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
-from bufstore.threads.runs import ThreadBuffer
+from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency, Receipt
 
 
@@ -67,8 +68,10 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class BufferedLineage:
     """Carries out changes of lineage; see the module's text."""
 
-    def __init__(self, buffer: ThreadBuffer, lists: BufferedLists, edits: BufferedEdits) -> None:
-        self._reads, self._shared, self._config = buffer.reads, buffer.shared, buffer.config
+    def __init__(self, lanes: Lanes, lists: BufferedLists, edits: BufferedEdits) -> None:
+        self._lanes, self._config = lanes, lanes.config
+        #: Of several lanes, the first has the record for all.
+        self._shared = lanes.first.shared
         self._lists = lists
         self._edits = edits
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
@@ -118,7 +121,7 @@ class BufferedLineage:
                 await self._finish(record, seq)
                 continue
             if mine.mark is not None:
-                known = (await self._reads.joined(wanted.thread_id))[0].watermark
+                known = (await self._joined(wanted.thread_id))[0].watermark
                 if producers.holds(known.producers, mine.mark):
                     return Receipt(wanted.thread_id, known.flushed_seq, known.applied_id, known.version, repeated=True)
             mine = msgspec.structs.replace(mine, base=await self._check(wanted))
@@ -136,7 +139,7 @@ class BufferedLineage:
                 # Whoever finished it first has left its mark; but it was not there when this took its place.
                 receipt = msgspec.structs.replace(await self._carry_out(mine, seq), repeated=False)
             except (Overtaken, NotFound) as e:
-                state, last = await self._reads.joined(wanted.thread_id)
+                state, last = await self._joined(wanted.thread_id)
                 if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
                     # Deleted and written again, or written and not deleted.
                     raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
@@ -158,12 +161,12 @@ class BufferedLineage:
         """Check the change; of a deletion, the id of the thread's last entry. Raises NotFound, LineageError."""
         base = None
         if wanted.children is not None:
-            base = (await self._reads.joined(wanted.thread_id))[0].watermark.applied_id
+            base = (await self._joined(wanted.thread_id))[0].watermark.applied_id
         await check(self._family(None), wanted)
         if wanted.children is Children.DETACH:
             # A child in quarantine cannot be detached: say so while nothing is done.
             for child in await self._children(wanted.thread_id):
-                await self._reads.thread(child, Consistency.READ_YOUR_WRITES)
+                await self._lanes.of(child).reads.thread(child, Consistency.READ_YOUR_WRITES)
         return base
 
     async def _finish(self, record: _Record, seq: int) -> None:
@@ -171,7 +174,7 @@ class BufferedLineage:
         try:
             if (
                 record.base is None
-                or (await self._reads.joined(record.change.thread_id))[0].watermark.applied_id == record.base
+                or (await self._joined(record.change.thread_id))[0].watermark.applied_id == record.base
             ):
                 await self._carry_out(record, seq)
         except LogFull:
@@ -215,9 +218,12 @@ class BufferedLineage:
                 f"comes {self._config.flush_timeout_s:g} s later and finds it unchanged"
             ) from None
 
+    async def _joined(self, thread_id: str) -> tuple[ThreadState, int]:
+        return await self._lanes.of(thread_id).reads.joined(thread_id)
+
     async def _thread(self, thread_id: str) -> Thread | None:
         """The thread as reads show it, even with a broken chain."""
-        return (await self._reads.joined(thread_id))[0].thread
+        return (await self._joined(thread_id))[0].thread
 
     async def _children(self, thread_id: str) -> list[str]:
         """All children, flushed ones and others."""

@@ -14,9 +14,10 @@ from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lanes import Lanes, together
 from bufstore.threads.lineage import LineageChange
 from bufstore.threads.model import Run, check_run
-from bufstore.threads.runs import Runs, ThreadBuffer
+from bufstore.threads.runs import Runs
 from bufstore.threads.write import Call, call_after, call_of
 from bufstore.types import Message, ProducerSequence, Receipt
 
@@ -43,8 +44,8 @@ class Series(NamedTuple):
 class BulkWriter:
     """`BufferedThreadStore.bulk`: writes for pipelines, with fewer round trips and less work for each checkpoint."""
 
-    def __init__(self, buffer: ThreadBuffer, runs: Runs, lineage: BufferedLineage, edits: BufferedEdits) -> None:
-        self._buffer, self._appender = buffer, buffer.appender
+    def __init__(self, lanes: Lanes, runs: Runs, lineage: BufferedLineage, edits: BufferedEdits) -> None:
+        self._lanes = lanes
         self._runs = runs
         self._lineage = lineage
         self._edits = edits
@@ -54,7 +55,7 @@ class BulkWriter:
 
         With a store other than PostgresThreadStore it does nothing. Raises Unavailable errors.
         """
-        await self._buffer.learn_new(thread_ids)
+        await together(buffer.learn_new(some) for buffer, some in self._lanes.shared_out(thread_ids))
 
     async def claim(self, runs: Iterable[Run]) -> None:
         """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`."""
@@ -89,7 +90,7 @@ class BulkWriter:
                 break
             before = step.run, call
             wanted.append((call.whole_list if step.whole else call.appending(None), producers.item_of(step.producer)))
-        receipts, error = await self._appender.append_series(thread_id, wanted)
+        receipts, error = await self._lanes.of(thread_id).appender.append_series(thread_id, wanted)
         if error is not None and not isinstance(error, BufstoreError):
             raise error
         return Series(receipts, error or refused)

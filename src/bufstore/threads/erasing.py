@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bufstore.buffer.entry import entry_id
 from bufstore.errors import AlreadyExists, NotFound
@@ -10,8 +12,8 @@ from bufstore.jetstream.messages import StoredMessage
 from bufstore.threads import edits
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
+from bufstore.threads.lanes import Lanes, ThreadBuffer, together
 from bufstore.threads.lineage import Children, deletion
-from bufstore.threads.runs import ThreadBuffer
 
 _PAGE = 1000
 
@@ -39,11 +41,9 @@ class Erasure:
 class ThreadEraser:
     """See `BufferedThreadStore.erase`."""
 
-    def __init__(self, buffer: ThreadBuffer, edits: BufferedEdits, lineage: BufferedLineage) -> None:
-        self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
-        self._quarantine, self._waiter, self._eraser = buffer.quarantine, buffer.waiter, buffer.eraser
-        self._erase_set_aside = buffer.backing.erase_set_aside
-        self._config = buffer.config
+    def __init__(self, lanes: Lanes, edits: BufferedEdits, lineage: BufferedLineage) -> None:
+        self._lanes, self._config = lanes, lanes.config
+        self._erase_set_aside = lanes.first.backing.erase_set_aside
         self._edits = edits
         self._lineage = lineage
 
@@ -57,23 +57,29 @@ class ThreadEraser:
             await self._lineage.change(wanted)
         except NotFound:
             existed = False
-        # As it stands on the log's disk: what nobody needs any more is not looked up by thread.
-        last = {m.subject: m async for _, m in self._log.scan(threads=threads)}
-        below = {t: await self._removed_at(t, last.get(self._subjects.of(t))) for t in threads}
-        removed = await self._eraser.erase({t: seq for t, seq in below.items() if seq}, self._remove_remains)
+        logs = await together(self._erase(buffer, some) for buffer, some in self._lanes.shared_out(threads))
+        removed = sum(log.removed for log in logs)
         quarantined = sum([await self._unpark(t) for t in threads])
         set_aside = await self._erase_set_aside(threads) if self._erase_set_aside is not None else 0
         return Erasure(
             thread_ids=tuple(threads),
             found=existed or bool(removed or quarantined or set_aside),
-            written_again=tuple(t for t, seq in below.items() if seq is None),
+            written_again=tuple(t for log in logs for t in log.written_again),
             log_messages=removed,
             quarantined=quarantined,
             set_aside=set_aside,
-            archived_below=await self._ledger.archived(),
+            archived_below=max([await buffer.ledger.archived() for buffer, _ in self._lanes.shared_out(threads)]),
         )
 
-    async def _removed_at(self, thread_id: str, last: StoredMessage | None) -> int | None:
+    async def _erase(self, buffer: ThreadBuffer, threads: Sequence[str]) -> _FromLog:
+        """Remove what the log of these threads has of them."""
+        # As it stands on the log's disk: what nobody needs any more is not looked up by thread.
+        last = {m.subject: m async for _, m in buffer.log.scan(threads=threads)}
+        below = {t: await self._removed_at(buffer, t, last.get(buffer.subjects.of(t))) for t in threads}
+        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq}, self._remove_remains)
+        return _FromLog(removed, [t for t, seq in below.items() if seq is None])
+
+    async def _removed_at(self, buffer: ThreadBuffer, thread_id: str, last: StoredMessage | None) -> int | None:
         """The position of the thread's removal; 0 if the log holds nothing of it, None if it was written again.
 
         `last`: its last entry in the log. That stays, because it is what writers build on; so it must be one that says
@@ -82,8 +88,8 @@ class ThreadEraser:
         """
         if last is None:
             return 0
-        await self._waiter.partitions({self._subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
-        watermark = await self._ledger.watermark(thread_id)
+        await buffer.waiter.partitions({buffer.subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
+        watermark = await buffer.ledger.watermark(thread_id)
         if watermark.gone and entry_id(last) == watermark.applied_id:
             return watermark.flushed_seq
         try:
@@ -95,7 +101,14 @@ class ThreadEraser:
         return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq
 
     async def _unpark(self, thread_id: str) -> int:
-        count = 0
-        while found := await self._quarantine.page(thread_id=thread_id, limit=_PAGE):
-            count += await self._quarantine.discard([entry.seq for entry in found])
+        quarantine, count = self._lanes.of(thread_id).quarantine, 0
+        while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
+            count += await quarantine.discard([entry.seq for entry in found])
         return count
+
+
+class _FromLog(NamedTuple):
+    """What was removed from one log: so many messages; and of which threads that was not all."""
+
+    removed: int
+    written_again: Sequence[str]

@@ -24,6 +24,7 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.threads.lanes import Lanes
 from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.protocol import Queryable, WrappableStore
 from bufstore.threads.queries import (
@@ -41,7 +42,6 @@ from bufstore.threads.queries import (
     read_position,
     record_of,
 )
-from bufstore.threads.runs import ThreadBuffer
 from bufstore.types import Consistency, check_id
 
 T = TypeVar("T")
@@ -50,9 +50,9 @@ T = TypeVar("T")
 class BufferedLists:
     """The list reads of `BufferedThreadStore`, at a consistency level."""
 
-    def __init__(self, store: WrappableStore, buffer: ThreadBuffer) -> None:
+    def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
         self._store = store if isinstance(store, Queryable) else None
-        self._ledger, self._reads, self._config = buffer.ledger, buffer.reads, buffer.config
+        self._lanes, self._config = lanes, lanes.config
 
     async def messages(
         self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None, level: Consistency
@@ -68,7 +68,7 @@ class BufferedLists:
             marked = _marked(thread_id, await self._row(thread_id))
             page = await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
             return msgspec.structs.replace(page, quarantined=marked)
-        state = await self._reads.thread(thread_id, level, quarantined="known")
+        state = await self._lanes.of(thread_id).reads.thread(thread_id, level, quarantined="known")
 
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
             found = list(enumerate(state.messages, 1))[low - 1 : high]
@@ -92,7 +92,8 @@ class BufferedLists:
         if self._store is not None:
             await self._whole(level, thread_id)
             return await self._store.load_message_range(thread_id, first, last)
-        state = await self._reads.thread(check_id(thread_id, "thread_id"), level)
+        check_id(thread_id, "thread_id")
+        state = await self._lanes.of(thread_id).reads.thread(thread_id, level)
         return [record_of(thread_id, seq, m) for seq, m in enumerate(state.messages[first - 1 : last], first)]
 
     async def runs(self, query: RunQuery, limit: int, cursor: str | None, level: Consistency) -> RunPage:
@@ -106,7 +107,7 @@ class BufferedLists:
             marked = _marked(query.thread_id, await self._row(query.thread_id))
             page = await store.query_runs(query, limit=limit, cursor=cursor)
             return msgspec.structs.replace(page, quarantined=marked)
-        broken = await self._asked(self._ledger.broken())
+        broken = await self._asked(self._lanes.broken())
         page = await store.query_runs(query, limit=limit, cursor=cursor)
         return msgspec.structs.replace(page, quarantined=broken.intersection(r.thread_id for r in page.runs))
 
@@ -117,7 +118,7 @@ class BufferedLists:
         check_limit(limit)
         read_position(cursor, query)
         await self._barrier(level)
-        broken = await self._asked(self._ledger.broken())
+        broken = await self._asked(self._lanes.broken())
         page = await store.query_threads(query, limit=limit, cursor=cursor)
         return msgspec.structs.replace(page, quarantined=broken.intersection(t.thread_id for t in page.threads))
 
@@ -131,7 +132,7 @@ class BufferedLists:
             raise ThreadQuarantined(thread_id, since)
 
     async def _row(self, thread_id: str) -> Watermark:
-        return await self._asked(self._ledger.watermark(thread_id))
+        return await self._asked(self._lanes.of(thread_id).ledger.watermark(thread_id))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
         """What the ledger answers, in the time of a read."""
@@ -147,9 +148,9 @@ class BufferedLists:
             return
         try:
             if thread_id is not None:
-                await self._reads.force_flush(thread_id, self._config.read_timeout_s)
+                await self._lanes.of(thread_id).force_flush(thread_id, timeout_s=self._config.read_timeout_s)
             else:
-                await self._reads.force_flush_all(self._config.read_timeout_s)
+                await self._lanes.force_flush_all(self._config.read_timeout_s)
         except (FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
 

@@ -74,13 +74,13 @@ class MemoryThreadStore(EditedStore):
         self._last: dict[str, Receipt] = {}
         #: The last checkpoints' (idempotency key, content) per thread.
         self._keys: dict[str, deque[tuple[str, object]]] = {}
-        self._ledger: MemoryLedger | None = None
+        self._ledgers: dict[int, MemoryLedger] = {}
 
-    def ledger(self, quarantine_max: int) -> MemoryLedger:
-        """Where the buffers in front of this store keep their watermarks: one for all of them."""
-        if self._ledger is None:
-            self._ledger = MemoryLedger(self, quarantine_max=quarantine_max)
-        return self._ledger
+    def ledger(self, quarantine_max: int, lane: int = 0) -> MemoryLedger:
+        """Where the buffers in front of this store keep their watermarks: one for all that have the same log."""
+        if lane not in self._ledgers:
+            self._ledgers[lane] = MemoryLedger(self, quarantine_max=quarantine_max)
+        return self._ledgers[lane]
 
     def behind(
         self, postgres: str | None, config: BufferConfig, timeout_s: float
@@ -88,7 +88,7 @@ class MemoryThreadStore(EditedStore):
         """What a buffer in front of it works with; None when its watermarks are to be in a database."""
         if postgres is not None:
             return None
-        ledger = self.ledger(config.quarantine_max)
+        ledger = self.ledger(config.quarantine_max, config.log.lane)
         return ledger, Backing(kind_of(self), ComparingReader(self, ledger), held=self._held)
 
     async def _held(self, thread_ids: Sequence[str]) -> list[str]:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.lanes import lane_configs
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.prepare import compare, proven_by_ledger
 from bufstore.buffer.target import check_kind, check_same
 from bufstore.config import BufferConfig
-from bufstore.errors import LogRolledBack
+from bufstore.errors import ConfigError, LogRolledBack
 from bufstore.nats.session import Nats
 from bufstore.threads.behind import buffer_of
 from bufstore.threads.protocol import WrappableStore
@@ -27,6 +28,7 @@ async def repair(
     schema: str = "bufstore",
     config: BufferConfig | None = None,
     apply: bool = False,
+    lane: int = 0,
 ) -> Repaired:
     """Find out why log and Postgres do not fit together, and with `apply` repair it: save what the log has, begin anew.
 
@@ -34,13 +36,16 @@ async def repair(
     what would be done. With it, all instances must have been stopped (ConfigError while flushers are alive); what the
     log still has and Postgres lacks is applied, or goes to quarantine if it fits nowhere; then the stream is removed,
     and the next start creates a new one. It may be repeated. Where nothing is wrong nothing is done.
+    Of several lanes each is repaired by itself: `lane`.
 
     Raises LogUnavailable, StoreUnavailable, StoreMisconfigured, ConfigError (ConfigDrift: the log belongs to another
     database, or with `apply` to another kind of store).
     """
-    buffer = buffer_of(
-        store, nats, repairing(config or BufferConfig()), name="bufstore-repair", postgres=postgres, schema=schema
-    )
+    lanes = lane_configs(config or BufferConfig())
+    if not 0 <= lane < len(lanes):
+        raise ConfigError(f"there is no lane {lane}: LogConfig.lanes is {len(lanes)}")
+    wanted = repairing(lanes[lane])
+    buffer = buffer_of(store, nats, wanted, name="bufstore-repair", postgres=postgres, schema=schema)
     return await repair_buffer(buffer, apply=apply)
 
 

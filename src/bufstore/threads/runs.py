@@ -6,25 +6,21 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 
-from bufstore.buffer.buffer import Buffer
 from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.threads.digests import MessageMemory
-from bufstore.threads.model import Run, ThreadChange, decode_run
+from bufstore.threads.lanes import Lanes
+from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency, Quarantined
-
-#: The buffer of a store of threads.
-ThreadBuffer = Buffer[ThreadChange, ThreadState, MessageMemory]
 
 
 class Runs:
     """Claims and reads runs."""
 
-    def __init__(self, store: WrappableStore, buffer: ThreadBuffer) -> None:
+    def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
         self._store = store
-        self._reads, self._shared, self._config = buffer.reads, buffer.shared, buffer.config
+        self._lanes, self._config = lanes, lanes.config
         self._claimed: OrderedDict[str, str] = OrderedDict()
 
     def claimed(self, run: Run) -> bool:
@@ -36,7 +32,8 @@ class Runs:
         if self.claimed(run):
             return
         reach(Failpoint.CLAIM_BEFORE)
-        owner = await self._shared.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
+        shared = self._lanes.of(run.run_id).shared
+        owner = await shared.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
         reach(Failpoint.CLAIM_STORED)
         if owner != run.thread_id:
             raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
@@ -51,7 +48,7 @@ class Runs:
         thread_id = await self._thread_of(run_id)
         if thread_id is None:
             return None
-        state = await self._reads.thread(thread_id, level, quarantined=quarantined)
+        state = await self._lanes.of(thread_id).reads.thread(thread_id, level, quarantined=quarantined)
         return await self._in_state(run_id, state)
 
     async def has(self, run_id: str, state: ThreadState) -> bool:
@@ -70,9 +67,10 @@ class Runs:
             if latest.run_id == run_id:
                 return latest
         if state.partial:
-            whole, _ = await self._reads.joined(state.thread.thread_id, proven=True)
+            reads = self._lanes.of(state.thread.thread_id).reads
+            whole, _ = await reads.joined(state.thread.thread_id, proven=True)
             if whole.partial:
-                raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {self._reads.store.down}")
+                raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {reads.store.down}")
             return await self._in_state(run_id, whole)
         # Not in the tail, so it is older than the watermark, where the store has it.
         return await self._store.load_run(run_id)
@@ -81,14 +79,15 @@ class Runs:
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
                 with contextlib.suppress(LogUnavailable):
-                    thread_id = await self._shared.thread_of_run(run_id, self._config.read_timeout_s)
+                    shared = self._lanes.of(run_id).shared
+                    thread_id = await shared.thread_of_run(run_id, self._config.read_timeout_s)
                     if thread_id is not None:
                         return thread_id
                 # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is
                 # only in the log is not found before it is flushed.
                 run = await self._store.load_run(run_id)
                 if run is None:
-                    await self._reads.force_flush_all(self._config.read_timeout_s)
+                    await self._lanes.force_flush_all(self._config.read_timeout_s)
                     run = await self._store.load_run(run_id)
         except (TimeoutError, FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 _log = logging.getLogger(__name__)
 
@@ -37,3 +38,22 @@ class FlusherState:
     def clear(self, waiting: str, *, stopped: bool = False) -> None:
         """Note that flushing goes on; `waiting` names the threads that wait, if any."""
         self.trouble, self.stopped = waiting, stopped
+
+
+def state_of_all(lanes: Sequence[FlusherState]) -> FlusherState:
+    """Those of several lanes' flushers in one process as one: sums, and what is wrong with any of them.
+
+    No partitions: each lane has some of the same numbers.
+    """
+    added = {f.name: sum(getattr(s, f.name) for s in lanes) for f in fields(FlusherState) if f.type == "int"}
+    return FlusherState(
+        **added,
+        running=all(s.running for s in lanes),
+        trouble=of_all([s.trouble for s in lanes]),
+        stopped=any(s.stopped for s in lanes),
+    )
+
+
+def of_all(troubles: Sequence[str]) -> str:
+    """What is wrong with the lanes, in one text that numbers them; empty if nothing is."""
+    return "; ".join(f"lane {lane}: {trouble}" for lane, trouble in enumerate(troubles) if trouble)

@@ -54,6 +54,24 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
         return not self.wrong
 
 
+def verification_of_all(lanes: Sequence[Verification]) -> Verification:
+    """Those of several lanes as one: sums, and the findings of all."""
+    if len(lanes) == 1:
+        return lanes[0]
+    return Verification(
+        partitions=sum(v.partitions for v in lanes),
+        threads=sum(v.threads for v in lanes),
+        unflushed_threads=sum(v.unflushed_threads for v in lanes),
+        unflushed_entries=sum(v.unflushed_entries for v in lanes),
+        waiting=sum(v.waiting for v in lanes),
+        quarantined=sum(v.quarantined for v in lanes),
+        members=sorted({member for v in lanes for member in v.members}),
+        wrong=sum(v.wrong for v in lanes),
+        findings=[finding for v in lanes for finding in v.findings],
+        seconds=max(v.seconds for v in lanes),
+    )
+
+
 class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What was read of one thread."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.flush.flusher import Flusher
-from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.flusher_state import FlusherState, of_all, state_of_all
 from bufstore.buffer.operate.log_fill import FillForecast
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.log import Log
@@ -43,6 +43,19 @@ class Statistics:
     #: Messages sent to and received from NATS.
     nats_sent: int
     nats_received: int
+
+
+def statistics_of_all(lanes: Sequence[Statistics]) -> Statistics:
+    """Those of several lanes as one: sums; the space left is that of the lane that is full first."""
+    if len(lanes) == 1:
+        return lanes[0]
+    full_in_s = [s.log_full_in_s for s in lanes if s.log_full_in_s is not None]
+    added = {f.name: sum(getattr(s, f.name) for s in lanes) for f in fields(Statistics) if f.type == "int"}
+    return Statistics(
+        **added,
+        flusher=state_of_all([s.flusher for s in lanes]),
+        log_full_in_s=min(full_in_s, default=None),
+    )
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,13 @@ def health_of(
         read_trouble=read,
         flush_trouble=flush,
     )
+
+
+def health_of_all(lanes: Sequence[Health]) -> Health:
+    """That of several lanes as one: what is wrong with any of them, with its number."""
+    if len(lanes) == 1:
+        return lanes[0]
+    return Health(**{f.name: of_all([getattr(h, f.name) for h in lanes]) for f in fields(Health)})
 
 
 class Vitals:

@@ -18,6 +18,7 @@ from bufstore.nats import permissions as nats
 @STREAM
 @BUCKET
 @click.option("--subject", default="thread", show_default=True, help="First word of the log's subjects.")
+@click.option("--lanes", type=int, default=1, show_default=True, help="LogConfig.lanes: the subjects of all of them.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="LogConfig.replicas: an app needs more then.")
 @click.option("--api-prefix", metavar="SUBJECT", help="Of the JetStream API, where it is not $JS.API.")
 @click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")

@@ -7,7 +7,7 @@ import click
 from bufstore.buffer.operate.repair import Repaired
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG
-from bufstore.config import BufferConfig, LogConfig
+from bufstore.config import BufferConfig
 from bufstore.errors import ConfigDrift
 from bufstore.threads.repairing import repair_buffer, repairing
 
@@ -30,7 +30,7 @@ def repair(options: Options, apply: bool) -> None:
 async def _repair(target: Endpoints, apply: bool) -> tuple[Repaired, str]:
     """What was found, and how to mend it."""
     log = await target.find_any_log(applies=apply)
-    config, named = log or (LogConfig(stream=target.stream, bucket=target.bucket), await target.noted())
+    config, named = log or (await target.lost_log(), await target.noted())
     found = await repair_buffer(target.buffer_of(named, repairing(BufferConfig.fitting(config))), apply=apply)
     try:
         await target.find_any_log(applies=True)

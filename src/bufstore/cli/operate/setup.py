@@ -11,6 +11,7 @@ import click
 import msgspec
 from psycopg import AsyncConnection
 
+from bufstore.buffer.lanes import lane_logs, ledger_schema
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
@@ -21,6 +22,8 @@ from bufstore.threads.postgres import tables
 _CONNECT_S = 5.0
 #: Of all migrations together: one may rewrite a table.
 _TIMEOUT_S = 3600.0
+#: So many of `tables.PARTS` are the ledger's.
+_LEDGER = 1
 
 
 class SetupReport(msgspec.Struct, kw_only=True):
@@ -29,6 +32,8 @@ class SetupReport(msgspec.Struct, kw_only=True):
     schema: str
     #: Per part of tables, the versions that were applied now.
     migrated: Mapping[str, Sequence[int]]
+    #: The same of the other lanes' tables, by their schemas.
+    lanes: Mapping[str, Mapping[str, Sequence[int]]]
     #: Roles that may use the tables now.
     granted: Sequence[str]
     #: Whether the stream was made now. None: it was not checked.
@@ -54,6 +59,9 @@ class SetupReport(msgspec.Struct, kw_only=True):
     "--own-store", is_flag=True, help="The app wraps a store of its own: make the buffer's tables only, and no log."
 )
 @click.option("--partitions", type=int, help="LogConfig.partitions of a new log. [default: 8]")
+@click.option(
+    "--lanes", type=int, help="LogConfig.lanes of a new log, each with a ledger in a schema of its own. [default: 1]"
+)
 @click.option("--replicas", type=int, help="LogConfig.replicas of a new log. [default: 1]")
 @click.option("--max-bytes", type=int, help="LogConfig.max_bytes of a new log. [default: 2147483648]")
 @click.option("--subject", help="LogConfig.subject of a new log. [default: thread]")
@@ -69,33 +77,44 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     other settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own gets
     its log by opening that once with the owner's rights.
     """
-    parts = tables.PARTS[:1] if own_store else tables.PARTS
+    parts = tables.PARTS[:_LEDGER] if own_store else tables.PARTS
     context = click.get_current_context()
+    wanted = {name: value for name, value in log.items() if value is not None}
+    reporting_errors(LogConfig)(**wanted)
     if as_sql:
-        click.echo(_sql(options, parts, roles, context.params["schema"]), nl=False)
+        click.echo(_sql(options, parts, roles, context.params["schema"], wanted.get("lanes", 1)), nl=False)
         return
     if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):
         raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store do without it.")
-    wanted = {name: value for name, value in log.items() if value is not None}
-    reporting_errors(LogConfig)(**wanted)
-    options.answer(options.run(lambda target: _setup(target, parts, roles, None if own_store else wanted)), _show)
+    lanes, made = wanted.get("lanes", 1), None if own_store else wanted
+    options.answer(options.run(lambda target: _setup(target, parts, roles, made, lanes)), _show)
 
 
-def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str) -> str:
+def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str, lanes: int) -> str:
     if not options.named:
-        return tables.script(check_schema(schema), tables.everything(schema, parts), roles)
-    return options.run(lambda target: _missing(target, parts, roles))
+        places = _places(check_schema(schema), parts, lanes)
+        return "".join(tables.script(check_schema(s), tables.everything(s, of), roles) for s, of in places)
+    return options.run(lambda target: _missing(target, parts, roles, lanes))
 
 
-async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str]) -> str:
+async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str], lanes: int) -> str:
+    scripts = []
     async with _owner(target, roles) as connection:
-        schema = target.schema
-        there = await tables.has_schema(connection, schema)
-        return tables.script(schema, await tables.missing(connection, schema, parts), roles, new_schema=not there)
+        for schema, of in _places(target.schema, parts, lanes):
+            there = await tables.has_schema(connection, schema)
+            missing = await tables.missing(connection, schema, of)
+            scripts.append(tables.script(schema, missing, roles, new_schema=not there))
+    return "".join(script for script in scripts if script != tables.NOTHING) or tables.NOTHING
+
+
+def _places(schema: str, parts: Sequence[str], lanes: int) -> list[tuple[str, Sequence[str]]]:
+    """The schemas, and which parts of the tables stand in each: of a lane, the ledger."""
+    others = lane_logs(LogConfig(lanes=lanes))[1:]
+    return [(schema, parts), *((ledger_schema(schema, log), parts[:_LEDGER]) for log in others)]
 
 
 async def _setup(
-    target: Endpoints, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None
+    target: Endpoints, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None, lanes: int
 ) -> SetupReport:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
@@ -103,15 +122,25 @@ async def _setup(
         if found is not None and not await tables.has_flushed(connection, target.schema):
             # It may be that of an app's own store, which must be the one to name it.
             await target.find_log(applies=True)
-        migrated = await tables.make_tables(connection, target.schema, parts)
-        async with connection.transaction():
-            for role in roles:
-                for statement in tables.grants(target.schema, role):
-                    await connection.execute(statement)
+        lanes = max(lanes, found.lanes if found is not None else 1)
+        migrated: dict[str, dict[str, list[int]]] = {}
+        for schema, of in _places(target.schema, parts, lanes):
+            migrated[schema] = await tables.make_tables(connection, schema, of)
+            async with connection.transaction():
+                for role in roles:
+                    for statement in tables.grants(schema, role):
+                        await connection.execute(statement)
     if log is not None:
         await _make_log(target, found or LogConfig(stream=target.stream, bucket=target.bucket), log)
     made = None if log is None else found is None
-    return SetupReport(schema=target.schema, migrated=migrated, granted=roles, log_made=made, log=target.stream)
+    return SetupReport(
+        schema=target.schema,
+        migrated=migrated.pop(target.schema),
+        lanes=migrated,
+        granted=roles,
+        log_made=made,
+        log=target.stream,
+    )
 
 
 @asynccontextmanager
@@ -132,9 +161,10 @@ async def _make_log(target: Endpoints, found: LogConfig, wanted: dict[str, Any])
 
 
 def _show(report: SetupReport) -> None:
-    for part, versions in report.migrated.items():
-        done = f"migrations {versions[0]} to {versions[-1]} applied" if versions else "up to date"
-        click.echo(f"{part} tables in schema {report.schema}: {done}")
+    for schema, parts in ({report.schema: report.migrated} | dict(report.lanes)).items():
+        for part, versions in parts.items():
+            done = f"migrations {versions[0]} to {versions[-1]} applied" if versions else "up to date"
+            click.echo(f"{part} tables in schema {schema}: {done}")
     for role in report.granted:
         click.echo(f"role {role} may use them, and needs no CREATE")
     if report.log_made is not None:

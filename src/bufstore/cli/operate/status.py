@@ -38,6 +38,8 @@ def _show(found: BufferStatus) -> None:
     console = Console(highlight=False)
     used = f"{decimal(found.log_bytes)} of {decimal(found.log_bytes_max)}"
     console.print(f"log {found.stream}: {used} ({found.log_bytes / found.log_bytes_max:.1%})", markup=False)
+    if found.lanes > 1:
+        console.print(f"lane {found.lane} of {found.lanes}: each has a stream of its own (--stream)", markup=False)
     full = "" if found.log_full_in_s is None else f", full in {lasting(found.log_full_in_s)} at this rate"
     console.print(f"not flushed: about {decimal(found.log_bytes_unflushed)}{full}", markup=False)
     for what, trouble in (

@@ -22,10 +22,10 @@ from bufstore.errors import InvalidRecord, StoreUnavailable
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.digests import ids_of
+from bufstore.threads.lanes import ThreadBuffer
 from bufstore.threads.model import Run, RunSave, ThreadChange, check_run, encode_messages, encode_run
 from bufstore.threads.payload import Payload
 from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.runs import ThreadBuffer
 from bufstore.threads.write import save_of
 from bufstore.types import check_id
 

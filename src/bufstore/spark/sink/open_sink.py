@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import BackfillWriter
@@ -31,6 +32,8 @@ async def open_sink(config: SinkConfig) -> OpenSink:
 
     async def open_() -> OpenSink:
         log = await config.find_log()
+        if config.mode == "postgres" and log.lanes > 1:
+            raise ConfigError(f"SinkConfig.mode must be 'log': stream {log.stream} has {log.lanes} lanes")
         longest = config.append_timeout_s or min(_APPEND_TIMEOUT_S, log.failover_window_s / 2)
         buffer = BufferConfig.fitting(log, flusher=False, append_timeout_s=longest)
         inner = config.store(pool_size=_POOL)

@@ -243,9 +243,9 @@ class _Task:
 
     async def _learn_new(self, opened: OpenSink, threads: Sequence[str], round_: _Round) -> set[str]:
         """Find out which threads are new. While only Postgres could tell: those that must wait for it."""
-        buffer = opened.store.buffer
-        subjects = {buffer.subjects.of(t): t for t in threads if buffer.appender.tip(t) is None}
-        if not subjects:
+        lanes = opened.store.lanes
+        asked = [t for t in threads if lanes.of(t).appender.tip(t) is None]
+        if not asked:
             return set()
         try:
             # The look-up of many threads may take long: whether anybody answers is known sooner.
@@ -254,8 +254,11 @@ class _Task:
             return set()
         except StoreUnavailable as e:
             outage = e
-        shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
-        unknown = {thread_id for subject, thread_id in subjects.items() if subject not in shown}
+        unknown = set[str]()
+        for buffer, some in lanes.shared_out(asked):
+            subjects = {buffer.subjects.of(t): t for t in some}
+            shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
+            unknown |= {thread_id for subject, thread_id in subjects.items() if subject not in shown}
         if unknown:
             round_.outage = outage
         return unknown

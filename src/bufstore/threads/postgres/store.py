@@ -7,12 +7,13 @@ import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.resources import files
-from typing import Any, NamedTuple, Self
+from typing import Any, LiteralString, NamedTuple, Self
 
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, sql
 from psycopg.errors import UniqueViolation
 
 from bufstore.buffer.domain import Backing
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -124,33 +125,30 @@ class PostgresThreadStore(ListedStore, EditedStore):
     ) -> tuple[PostgresLedger, Backing[ThreadState]]:
         """What a buffer in front of it works with: a ledger in the same schema, and all that this store can do.
 
+        The ledger of another lane than the first has a schema beside it (`bufstore.buffer.lanes.ledger_schema`).
         `postgres`: another way to the same database, for the ledger's connections.
         """
         dsn = postgres or str(self.pool.conninfo)
+        schema = check_schema(ledger_schema(self.schema, config.log))
+        reader = _SnapshotReader(self, schema)
         ledger = PostgresLedger(
             dsn,
             self,
-            schema=self.schema,
+            schema=schema,
             timeout_s=timeout_s,
             quarantine_max=config.quarantine_max,
             lease_s=config.lease_s,
         )
         return ledger, Backing(
             kind_of(self),
-            _SnapshotReader(self),
+            reader,
             open=self.open,
             setup=self.setup,
             aclose=self.aclose,
             held=self.versions,
-            versions=self._counts,
+            versions=reader.counts,
             erase_set_aside=self._erase_set_aside,
         )
-
-    async def _counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
-        """See `bufstore.buffer.domain.Versions`; nothing where there are no threads' tables in this schema."""
-        if not (await self._read("has_table", self.schema, "messages"))[0][0]:
-            return {}
-        return {t: (a, b, c) for t, a, b, c in await self._read("counts", arrays.texts(thread_ids))}
 
     async def _erase_set_aside(self, thread_ids: Sequence[str]) -> int:
         """See `bufstore.buffer.domain.Backing`: what a Spark sink has put beside the tables of this store."""
@@ -218,7 +216,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         unanswered = False
         while True:
             try:
-                rows = await self._fetch("checkpoint", parameters, deadline=deadline)
+                rows = await self._fetch(self._sql["checkpoint"], parameters, deadline=deadline)
             except NoAnswer as e:
                 if unanswered or asyncio.get_running_loop().time() >= deadline:
                     raise OutcomeUnknown(thread_id, key) from e
@@ -323,19 +321,24 @@ class PostgresThreadStore(ListedStore, EditedStore):
     # -- statements --------------------------------------------------------------------------------------------
 
     async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        return await self._ask(self._sql[name], parameters)
+
+    async def _ask(self, statement: LiteralString, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            return await self._fetch(name, parameters, deadline=deadline)
+            return await self._fetch(statement, parameters, deadline=deadline)
         except NoAnswer:
             if asyncio.get_running_loop().time() >= deadline:
                 raise
-            return await self._fetch(name, parameters, deadline=deadline)
+            return await self._fetch(statement, parameters, deadline=deadline)
 
-    async def _fetch(self, name: str, parameters: Sequence[Any], *, deadline: float) -> list[tuple[Any, ...]]:
+    async def _fetch(
+        self, statement: LiteralString, parameters: Sequence[Any], *, deadline: float
+    ) -> list[tuple[Any, ...]]:
         left = deadline - asyncio.get_running_loop().time()
         async with self.pool.lend(left) as connection:
             cursor = arrays.ArrayCursor(connection)
-            await cursor.execute(self._sql[name], parameters, binary=True)
+            await cursor.execute(statement, parameters, binary=True)
             return await cursor.fetchall()
 
     async def _send(self, connection: AsyncConnection[Any], name: str, parameters: Sequence[Any]) -> None:
@@ -345,11 +348,24 @@ class PostgresThreadStore(ListedStore, EditedStore):
 class _SnapshotReader:
     """See `bufstore.buffer.domain.StateReader`: one statement, one snapshot."""
 
-    def __init__(self, store: PostgresThreadStore) -> None:
-        self._store = store
+    def __init__(self, store: PostgresThreadStore, schema: str) -> None:
+        """`schema`: that of the buffer's tables."""
+        self._store, self._beside = store, schema == store.schema
+        ledger = sql.Identifier(schema).as_string()
+        names = ("load_state_of_lane", "counts")
+        self._state, self._counts = (store._sql[name].replace("{ledger}", ledger) for name in names)
 
     async def state(self, thread_id: str) -> ThreadState:
-        return await self._store.load_state(thread_id, with_watermark=True)
+        if self._beside:
+            return await self._store.load_state(thread_id, with_watermark=True)
+        return thread_state(thread_id, await self._store._ask(self._state, [thread_id]))
+
+    async def counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
+        """See `bufstore.buffer.domain.Versions`; nothing where there are no threads' tables in the store's schema."""
+        store = self._store
+        if not (await store._read("has_table", store.schema, "messages"))[0][0]:
+            return {}
+        return {t: (a, b, c) for t, a, b, c in await store._ask(self._counts, [arrays.texts(thread_ids)])}
 
     async def answers(self) -> None:
         await self._store.load_run(PROBE)

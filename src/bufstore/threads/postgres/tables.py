@@ -24,6 +24,8 @@ from bufstore.postgres.connection.migrate import (
 _PACKAGES = {"buffer": "bufstore.postgres.ledger", "threads": "bufstore.threads.postgres"}
 #: The parts that a buffered PostgresThreadStore needs. An app with a store of its own needs the first.
 PARTS = tuple(_PACKAGES)
+#: What `script` says when there is nothing to be run.
+NOTHING = "-- Nothing is missing.\n"
 
 
 async def make_tables(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
@@ -72,7 +74,7 @@ def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[s
             parts.append(_text(recording(schema, part, version, migrations[version])))
     parts += [_text(statement) for role in roles for statement in grants(schema, role)]
     if not parts:
-        return "-- Nothing is missing.\n"
+        return NOTHING
     return "BEGIN;\n\n" + "".join(f"{part};\n\n" for part in parts) + "COMMIT;\n"
 
 

@@ -33,12 +33,3 @@ SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[
 -- name: has_table
 -- Whether the schema holds a table.
 SELECT count(*) = 1 FROM pg_tables WHERE schemaname = $1::text AND tablename = $2::text;
-
--- name: counts
--- What the buffer's row says of each thread, and what this store holds of it, of one moment: for the self-check.
-SELECT b.thread_id, b.version, t.version::bigint, (
-    SELECT count(*) FROM {schema}.messages AS m WHERE m.thread_id = b.thread_id
-)
-FROM {schema}.buffer_threads AS b
-LEFT JOIN {schema}.threads AS t ON t.thread_id = b.thread_id
-WHERE b.thread_id = ANY ($1::text[]) AND b.applied_id <> 0;

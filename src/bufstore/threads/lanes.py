@@ -1,0 +1,87 @@
+"""The buffers in front of one store of threads: one, or one for each lane (`bufstore.buffer.lanes`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.lanes import lane_of
+from bufstore.threads.digests import MessageMemory
+from bufstore.threads.model import ThreadChange
+from bufstore.threads.state import ThreadState
+
+#: The buffer of a store of threads.
+ThreadBuffer = Buffer[ThreadChange, ThreadState, MessageMemory]
+
+T = TypeVar("T")
+
+
+class Lanes:
+    """Finds the buffer of a thread, and asks all of them what concerns every thread."""
+
+    def __init__(self, buffers: Sequence[ThreadBuffer]) -> None:
+        """`buffers`: in the order of their lanes."""
+        self.all = tuple(buffers)
+        #: Keeps what there is once for all threads: the record of changes of lineage.
+        self.first = self.all[0]
+        self.config = self.first.config
+        self._only = self.first if len(self.all) == 1 else None
+
+    def of(self, name: str) -> ThreadBuffer:
+        """That of a thread; or the one whose shared state knows the thread of a run. By its id."""
+        return self._only or self.all[lane_of(name, self.config.log)]
+
+    def shared_out(self, thread_ids: Iterable[str]) -> list[tuple[ThreadBuffer, list[str]]]:
+        """These threads by their buffers; those without any of them are left out."""
+        found: dict[ThreadBuffer, list[str]] = {}
+        for thread_id in thread_ids:
+            found.setdefault(self.of(thread_id), []).append(thread_id)
+        return list(found.items())
+
+    async def each(self, ask: Callable[[ThreadBuffer], Awaitable[T]]) -> list[T]:
+        """What all of them answer, in order; the first one's error if any fails, once all have ended."""
+        return await together(ask(buffer) for buffer in self.all)
+
+    async def open(self) -> None:
+        """Open all, or none. Raises as `Buffer.open`."""
+        opened: list[ThreadBuffer] = []
+
+        async def begin(buffer: ThreadBuffer) -> None:
+            await buffer.open()
+            opened.append(buffer)
+
+        try:
+            await begin(self.first)  # which opens the store, and makes its tables
+            await together(begin(buffer) for buffer in self.all[1:])
+        except BaseException:
+            for buffer in reversed(opened):
+                await buffer.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close all; the first one, and the store with it, after the others."""
+        try:
+            await together(buffer.aclose() for buffer in self.all[1:])
+        finally:
+            await self.first.aclose()
+
+    async def force_flush_all(self, timeout_s: float | None = None) -> None:
+        """See `Buffer.force_flush_all`: what all of them have acknowledged now."""
+        await self.each(lambda buffer: buffer.force_flush_all(timeout_s=timeout_s))
+
+    async def broken(self) -> frozenset[str]:
+        """See `Ledger.broken`."""
+        return frozenset[str]().union(*await self.each(lambda buffer: buffer.ledger.broken()))
+
+
+async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The results, in order; the first error once all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found

@@ -1,0 +1,68 @@
+"""Jobs on a store of several lanes: the sink and a drain work on all of them, what reads a log reads one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore.buffer.lanes import lane_logs, lane_of
+from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink
+from conftest import Deployment
+from helpers import fresh, query
+from spark.jobs import frame, held, in_postgres, prepared, read_options, rows_of, settings_of, where
+
+
+@pytest.fixture
+def laned(deploy: Callable[..., Deployment]) -> Deployment:
+    return deploy(lanes=2, max_bytes=64 << 20)
+
+
+async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_all(
+    spark: Any, laned: Deployment, tmp_path: Path
+) -> None:
+    await prepared(laned)
+    config = SinkConfig(app_id="query", **settings_of(laned))
+    threads = [fresh() for _ in range(12)]
+    lanes = {t: lane_of(t, laned.log) for t in threads}
+    assert set(lanes.values()) == {0, 1}
+    for _ in range(2):  # the second time nothing is new
+        await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(3))), 0)
+    await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(3, 5))), 1)
+    assert await held(laned, threads) == {t: list(range(5)) for t in threads}
+
+    report = await asyncio.to_thread(bulk_drain, spark, where(laned), tasks=2)
+    assert report.parked == 0
+    assert await in_postgres(laned, threads) == {t: list(range(5)) for t in threads}
+
+    for lane, log in enumerate(lane_logs(laned.log)):
+        of_lane = replace(where(laned), stream=log.stream, bucket=log.bucket)
+        mine = {t for t in threads if lanes[t] == lane}
+        options = read_options(laned) | {"stream": log.stream}
+        rows = await asyncio.to_thread(spark.read.format("threadlog").options(**options).load().collect)
+        assert {row["thread_id"] for row in rows} == mine
+        archived = await asyncio.to_thread(archive, spark, of_lane, str(tmp_path / log.stream))
+        assert archived.count > 0
+    # Each lane's own ledger has how far its archive goes, which is where its flushers look.
+    dsn = laned.servers.postgres.dsn
+    for schema in (laned.name, f"{laned.name}_lane1"):
+        assert (await query(dsn, f'SELECT position FROM "{schema}".buffer_archive'))[0][0] > 0
+
+
+async def test_what_needs_one_log_says_so(spark: Any, laned: Deployment) -> None:
+    await prepared(laned)
+    past = SinkConfig(app_id="query", mode="postgres", **settings_of(laned))
+    with pytest.raises(Exception, match="has 2 lanes"):
+        await asyncio.to_thread(checkpoint_sink(past), frame(spark, rows_of([fresh()], range(2))), 0)
+    options = {"natsUrl": laned.servers.nats.url, "postgresUrl": laned.servers.postgres.dsn, "schema": laned.name}
+    tables = spark.read.format("bufstore").options(stream=laned.log.stream, table="threads", **options)
+    with pytest.raises(Exception, match="one of 2 lanes"):
+        await asyncio.to_thread(lambda: tables.load().collect())
+    second = lane_logs(laned.log)[1]
+    one = SinkConfig(app_id="query", **(settings_of(laned) | {"stream": second.stream, "bucket": second.bucket}))
+    with pytest.raises(Exception, match="lane 1 of 2"):
+        await asyncio.to_thread(checkpoint_sink(one), frame(spark, rows_of([fresh()], range(2))), 0)

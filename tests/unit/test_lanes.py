@@ -1,0 +1,442 @@
+"""Several logs in front of one store: the contract, and what concerns threads of different lanes. In memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bufstore import (
+    AlreadyExists,
+    BlockingBufferedStore,
+    BufferConfig,
+    BufferedThreadStore,
+    BufstoreError,
+    Children,
+    ConfigError,
+    Consistency,
+    LineageError,
+    LogConfig,
+    LogFull,
+    MemoryThreadStore,
+    Receipt,
+    Run,
+    ThreadQuarantined,
+    ThreadQuery,
+    ThreadRunStore,
+)
+from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.lanes import lane_configs, lane_of, ledger_schema
+from bufstore.buffer.operate.health import Health, health_of, health_of_all
+from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import LANES_MAX
+from bufstore.langgraph.engine import CheckpointEngine
+from bufstore.langgraph.memory_store import MemoryCheckpointStore
+from bufstore.memory import MemoryNats
+from bufstore.testing import CHECKS, Check
+from bufstore.threads.bulk import BulkCheckpoint
+from bufstore.threads.model import ThreadChange
+from helpers import fresh, run_of, said
+from unit.fake_log import run
+
+LOG = LogConfig(lanes=2)
+
+
+Step = Callable[[ThreadRunStore], Awaitable[object]]
+
+
+class Picky(MemoryThreadStore):
+    """Refuses what these threads are changed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: set[str] = set()
+
+    async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
+        if any(change.thread_id in self.refused for change in batch):
+            raise FlushFailed("22021", Verdict.POISON)
+        await super().apply(connection, batch)
+
+
+def in_lane(lane: int) -> str:
+    """A new thread's id."""
+    return next(name for _ in range(1000) if lane_of(name := fresh(), LOG) == lane)
+
+
+@asynccontextmanager
+async def opened(
+    nats: MemoryNats, store: MemoryThreadStore, log: LogConfig = LOG, **config: Any
+) -> AsyncIterator[BufferedThreadStore]:
+    settings = BufferConfig(**({"flush_interval_s": 0.05, "lease_s": 4, "log": log} | config))
+    async with await BufferedThreadStore.open(store, nats=nats, config=settings) as found:
+        yield found
+        report = await found.verify()
+        assert report.ok, report.findings
+
+
+def alone(main: Callable[[BufferedThreadStore], Awaitable[None]], **config: Any) -> None:
+    async def whole() -> None:
+        async with opened(MemoryNats(), MemoryThreadStore(), **config) as store:
+            await main(store)
+
+    run(whole())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_a_store_of_two_lanes_keeps_the_contract(check: Check) -> None:
+    alone(check)
+
+
+# --- which thread is where ----------------------------------------------------------------------------------------
+
+
+def test_a_threads_lane_never_changes() -> None:
+    # What was written by one release is looked for by the next: these are for ever.
+    names = ("thread-0", "thread-1", "thread-2", "a", "Ärger", "")
+    assert [lane_of(name, LogConfig(lanes=3)) for name in names] == [2, 1, 1, 0, 2, 0]
+    assert [lane_of(name, LogConfig()) for name in names] == [0] * 6
+
+
+@given(partitions=st.integers(1, 32), lanes=st.integers(2, 8))
+def test_each_lane_has_threads_of_each_partition(partitions: int, lanes: int) -> None:
+    log = LogConfig(partitions=partitions, lanes=lanes)
+    subjects = Subjects("thread", partitions)
+    names = [f"thread-{n}" for n in range(40 * partitions * lanes)]
+    found = {(subjects.partition(name), lane_of(name, log)) for name in names}
+    assert found == {(p, lane) for p in range(partitions) for lane in range(lanes)}
+
+
+def test_each_lane_has_names_of_its_own_and_a_part_of_the_memory() -> None:
+    config = BufferConfig(log=LogConfig(lanes=3), cached_threads=100, flush_max_bytes=900)
+    lanes = lane_configs(config)
+    assert [(c.log.lane, c.log.stream, c.log.bucket, c.log.subject) for c in lanes] == [
+        (0, "THREADLOG", "thread-hot", "thread"),
+        (1, "THREADLOG-1", "thread-hot-1", "thread-1"),
+        (2, "THREADLOG-2", "thread-hot-2", "thread-2"),
+    ]
+    assert {(c.cached_threads, c.flush_max_bytes, c.log.lanes) for c in lanes} == {(33, 300, 3)}
+    assert [ledger_schema("app", c.log) for c in lanes] == ["app", "app_lane1", "app_lane2"]
+    assert lane_configs(BufferConfig()) == [BufferConfig()]
+
+
+@pytest.mark.parametrize("wrong", [{"lanes": 0}, {"lanes": LANES_MAX + 1}, {"lane": 1}, {"lanes": 2, "lane": 2}])
+def test_lanes_that_there_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"LogConfig\.lane"):
+        LogConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_lane_is_not_opened_without_the_others() -> None:
+    async def main() -> None:
+        config = lane_configs(BufferConfig(log=LOG))[1]
+        with pytest.raises(ConfigError, match="THREADLOG-1 is lane 1 of 2"):
+            await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+
+    run(main())
+
+
+def test_langgraphs_checkpoints_have_one_log() -> None:
+    with pytest.raises(ConfigError, match=r"LogConfig\.lanes must be 1"):
+        CheckpointEngine(MemoryCheckpointStore(), MemoryNats(), BufferConfig(log=LOG), name="t")
+
+
+# --- what concerns threads of different lanes ---------------------------------------------------------------------
+
+
+def test_each_thread_is_in_the_log_of_its_lane_alone() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        threads = [in_lane(0), in_lane(1), in_lane(1)]
+        async with opened(nats, inner, flusher=False) as store:
+            for thread_id in threads:
+                await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            shown = [{e.subject async for _, e in buffer.log.scan(threads=threads)} for buffer in store.lanes.all]
+            assert shown == [
+                {buffer.subjects.of(t) for t in threads if lane_of(t, LOG) == lane}
+                for lane, buffer in enumerate(store.lanes.all)
+            ]
+            assert sum((await store.lag()).values()) == 3
+            async with opened(nats, inner) as flusher:
+                await store.force_flush_all()
+                assert {t.thread_id for t in (await inner.query_threads()).threads} == set(threads)
+                assert list(await flusher.lag()) == list(range(16))
+                assert not any((await flusher.lag()).values())
+                counted = await flusher.statistics()
+                assert (counted.flusher.entries, counted.flusher.running) == (3, True)
+            assert ((await store.statistics()).appended, (await store.statistics()).groups) == (3, 3)
+
+    run(main())
+
+
+def test_a_runs_id_belongs_to_one_thread_of_all_lanes() -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        one, other = in_lane(0), in_lane(1)
+        claimed = run_of(one)
+        await store.checkpoint(one, [said(0)], claimed)
+        with pytest.raises(AlreadyExists):
+            await store.checkpoint(other, [said(0)], msgspec.structs.replace(claimed, thread_id=other))
+        assert await store.load_run(claimed.run_id) == claimed
+        await store.force_flush_all()
+        assert await store.load_run(claimed.run_id, consistency=Consistency.EVENTUAL) == claimed
+
+    alone(main)
+
+
+@pytest.mark.parametrize("known", ["claimed", "flushed only"])
+def test_a_run_is_found_in_whichever_lane_its_thread_is(known: str) -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with opened(nats, inner) as store:
+            runs = [run_of(in_lane(n % 2), n) for n in range(8)]
+            for r in runs:
+                await store.checkpoint(r.thread_id, [said(0)], r)
+            if known == "flushed only":
+                for bucket in nats.buckets.values():
+                    bucket.clear()
+            assert [await store.load_run(r.run_id) for r in runs] == runs
+            assert await store.load_run("nobody's") is None
+
+    run(main())
+
+
+def test_a_list_shows_what_all_lanes_have_and_marks_what_is_broken_in_any() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), Picky()
+        async with opened(nats, inner, flush_interval_s=600) as store:
+            threads = [in_lane(lane) for lane in (0, 1, 0, 1)]
+            await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in threads))
+            page = await store.query_threads()
+            assert {t.thread_id for t in page.threads} == set(threads)
+            assert {r.thread_id for r in (await store.query_runs()).runs} == set(threads)
+            for broken in threads[:2]:
+                inner.refused.add(broken)
+                await store.checkpoint(broken, [said(1)], run_of(broken, 1))
+                await store.force_flush_all()
+            assert (await store.query_threads()).quarantined == set(threads[:2])
+            assert await store.quarantined() == 2
+            with pytest.raises(ConfigError, match="quarantine_of"):
+                _ = store.quarantine
+            inner.refused.clear()
+            for broken in threads[:2]:
+                with pytest.raises(ThreadQuarantined):
+                    await store.load_messages(broken)
+                await store.quarantine_of(broken).replay_thread(broken)
+                assert await store.load_messages(broken) == [said(1)]
+            assert not (await store.query_threads()).quarantined
+
+    run(main())
+
+
+@pytest.mark.parametrize("lanes", [(0, 1, 0), (1, 0, 1), (1, 1, 0)])
+def test_parents_and_children_may_be_in_different_lanes(lanes: Sequence[int]) -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        root, child, grandchild = (in_lane(lane) for lane in lanes)
+        await store.checkpoint(root, [said(0)], run_of(root))
+        await store.checkpoint(child, [said(0)], run_of(child, parent_thread_id=root))
+        await store.save_thread(grandchild)
+        await store.set_parent(grandchild, child)
+        with pytest.raises(LineageError):
+            await store.set_parent(root, grandchild)
+        page = await store.query_threads(ThreadQuery(parent_thread_id=root))
+        assert [t.thread_id for t in page.threads] == [child]
+        erased = await store.erase(root, children=Children.CASCADE)
+        assert (set(erased.thread_ids), erased.found, erased.written_again) == ({root, child, grandchild}, True, ())
+        assert not (await store.query_threads()).threads
+        for buffer in store.lanes.all:
+            assert not [e async for _, e in buffer.log.scan(threads=[root, child, grandchild]) if b"m0" in e.body]
+
+    alone(main)
+
+
+def test_a_lane_that_is_full_stops_no_other() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        log = LogConfig(lanes=2, max_bytes=1 << 20)
+        async with opened(nats, inner, log, flusher=False) as store:
+            full, free = in_lane(1), in_lane(0)
+            with pytest.raises(LogFull):
+                for n in range(200):
+                    await store.checkpoint(full, [n, "x" * 10_000], run_of(full))
+            await store.checkpoint(free, [said(0)], run_of(free))
+            health = await store.health()
+            assert health.write_trouble.startswith("lane 1: the log is full")
+            async with opened(nats, inner, log):
+                await store.force_flush_all()
+                assert await inner.load_messages(free) == [said(0)]
+
+    run(main())
+
+
+def test_the_partitions_of_all_lanes_are_taken_over() -> None:
+    async def main() -> None:
+        nats, inner, thread_ids = MemoryNats(), MemoryThreadStore(), [in_lane(0), in_lane(1)]
+        async with opened(nats, inner) as one:
+            async with opened(nats, inner) as two:
+                await asyncio.sleep(5)
+                for buffers in zip(one.lanes.all, two.lanes.all, strict=True):
+                    shares = [b.flusher.state.partitions for b in buffers if b.flusher is not None]
+                    assert sorted(shares[0] + shares[1]) == list(range(8))
+                    assert all(shares)
+            await asyncio.sleep(5)
+            for buffer in one.lanes.all:
+                assert buffer.flusher is not None
+                assert buffer.flusher.state.partitions == tuple(range(8))
+            for thread_id in thread_ids:
+                await one.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        for thread_id in thread_ids:
+            assert await inner.load_messages(thread_id) == [said(0)]
+
+    run(main())
+
+
+def test_bulk_writes_go_to_the_lanes_of_their_threads() -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        threads = [in_lane(lane) for lane in (0, 1, 1, 0)]
+        await store.bulk.learn_new(threads)
+        runs = {t: run_of(t) for t in threads}
+        await store.bulk.claim(runs.values())
+        for t in threads:
+            steps = [BulkCheckpoint([said(n)], runs[t], whole=False, producer=None) for n in range(3)]
+            series = await store.bulk.write(t, steps)
+            assert (len(series.receipts), series.error) == (3, None)
+        await store.force_flush_all()
+        for t in threads:
+            assert await store.load_messages(t, consistency=Consistency.EVENTUAL) == [said(n) for n in range(3)]
+
+    alone(main)
+
+
+def test_a_blocking_store_has_the_quarantine_of_each_lane() -> None:
+    nats, config = MemoryNats(), BufferConfig(log=LOG, flush_interval_s=0.05)
+    with BlockingBufferedStore(
+        lambda: BufferedThreadStore.open(MemoryThreadStore(), nats=nats, config=config)
+    ) as store:
+        thread_id = in_lane(1)
+        store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        assert store.quarantine_of(thread_id).count() == 0
+        with pytest.raises(ConfigError):
+            _ = store.quarantine
+
+
+# --- what all lanes say together -----------------------------------------------------------------------------------
+
+
+def test_health_names_the_lane_that_is_ill() -> None:
+    well = health_of(log="", store="", flusher="")
+    ill = health_of(log="no answer", store="", flusher="")
+    assert health_of_all([well, well]) == well
+    assert health_of_all([ill]) == ill
+    both = health_of_all([well, ill])
+    assert (both.log, both.can_write, both.can_read, both.flushing, both.ok) == (
+        "lane 1: no answer", False, False, False, False
+    )  # fmt: skip
+    assert isinstance(both, Health)
+
+
+def test_flushers_of_all_lanes_run_when_each_does() -> None:
+    one = FlusherState(running=True, partitions=(0, 1), entries=2, transactions=1)
+    two = FlusherState(running=False, partitions=(0,), entries=3, trouble="gone", stopped=True)
+    assert state_of_all([one, two]) == FlusherState(
+        running=False, entries=5, transactions=1, trouble="lane 1: gone", stopped=True
+    )
+
+
+# --- any sequence --------------------------------------------------------------------------------------------------
+
+#: Two of each lane.
+NAMES = [f"thread-{n}" for n in range(4)]
+RUN_IDS = [f"run-{n}" for n in range(4)]
+assert sorted(lane_of(name, LOG) for name in NAMES) == [0, 0, 1, 1]
+_names = st.sampled_from(NAMES)
+_or_none = st.one_of(st.none(), _names)
+
+
+def _checkpoint(name: str, run_id: str, parent: str | None) -> Step:
+    new = Run(run_id=run_id, thread_id=name, parent_thread_id=parent)
+    return lambda store: store.checkpoint_append(name, [said(0)["content"]], new)
+
+
+STEPS: st.SearchStrategy[Step] = st.one_of(
+    st.builds(_checkpoint, _names, st.sampled_from(RUN_IDS), _or_none),
+    st.builds(
+        lambda n, run_id: lambda s: s.create_run(Run(run_id=run_id, thread_id=n)), _names, st.sampled_from(RUN_IDS)
+    ),
+    st.builds(lambda n: lambda s: s.save_thread(n), _names),
+    st.builds(lambda n, parent: lambda s: s.set_parent(n, parent), _names, _or_none),
+    st.builds(
+        lambda n, children: lambda s: s.delete_thread(n, children=children), _names, st.sampled_from(list(Children))
+    ),
+    st.builds(lambda n: lambda s: s.load_checkpoint(n), _names),
+    st.builds(lambda run_id: lambda s: s.load_run(run_id), st.sampled_from(RUN_IDS)),
+    st.builds(lambda n: lambda s: _children(s, n), _names),
+    st.builds(lambda: lambda s: _runs(s)),
+)
+
+
+async def _children(store: ThreadRunStore, name: str) -> set[str]:
+    page = await store.query_threads(ThreadQuery(parent_thread_id=name))
+    return {t.thread_id for t in page.threads}
+
+
+async def _runs(store: ThreadRunStore) -> set[tuple[str, str]]:
+    return {(r.run_id, r.thread_id) for r in (await store.query_runs()).runs}
+
+
+async def _answer(step: Step, store: ThreadRunStore) -> object:
+    """What a step answers, as far as two stores can answer the same."""
+    try:
+        answer = await step(store)
+    except BufstoreError as e:
+        return type(e)
+    return "stored" if isinstance(answer, Receipt) else answer
+
+
+class Site:
+    """A log, or its lanes, and the process that has it open."""
+
+    def __init__(self, log: LogConfig) -> None:
+        self._config = BufferConfig(log=log, flush_interval_s=0.5, lease_s=4)
+        self._nats, self.inner = MemoryNats(), MemoryThreadStore()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Site:
+        await self.go_on()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def go_on(self) -> None:
+        """From now on by another process, which knows nothing yet."""
+        opened = BufferedThreadStore.open(self.inner, nats=self._nats, config=self._config)
+        self.store = await self._stack.enter_async_context(await opened)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(STEPS, st.just(None)), max_size=25))
+def test_any_sequence_of_calls_is_answered_as_with_one_log(steps: list[Step | None]) -> None:
+    """None: another process goes on, while the one before has all that it has begun."""
+
+    async def main() -> None:
+        async with Site(LOG) as lanes, Site(LogConfig()) as one:
+            for step in steps:
+                if step is None:
+                    await lanes.go_on()
+                    await one.go_on()
+                else:
+                    assert await _answer(step, lanes.store) == await _answer(step, one.store)
+            for site in (lanes, one):
+                await site.store.force_flush_all()
+                report = await site.store.verify()
+                assert report.ok, report.findings
+            for name in NAMES:
+                assert await lanes.inner.load_checkpoint(name) == await one.inner.load_checkpoint(name)
+
+    run(main())
