@@ -32,6 +32,36 @@ def killed(settings: dict[str, Any]) -> None:
     stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write_and_die).awaitTermination(180)
 
 
+def killed_within(settings: dict[str, Any]) -> None:
+    """A driver that is killed within batch 1, when one row of its first task is in the log. The task writes no more."""
+    from bufstore.spark.sink import foreach_batch
+
+    driver = os.getpid()
+
+    def task_that_stops(config: Any, batch_id: int, *arguments: Any) -> Any:
+        import threading
+
+        from bufstore.spark.sink import foreach_batch  # that of the worker, where nothing is replaced yet
+
+        parts_of = foreach_batch.parts_of
+
+        def first_row(*arguments: Any) -> Any:
+            # A part, here a row, is taken when all before it is durable.
+            yield next(parts_of(*arguments))
+            os.kill(driver, signal.SIGKILL)
+            threading.Event().wait()
+
+        if batch_id == 1:
+            foreach_batch.parts_of = first_row
+        yield from foreach_batch._task(config, batch_id, *arguments)
+
+    foreach_batch._task = task_that_stops
+    write = checkpoint_sink(SinkConfig(**settings["sink"], tasks=2, in_flight_bytes=1))
+    # One core: the second task begins when the first has ended.
+    spark = session("killed", "local[1,4]", **settings["spark"])
+    stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write).awaitTermination(180)
+
+
 def connect(settings: dict[str, Any]) -> None:
     """The sink, the source and the writer through Spark Connect."""
     from pyspark.sql import SparkSession
@@ -129,5 +159,5 @@ def programs(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    jobs = {"killed": killed, "connect": connect, "speculating": speculating, "programs": programs, "sql": sql}
-    jobs[sys.argv[1]](json.loads(sys.argv[2]))
+    jobs = (killed, killed_within, connect, speculating, programs, sql)
+    {found.__name__: found for found in jobs}[sys.argv[1]](json.loads(sys.argv[2]))

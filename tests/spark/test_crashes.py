@@ -12,6 +12,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java
 from conftest import Deployment
 from helpers import fresh
-from spark.jobs import ended, environment, held, job, prepared, put, rows_of, settings_of, stream
+from spark.jobs import ended, environment, frame, held, job, prepared, put, rows_of, settings_of, stream
 
 
 async def test_a_driver_killed_between_the_sink_and_sparks_commit(
@@ -38,6 +39,41 @@ async def test_a_driver_killed_between_the_sink_and_sparks_commit(
     assert await held(deployment, threads) == {t: list(range(6)) for t in threads}, "batch 1 is there"
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(9)) for t in threads}
+
+
+async def test_of_a_batch_within_which_the_driver_was_killed_no_changed_row_is_swallowed(
+    spark: Any, deployment: Deployment, config: SinkConfig, tmp_path: Path
+) -> None:
+    """One task of two has written one of its rows. That part must come again as it was; the other one may change."""
+    await prepared(deployment)
+    several = frame(spark, rows_of([fresh() for _ in range(40)], range(1)))
+    placed = several.selectExpr("thread_id", "pmod(hash(thread_id), 2)").orderBy("thread_id").collect()
+    begun, later = ([thread for thread, part in placed if part == number][:2] for number in (0, 1))
+    threads = [*begun, *later]
+    rows = rows_of(threads, range(2, 4))
+    put(tmp_path / "in", "0.json", rows_of(threads, range(2)))
+    put(tmp_path / "in", "1.json", rows)
+    settings = {"sink": settings_of(deployment) | {"app_id": "query"}}
+    places = {"input": str(tmp_path / "in"), "checkpoints": str(tmp_path / "ck")}
+    code, _ = await job("killed_within", environment(), **settings, **places)
+    assert code == -signal.SIGKILL
+    before = {t: [0, 1] for t in threads} | {begun[0]: [0, 1, 2]}
+    assert await held(deployment, threads) == before
+    again = checkpoint_sink(replace(config, tasks=3))
+
+    def put_changed(thread: str) -> None:
+        """Another message in the thread's first row of the batch."""
+        other = [json.dumps({"n": 100, "thread": thread})]
+        first = [row | {"delta": other} if (row["thread_id"], row["position"]) == (thread, 2) else row for row in rows]
+        put(tmp_path / "in", "1.json", first)
+
+    put_changed(begun[0])
+    with pytest.raises(Exception, match="begun before with other rows and not finished"):
+        await ended(stream(spark, tmp_path / "in", tmp_path / "ck", again))
+    assert await held(deployment, threads) == before, "nothing of the batch was written"
+    put_changed(later[0])
+    await ended(stream(spark, tmp_path / "in", tmp_path / "ck", again))
+    assert await held(deployment, threads) == {t: [0, 1, 2, 3] for t in threads} | {later[0]: [0, 1, 100, 3]}
 
 
 @pytest.mark.long  # two Javas
