@@ -13,6 +13,7 @@ import pytest
 from bufstore import LogFull, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
+from bufstore.spark.progress import ProgressListener, QueryProgress
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
@@ -160,3 +161,42 @@ async def test_a_query_that_waits_for_postgres_can_be_stopped(
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", write))
     assert write.last is not None
     assert await held(deployment, threads) == {threads[0]: [0, 1]}
+
+
+async def test_the_progress_of_a_query_tells_how_long_its_sink_waited(
+    spark: Any, own_servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    threads = [fresh()]
+    for batch in range(2):
+        put(tmp_path / "in", f"{batch}.json", rows_of(threads, range(batch, batch + 1)))
+    told: dict[int, QueryProgress] = {}
+    loop, all_told = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(progress: QueryProgress) -> None:
+        told[progress.batch_id] = progress
+        if len(told) == 2:
+            loop.call_soon_threadsafe(all_told.set)
+
+    async def waits() -> bool:
+        return "waits, and fails in" in caplog.text
+
+    listener = ProgressListener(tell)
+    spark.streams.addListener(listener)
+    try:
+        own_servers.postgres.stop()  # the first batch of a query needs it
+        query = stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(sink(deployment)))
+        await eventually(waits, 60)
+        own_servers.postgres.start()
+        await ended(query)
+        async with asyncio.timeout(60):
+            await all_told.wait()
+    finally:
+        spark.streams.removeListener(listener)
+    first, second = told[0].sink, told[1].sink
+    assert first is not None
+    assert second is not None
+    assert (first.written, second.written) == (1, 1)
+    assert first.waited_ms > 0
+    assert second.waited_ms == 0

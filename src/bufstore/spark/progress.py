@@ -9,6 +9,9 @@ from typing import Any
 import msgspec
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
+from bufstore.spark.sink.last_batches import last_batch
+from bufstore.spark.sink.row_writer import RowCounts
+
 __all__ = ["ProgressListener", "QueryProgress"]
 
 _log = logging.getLogger(__name__)
@@ -31,6 +34,9 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     headroom: int | None = None
     #: What the query's own ``df.observe(name, …)`` counted: name → column → value.
     observed: Mapping[str, Mapping[str, Any]] = {}
+    #: What `checkpoint_sink` made of the rows, and how long it waited for servers (``waited_ms``); None where another
+    #: sink writes them, or ours does so in another process (Connect).
+    sink: RowCounts | None = None
 
 
 class ProgressListener(StreamingQueryListener):
@@ -47,6 +53,7 @@ class ProgressListener(StreamingQueryListener):
         found = event.progress
         offsets = [(source.endOffset, source.latestOffset) for source in found.sources]
         behind = [log for _, newest in offsets if (log := _log_of(newest))]
+        written = last_batch(str(found.id))
         self._report(
             QueryProgress(
                 query=found.name or str(found.id),
@@ -59,6 +66,7 @@ class ProgressListener(StreamingQueryListener):
                 unread_since=min((log["unreadSince"] for log in behind if log["unreadSince"]), default=None),
                 headroom=min((log["headroom"] for log in behind), default=None),
                 observed={name: row.asDict() for name, row in found.observedMetrics.items()},
+                sink=written.counts if written is not None and written.batch_id == found.batchId else None,
             )
         )
 

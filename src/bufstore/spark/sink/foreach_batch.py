@@ -21,6 +21,7 @@ import msgspec
 
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.job_description import context_of, described
+from bufstore.spark.sink import last_batches
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
@@ -78,6 +79,7 @@ class CheckpointSink:
             rows = _Rows(self.config, batch_id, df)
             try:
                 self.last = write_batch(self.config, self._app, query, batch_id, rows, _stopped(df, query))
+                last_batches.note(query.query_id, self.last)
             finally:
                 rows.forget()
 
