@@ -273,7 +273,7 @@ OPTIONS = [
 ]
 
 
-@examples(40, suppress_health_check=[HealthCheck.too_slow])
+@examples(20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     command=st.sampled_from(COMMANDS),
     words=st.lists(st.sampled_from(OPTIONS) | st.sampled_from(WORDS) | st.text(max_size=6), max_size=6),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import (
@@ -45,6 +45,7 @@ from bufstore.testing import CHECKS, Check
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.model import ThreadChange
 from helpers import fresh, run_of, said
+from thorough import examples
 from unit.fake_log import run
 
 LOG = LogConfig(lanes=2)
@@ -419,7 +420,7 @@ class Site:
         self.store = await self._stack.enter_async_context(await opened)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.one_of(STEPS, st.just(None)), max_size=25))
 def test_any_sequence_of_calls_is_answered_as_with_one_log(steps: list[Step | None]) -> None:
     """None: another process goes on, while the one before has all that it has begun."""

@@ -321,7 +321,7 @@ class Applied(World):
         await super().flush(thread_id, poison)
 
 
-@examples(50)
+@examples(25)
 @given(seed=st.integers(0, 2**32))
 def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> None:
     """Calls that are held up, land, or never do, and are repeated by anybody, between flushes and purges."""

@@ -104,7 +104,7 @@ class Store(RuleBasedStateMachine):
 
 TestStore = Store.TestCase
 TestStore.settings = examples(
-    40,
+    25,  # `make model` goes on for as long as you like
     stateful_step_count=40,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
