@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.types import ArrayType, StringType, StructType
 
+from bufstore import ConfigError
+from bufstore.spark import SinkConfig
+from bufstore.spark.sink import bufstore_format
 from bufstore.spark.sink.bufstore_format import cut
 from bufstore.spark.sink.kept_batches import KeptBatches
 from bufstore.spark.sink.parts import Part, differ, sum_of
@@ -80,3 +86,23 @@ def test_rows_in_memory_are_written_in_parts_of_so_many_bytes(sizes: list[int], 
     assert [row for part in parts for row in part] == rows
     assert all(len(part) == 1 or sum(len(row["text"]) for row in part) <= bytes_max for part in parts)
     assert [len(part) for part in cut([{}] * 2001, 1 << 20)] == [1000, 1000, 1]
+
+
+def test_a_task_hands_over_no_more_than_the_driver_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bufstore_format, "_TASK_BYTES_MAX", 1 << 20)
+    schema = StructType().add("thread_id", "string").add("run_id", "string").add("delta", ArrayType(StringType()))
+    config = SinkConfig(app_id="a", nats="nats://h:4222", postgres="postgresql://h/db")
+    taken: list[str] = []
+
+    def batches(*texts: str) -> Iterator[pyarrow.RecordBatch]:
+        for text in texts:
+            taken.append(text)
+            yield pyarrow.RecordBatch.from_pylist([{"thread_id": "t", "run_id": "r", "delta": [text]}])
+
+    writer = bufstore_format._BatchWriter(config, schema, None)
+    half = [secrets.token_hex(800_000) for _ in range(4)]  # so much when it is packed
+    writer.write(batches("x" * 4_000_000, half[0]))
+    taken.clear()
+    with pytest.raises(ConfigError, match=r"more than 1 MiB of rows.*checkpoint_sink"):
+        writer.write(batches(*half))
+    assert taken == half[:2], "and takes no more than that either"
