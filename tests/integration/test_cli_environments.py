@@ -50,6 +50,7 @@ class Certificates:
         return cert, key
 
 
+@pytest.mark.long
 async def test_nats_with_certificates_of_ones_own_from_the_command_line(servers: Servers, tmp_path: Path) -> None:
     files = Certificates(tmp_path)
     server = NatsByHand(

@@ -253,6 +253,7 @@ def test_an_import_waits_for_postgres(own_servers: Servers) -> None:
     assert (report["threads"], report["lost"], report["mismatched"]) == (200, 0, 0)
 
 
+@pytest.mark.long
 def test_nothing_acknowledged_is_lost_when_an_import_is_killed(data: Path, tmp_path: Path) -> None:
     threads = dict(generate(5, 2000))
     (tmp_path / "f").write_bytes(lines_of(threads.items()))

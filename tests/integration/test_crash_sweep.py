@@ -70,7 +70,7 @@ def _op(thread_id: str, name: str, seq: int) -> Op:
 
 
 @pytest.mark.skipif(bool(powercut.why_not()), reason=f"no power cut: {powercut.why_not()}")
-@pytest.mark.parametrize("sync_interval", ["always", "2m"])
+@pytest.mark.parametrize("sync_interval", ["always", pytest.param("2m", marks=pytest.mark.long)])
 async def test_a_power_cut_takes_what_was_not_synced_and_nothing_else(sync_interval: str) -> None:
     done = await asyncio.to_thread(powercut.cut, sync_interval, "1", flush_interval_s=5.0)
     assert done.acknowledged > 50

@@ -117,6 +117,7 @@ async def test_threads_that_share_groups_with_an_erased_one_lose_nothing(
         assert (await reader.verify()).ok
 
 
+@pytest.mark.long  # each erasure waits for the failover window
 async def test_erasing_from_the_command_line(deploy: Callable[..., Deployment], servers: Servers) -> None:
     deployment = deploy(failover_window_s=6.0)
     gone, mark = fresh(), fresh("secret")

@@ -149,7 +149,10 @@ def _hang(name: str, seconds: float) -> Callable[[Servers], None]:
 
 @pytest.mark.parametrize(
     "fault",
-    [_restart_nats, _kill_nats, _kill_postgres, _hang("nats", 1.5), _hang("nats", 4.0), _hang("postgres", 1.5)],
+    [
+        *(_restart_nats, _kill_nats, _kill_postgres, _hang("nats", 4.0), _hang("postgres", 1.5)),
+        pytest.param(_hang("nats", 1.5), marks=pytest.mark.long),
+    ],
     ids=lambda f: f.__name__,
 )
 async def test_nothing_is_lost_or_doubled_when_a_server(own_servers: Servers, fault: Any) -> None:

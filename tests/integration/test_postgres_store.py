@@ -196,7 +196,7 @@ def fold(first: ThreadChange, then: ThreadChange) -> ThreadChange:
     )
 
 
-@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations, flushes=st.lists(st.booleans(), min_size=12, max_size=12))
 async def test_all_ways_to_write_agree(
     operations: list[tuple[str, int, int, list[int], int, RunStatus, str | None]],

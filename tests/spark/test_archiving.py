@@ -165,6 +165,7 @@ async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
         assert (counts.threads, counts.applied, counts.present, counts.refused) == (2, applied, present, refused)
 
 
+@pytest.mark.long
 async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

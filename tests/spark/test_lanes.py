@@ -22,6 +22,7 @@ def laned(deploy: Callable[..., Deployment]) -> Deployment:
     return deploy(lanes=2, max_bytes=64 << 20)
 
 
+@pytest.mark.long
 async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_all(
     spark: Any, laned: Deployment, tmp_path: Path
 ) -> None:

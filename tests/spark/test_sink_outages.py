@@ -163,6 +163,7 @@ async def test_a_query_that_waits_for_postgres_can_be_stopped(
     assert await held(deployment, threads) == {threads[0]: [0, 1]}
 
 
+@pytest.mark.long  # Postgres stops and starts
 async def test_the_progress_of_a_query_tells_how_long_its_sink_waited(
     spark: Any, own_servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
