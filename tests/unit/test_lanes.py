@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from bufstore import (
     BufferedThreadStore,
     BufstoreError,
     Children,
+    ConfigDrift,
     ConfigError,
     Consistency,
     LineageError,
@@ -293,6 +295,37 @@ def test_the_partitions_of_all_lanes_are_taken_over() -> None:
                 await one.checkpoint(thread_id, [said(0)], run_of(thread_id))
         for thread_id in thread_ids:
             assert await inner.load_messages(thread_id) == [said(0)]
+
+    run(main())
+
+
+def test_all_lanes_open_or_none_and_a_cancelled_close_goes_on() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        second = lane_configs(BufferConfig(log=LOG))[1]
+        # The second lane's stream is a log by itself, of another store.
+        async with await BufferedThreadStore.open(
+            Picky(), nats=nats, config=replace(second, log=replace(second.log, lanes=1, lane=0))
+        ):
+            pass
+        with pytest.raises(ConfigDrift):
+            await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=LOG))
+        assert len(asyncio.all_tasks()) == 1, "nothing of the first lane goes on"
+
+        nats = MemoryNats()
+        store = await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=LOG, flush_interval_s=600))
+        threads = [in_lane(0), in_lane(1)]
+        for t in threads:
+            await store.checkpoint(t, [said(0)], run_of(t))
+        closing = asyncio.create_task(store.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled()
+        await store.aclose()
+        assert len(asyncio.all_tasks()) == 1
+        for t in threads:
+            assert await inner.load_messages(t) == [said(0)]
 
     run(main())
 

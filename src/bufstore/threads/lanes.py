@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
@@ -28,6 +28,7 @@ class Lanes:
         self.first = self.all[0]
         self.config = self.first.config
         self._only = self.first if len(self.all) == 1 else None
+        self._closing: asyncio.Task[None] | None = None
 
     def of(self, name: str) -> ThreadBuffer:
         """That of a thread; or the one whose shared state knows the thread of a run. By its id."""
@@ -56,16 +57,23 @@ class Lanes:
             await begin(self.first)  # which opens the store, and makes its tables
             await together(begin(buffer) for buffer in self.all[1:])
         except BaseException:
-            for buffer in reversed(opened):
-                await buffer.aclose()
+            await self._close_in_order(opened)
             raise
 
     async def aclose(self) -> None:
-        """Close all; the first one, and the store with it, after the others."""
+        """Close all. Idempotent."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_in_order(self.all), name="bufstore-close-lanes")
+        # Shielded: a cancelled caller must not leave some of them open.
+        await asyncio.shield(self._closing)
+
+    async def _close_in_order(self, buffers: Collection[ThreadBuffer]) -> None:
+        """The first one, and the store with it, after the others."""
         try:
-            await together(buffer.aclose() for buffer in self.all[1:])
+            await together(buffer.aclose() for buffer in buffers if buffer is not self.first)
         finally:
-            await self.first.aclose()
+            if self.first in buffers:
+                await self.first.aclose()
 
     async def force_flush_all(self, timeout_s: float | None = None) -> None:
         """See `Buffer.force_flush_all`: what all of them have acknowledged now."""

@@ -21,6 +21,7 @@ class Runs:
     def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
         self._store = store
         self._lanes, self._config = lanes, lanes.config
+        self._remembered = lanes.config.cached_threads * lanes.config.log.lanes
         self._claimed: OrderedDict[str, str] = OrderedDict()
 
     def claimed(self, run: Run) -> bool:
@@ -38,7 +39,7 @@ class Runs:
         if owner != run.thread_id:
             raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
         self._claimed[run.run_id] = run.thread_id
-        while len(self._claimed) > self._config.cached_threads:
+        while len(self._claimed) > self._remembered:
             self._claimed.popitem(last=False)
 
     async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
