@@ -11,12 +11,23 @@ import msgspec
 import pytest
 
 from bufstore import NoLog
-from bufstore.spark import DataLoss, archive, bulk_drain, restore
+from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, restore, tabulate
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
 from bufstore.spark.log_archive import archive_job
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of
-from spark.jobs import held, in_postgres, prepared, read_options, where, write, write_together
+from spark.jobs import (
+    frame,
+    held,
+    in_postgres,
+    prepared,
+    read_options,
+    rows_of,
+    settings_of,
+    where,
+    write,
+    write_together,
+)
 
 
 async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_drain(
@@ -213,3 +224,36 @@ async def test_what_was_restored_into_postgres_goes_on_in_a_log(
     assert (report.applied, report.present, report.refused) == (6, 9, 0)
     assert await held(elsewhere, threads) == {t: list(range(5)) for t in threads}
     assert await in_postgres(elsewhere, threads) == {t: list(range(5)) for t in threads}
+
+
+async def test_jobs_are_named_in_sparks_ui(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    await prepared(deployment)
+    path, app_id, stream = str(tmp_path / "archive"), fresh("app"), deployment.log.stream
+    sink = checkpoint_sink(SinkConfig(app_id=app_id, **settings_of(deployment)))
+    context = spark.sparkContext
+
+    def all_jobs() -> list[str]:
+        """Their names, and how the next one of this thread would be called."""
+        context.setJobDescription("of the app")
+        sink(frame(spark, rows_of([fresh()], range(3))), 5)
+        archive(spark, where(deployment), path)
+        tabulate(spark, path)
+        restore(spark, path, where(deployment), dry_run=True)
+        bulk_drain(spark, where(deployment), tasks=1)
+        seen = context._jsc.sc()
+        seen.listenerBus().waitUntilEmpty()
+        jobs = seen.statusStore().jobsList(None)
+        found = [jobs.apply(n).description() for n in range(jobs.size())]
+        return [*(name.get() for name in found if name.isDefined()), context.getLocalProperty("spark.job.description")]
+
+    *names, after = await asyncio.to_thread(all_jobs)
+    (part,) = (tmp_path / "archive" / "tables" / "entries").glob("part=*")
+    for name in (
+        f"bufstore: batch 5 of {app_id}",
+        f"bufstore: archive {stream} ",
+        f"bufstore: table {part.name.removeprefix('part=')}",
+        f"bufstore: restore {path} into postgres",
+        f"bufstore: drain {stream}",
+    ):
+        assert any(found.startswith(name) for found in names), name
+    assert after == "of the app"
