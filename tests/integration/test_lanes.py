@@ -25,6 +25,7 @@ from bufstore.testing import CHECKS
 from command_line import Result, bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
+from integration.test_quarantine import picky, poisoned
 
 
 @pytest.fixture
@@ -134,7 +135,9 @@ async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(lane
     if by == "command":
         whole = await cli(laned, "repair", "--json")
         assert (whole.code, whole.json["reason"]) == (0, None), whole
-        repaired = await cli(laned, "repair", "--apply", "--json", stream=second)
+        unnamed = await cli(laned, "repair", "--apply", stream=second)
+        assert (unnamed.code, "--lane" in unnamed.err) == (2, True), unnamed
+        repaired = await cli(laned, "repair", "--apply", "--json", "--lane", 1, stream=second)
         assert (repaired.code, repaired.json["done"]) == (0, True), repaired
     else:
         nats, config = laned.servers.nats.url, laned.config()
@@ -190,13 +193,13 @@ async def test_commands_look_at_one_lane_and_flush_all(laned: Deployment) -> Non
 async def test_poison_goes_to_the_quarantine_of_its_lane(laned: Deployment) -> None:
     ill = in_lane(laned, 1)
     second = lane_configs(laned.config())[1].log.stream
-    async with laned.store() as store:
-        await store.checkpoint(ill, ["\0"], run_of(ill))
-        await store.force_flush_all()
-        first = await store.lanes.all[0].quarantine.count()
-        assert (first, await store.quarantined()) == (0, await store.quarantine_of(ill).count())
-        listed = await cli(laned, "quarantine", "list", "--json", stream=second)
-        assert len(listed.json["entries"]) == await store.quarantined()
+    async with laned.store(picky(laned)) as store:
+        await poisoned(store, ill)
+        assert await store.lanes.all[0].quarantine.count() == 0
+        assert (await store.quarantined(), await store.quarantine_of(ill).count()) == (3, 3)
+        for stream, count in ((laned.log.stream, 0), (second, 3)):
+            listed = await cli(laned, "quarantine", "list", "--json", stream=stream)
+            assert len(listed.json["entries"]) == count
 
 
 async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deployment) -> None:
@@ -208,6 +211,10 @@ async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deplo
         assert (made.code, list(made.json["lanes"])) == (0, [f"{laned.name}_lane1"]), made
         again = await cli(laned, "setup", "--grant", app, *log, "--json")
         assert again.json["lanes"] == {f"{laned.name}_lane1": {"buffer": []}}
+        other = await cli(laned, "setup", "--lanes", 4)
+        assert (other.code, "lanes is '2'" in other.err) == (2, True), other
+        made = await query(dsn, "SELECT FROM pg_namespace WHERE nspname = %s", f"{laned.name}_lane2")
+        assert not made, "what is refused makes nothing"
         nothing = await cli(laned, "setup", "--sql", "--lanes", 2)
         assert nothing.out == "-- Nothing is missing.\n"
         more = await cli(laned, "setup", "--sql", "--lanes", 3)

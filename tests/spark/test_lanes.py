@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from bufstore import ConfigError
 from bufstore.buffer.lanes import lane_logs, lane_of
-from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink
+from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink, restore
 from conftest import Deployment
 from helpers import fresh, query
-from spark.jobs import frame, held, in_postgres, prepared, read_options, rows_of, settings_of, where
+from spark.jobs import frame, held, in_postgres, prepared, read_options, rows_of, settings_of, where, write
 
 
 @pytest.fixture
@@ -54,7 +55,9 @@ async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_al
         assert (await query(dsn, f'SELECT position FROM "{schema}".buffer_archive'))[0][0] > 0
 
 
-async def test_what_needs_one_log_says_so(spark: Any, laned: Deployment) -> None:
+async def test_what_needs_one_log_says_so(
+    spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
+) -> None:
     await prepared(laned)
     past = SinkConfig(app_id="query", mode="postgres", **settings_of(laned))
     with pytest.raises(Exception, match="has 2 lanes"):
@@ -64,6 +67,15 @@ async def test_what_needs_one_log_says_so(spark: Any, laned: Deployment) -> None
     with pytest.raises(Exception, match="one of 2 lanes"):
         await asyncio.to_thread(lambda: tables.load().collect())
     second = lane_logs(laned.log)[1]
+    path, other = str(tmp_path / "archive"), deploy()
+    await write(other, [fresh()], range(2))
+    await asyncio.to_thread(archive, spark, where(other), path)
+    for into in ("log", "postgres"):
+        with pytest.raises(ConfigError, match="several lanes"):
+            await asyncio.to_thread(restore, spark, path, where(laned), into=into)
+    # Also when the log is gone that said so.
+    with pytest.raises(ConfigError, match="several lanes"):
+        await asyncio.to_thread(restore, spark, path, replace(where(laned), stream="gone"))
     one = SinkConfig(app_id="query", **(settings_of(laned) | {"stream": second.stream, "bucket": second.bucket}))
     with pytest.raises(Exception, match="lane 1 of 2"):
         await asyncio.to_thread(checkpoint_sink(one), frame(spark, rows_of([fresh()], range(2))), 0)

@@ -22,7 +22,7 @@ from bufstore.buffer.target import Target, check_flushable
 from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
-from bufstore.config import LANES_MAX, BufferConfig, LogConfig, NatsConfig
+from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
@@ -177,20 +177,25 @@ class Endpoints:
             check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
         return found.config, found.target
 
-    async def lost_log(self) -> LogConfig:
-        """What is known of a log that is not on the server: whether it is a lane's, whose ledger has its own schema."""
-        number = self.stream.rpartition("-")[2]
-        if number.isdecimal() and 0 < (lane := int(number)) < LANES_MAX:
-            # How many lanes there are, only a log would say.
-            log = LogConfig(stream=self.stream, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane)
-            async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
-                if await has_schema(connection, ledger_schema(self.schema, log)):
-                    return log
-        return LogConfig(stream=self.stream, bucket=self.bucket)
+    async def lost_log(self, lane: int | None) -> LogConfig:
+        """What is known of a log that is not on the server; `lane`: which one it was, as an operator says.
 
-    async def noted(self) -> Target | None:
-        """What the database says it has a log of; None: nothing, or it has none."""
-        config = BufferConfig(log=await self.lost_log(), flusher=False)
+        Raises ConfigError when the database has ledgers of lanes, and nobody says which: only the log would.
+        """
+        first = LogConfig(stream=self.stream, bucket=self.bucket)
+        if lane is None:
+            async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
+                if await has_schema(connection, ledger_schema(self.schema, replace(first, lanes=2, lane=1))):
+                    raise ConfigError(
+                        f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
+                        "lanes: say with --lane which one it was (0: the first)"
+                    )
+        # The bucket is that of the first lane, as in `find_log`; how many lanes there are, only the log would say.
+        return replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
+
+    async def noted(self, log: LogConfig) -> Target | None:
+        """What the database says it has a log of; None: nothing, or it has none. `log`: what is known of that."""
+        config = BufferConfig(log=log, flusher=False)
         async with self.buffer_of(None, config).connected() as buffer:
             return await buffer.ledger.target()
 

@@ -61,24 +61,19 @@ class Deployment(Secretive):
 
     async def look(self) -> FoundLog:
         """The log as it stands on the server, and where it is flushed to. Raises NoLog, LogUnavailable."""
-        found = await self._find()
+        found = await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
         if found is None:
             raise NoLog(self.stream)
         return found
-
-    async def _find(self) -> FoundLog | None:
-        return await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
 
     def store(self, *, pool_size: int) -> PostgresThreadStore:
         """The threads' tables, not connected."""
         return PostgresThreadStore(self.postgres, schema=self.schema, pool_size=pool_size)
 
     @asynccontextmanager
-    async def database(self) -> AsyncIterator[tuple[PostgresThreadStore, PostgresLedger]]:
-        """The threads' tables and the log's ledger for the block; that of the first lane where there is no log."""
-        found = await self._find()
+    async def database(self, log: LogConfig) -> AsyncIterator[tuple[PostgresThreadStore, PostgresLedger]]:
+        """The threads' tables and the ledger of this log for the block, without the log."""
         store = self.store(pool_size=1)
-        log = found.config if found is not None else LogConfig(stream=self.stream, bucket=self.bucket)
         ledger, _ = store.behind(None, BufferConfig.fitting(log), _TIMEOUT_S)
         async with AsyncExitStack() as stack:
             for part in (store, ledger):

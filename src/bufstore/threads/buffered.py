@@ -132,7 +132,8 @@ class BufferedThreadStore(EditedStore):
     async def aclose(self) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
-        Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
+        Bounded by ``append_timeout_s`` + ``flush_timeout_s``; with several lanes by twice that, because the first one
+        closes last, with the store. What is not flushed by then stays in the log. Idempotent.
         """
         await self.lanes.aclose()
 

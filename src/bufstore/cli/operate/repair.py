@@ -14,23 +14,27 @@ from bufstore.threads.repairing import repair_buffer, repairing
 
 @click.command()
 @click.option("--apply", "apply", is_flag=True, help="Do it. Without, nothing is changed.")
+@click.option("--lane", type=click.IntRange(min=0), help="Of several lanes, which one a stream was that is gone.")
 @connects()
-def repair(options: Options, apply: bool) -> None:
+def repair(options: Options, apply: bool, lane: int | None) -> None:
     """After LogRolledBack: say why log and Postgres do not fit together, and what can be saved.
 
     With --apply (stop all instances first): what the log has and Postgres lacks is applied, or goes
     to quarantine if it fits nowhere; then the stream is removed, and the next start makes a new one.
     Exit code 1 without --apply when there is something to repair.
     """
-    found, how = options.run(lambda target: _repair(target, apply))
+    found, how = options.run(lambda target: _repair(target, apply, lane))
     code = EXIT_WRONG if found.reason is not None and not found.done else 0
     options.answer(found, lambda found: click.echo("\n".join(_lines(found, how))), code=code)
 
 
-async def _repair(target: Endpoints, apply: bool) -> tuple[Repaired, str]:
+async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Repaired, str]:
     """What was found, and how to mend it."""
     log = await target.find_any_log(applies=apply)
-    config, named = log or (await target.lost_log(), await target.noted())
+    if log is None:
+        lost = await target.lost_log(lane)
+        log = lost, await target.noted(lost)
+    config, named = log
     found = await repair_buffer(target.buffer_of(named, repairing(BufferConfig.fitting(config))), apply=apply)
     try:
         await target.find_any_log(applies=True)

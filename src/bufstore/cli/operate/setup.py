@@ -15,6 +15,7 @@ from bufstore.buffer.lanes import lane_logs, ledger_schema
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import ConfigDrift
 from bufstore.postgres.connection.migrate import check_schema
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
@@ -118,6 +119,14 @@ async def _setup(
 ) -> SetupReport:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
+    if found is not None and (found.lane or lanes not in (1, found.lanes)):
+        raise ConfigDrift(
+            f"stream {target.stream}",
+            "lanes",
+            expected=str(lanes),
+            found=str(found.lanes),
+            way_out=f"It is lane {found.lane}. The number of lanes is fixed: name that, and the first lane's stream.",
+        )
     async with _owner(target, roles) as connection:
         if found is not None and not await tables.has_flushed(connection, target.schema):
             # It may be that of an app's own store, which must be the one to name it.

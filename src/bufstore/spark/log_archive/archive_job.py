@@ -135,13 +135,13 @@ async def log_of(deployment: Deployment) -> LogState | None:
 
 async def _check_database(deployment: Deployment) -> None:
     """Raise ConfigDrift for another database than that of the log: its flushers would never see the note."""
-    named = (await deployment.look()).target
-    async with deployment.database() as (_, ledger):
+    log, named = await deployment.look()
+    async with deployment.database(log) as (_, ledger):
         noted = await ledger.target()
     check_same(deployment.stream, named, noted)
     check_proof(deployment.stream, named, proven=named is None or noted is not None)
 
 
 async def _note(deployment: Deployment, end: int) -> None:
-    async with deployment.database() as (_, ledger):
+    async with deployment.database((await deployment.look()).config) as (_, ledger):
         await ledger.set_archived(first_place(end))

@@ -8,11 +8,26 @@ from typing import Any
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Item
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
-from bufstore.errors import StoreUnavailable
+from bufstore.config import LogConfig
+from bufstore.errors import ConfigError, StoreUnavailable
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
+from bufstore.threads.postgres.tables import has_schema
+
+_TIMEOUT_S = 30.0
+
+
+class NoLanes(ConfigError):
+    """A restore has one log, and would write threads into the wrong lane or its ledger."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a store of several lanes cannot be restored into: restore the archives of its lanes into a schema of "
+            "their own, or into the log of a store that has one"
+        )
 
 
 class _RollBack(Exception):
@@ -30,7 +45,7 @@ class IntoPostgres:
         self._would_be: Mapping[str, Watermark] = {}
 
     async def __aenter__(self) -> IntoPostgres:
-        self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database())
+        self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database(LogConfig()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -41,6 +56,10 @@ class IntoPostgres:
 
         `named`: where that says it is flushed to. A database that is brought back takes the place of that one.
         """
+        async with self._store.pool.lend(_TIMEOUT_S) as connection:
+            # Its log may be gone, and with it what it said of lanes.
+            if await has_schema(connection, ledger_schema(self._store.schema, LogConfig(lanes=2, lane=1))):
+                raise NoLanes
         await self._store.setup()
         await self._ledger.setup()
         check_same(self._deployment.stream, named, await self._ledger.target())

@@ -26,7 +26,7 @@ from bufstore.spark.log_archive.applicable import RestoreCounts
 from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.into_log import IntoLog
-from bufstore.spark.log_archive.into_postgres import IntoPostgres
+from bufstore.spark.log_archive.into_postgres import IntoPostgres, NoLanes
 from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of, overlap, whole
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
@@ -119,6 +119,9 @@ def _stored_before(messages: DataFrame, until: datetime) -> DataFrame:
 
 async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: Into, *, dry_run: bool) -> None:
     found = await log_of(deployment)
+    log, named = await deployment.look() if found is not None else (None, None)
+    if log is not None and log.lanes > 1:
+        raise NoLanes
     if into == "log":
         if found is None:
             raise NoLog(deployment.stream)
@@ -127,7 +130,6 @@ async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: In
         epoch = epoch_after(
             manifests, found.created if found is not None else None, found.epoch if found is not None else 0
         )
-    named = (await deployment.look()).target if found is not None else None
     if into == "postgres":
         check_kind(f"stream {deployment.stream}", named, kind_of(PostgresThreadStore), _OTHER_STORE)
     async with _restoring(deployment, into, dry_run=dry_run) as restoring:
