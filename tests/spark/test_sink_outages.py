@@ -28,6 +28,15 @@ def sink(deployment: Deployment, **options: Any) -> SinkConfig:
     return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **({"outage_timeout_s": 20.0} | options))
 
 
+async def it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """Return when a sink of this process has said that it waits."""
+
+    async def said() -> bool:
+        return "waits, and fails in" in caplog.text
+
+    await eventually(said, 60)
+
+
 async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0)
@@ -44,10 +53,7 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
     caplog.clear()
     writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 0, [rows]))
 
-    async def waits() -> bool:
-        return "waits, and fails in" in caplog.text
-
-    await eventually(waits)
+    await it_waits(caplog)
     async with deployment.store(retain_after_flush_s=1.0):
         found = (await writing).counts
     assert (found.written + found.repeated, found.bad) == (12, 0)
@@ -69,10 +75,7 @@ async def test_a_deletion_waits_until_somebody_flushes(
     deleted = {"thread_id": thread, "run_id": "", "position": 0, "edit": '{"delete_thread": "reject"}'}
     writing = asyncio.create_task(asyncio.to_thread(write_rows, sink(deployment), 0, [[deleted]]))
 
-    async def waits() -> bool:
-        return "waits, and fails in" in caplog.text
-
-    await eventually(waits, 40)
+    await it_waits(caplog)
     async with deployment.store() as store:
         found = (await writing).counts
         assert (found.written, found.bad) == (1, 0)
@@ -128,10 +131,7 @@ async def test_nats_is_waited_for(own_servers: Servers, caplog: pytest.LogCaptur
     own_servers.nats.stop()
     writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 1, [sorted_rows(threads, range(2, 4))]))
 
-    async def waits() -> bool:
-        return "waits, and fails in" in caplog.text
-
-    await eventually(waits)
+    await it_waits(caplog)
     own_servers.nats.start()
     found = (await writing).counts
     assert (found.written + found.repeated, found.bad) == (6, 0)
@@ -151,10 +151,7 @@ async def test_a_query_that_waits_for_postgres_can_be_stopped(
     write = checkpoint_sink(sink(deployment, outage_timeout_s=100.0))
     query = stream(spark, tmp_path / "in", tmp_path / "ck", write)
 
-    async def waits() -> bool:
-        return "waits, and fails in" in caplog.text
-
-    await eventually(waits, 60)
+    await it_waits(caplog)
     async with asyncio.timeout(30):
         await asyncio.to_thread(query.stop)
     own_servers.postgres.start()
@@ -180,15 +177,12 @@ async def test_the_progress_of_a_query_tells_how_long_its_sink_waited(
         if len(told) == 2:
             loop.call_soon_threadsafe(all_told.set)
 
-    async def waits() -> bool:
-        return "waits, and fails in" in caplog.text
-
     listener = ProgressListener(tell)
     spark.streams.addListener(listener)
     try:
         own_servers.postgres.stop()  # the first batch of a query needs it
         query = stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(sink(deployment)))
-        await eventually(waits, 60)
+        await it_waits(caplog)
         own_servers.postgres.start()
         await ended(query)
         async with asyncio.timeout(60):

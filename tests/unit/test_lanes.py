@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import msgspec
 import pytest
@@ -49,6 +49,8 @@ from bufstore.threads.model import ThreadChange
 from helpers import fresh, run_of, said
 from thorough import examples
 from unit.fake_log import run
+from unit.test_buffered_in_memory import alone as alone_with
+from unit.test_buffered_in_memory import instance
 
 LOG = LogConfig(lanes=2)
 
@@ -74,23 +76,7 @@ def in_lane(lane: int) -> str:
     return next(name for _ in range(1000) if lane_of(name := fresh(), LOG) == lane)
 
 
-@asynccontextmanager
-async def opened(
-    nats: MemoryNats, store: MemoryThreadStore, log: LogConfig = LOG, **config: Any
-) -> AsyncIterator[BufferedThreadStore]:
-    settings = BufferConfig(**({"flush_interval_s": 0.05, "lease_s": 4, "log": log} | config))
-    async with await BufferedThreadStore.open(store, nats=nats, config=settings) as found:
-        yield found
-        report = await found.verify()
-        assert report.ok, report.findings
-
-
-def alone(main: Callable[[BufferedThreadStore], Awaitable[None]], **config: Any) -> None:
-    async def whole() -> None:
-        async with opened(MemoryNats(), MemoryThreadStore(), **config) as store:
-            await main(store)
-
-    run(whole())
+opened, alone = partial(instance, log=LOG), partial(alone_with, log=LOG)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
@@ -262,7 +248,7 @@ def test_a_lane_that_is_full_stops_no_other() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
         log = LogConfig(lanes=2, max_bytes=1 << 20)
-        async with opened(nats, inner, log, flusher=False) as store:
+        async with opened(nats, inner, log=log, flusher=False) as store:
             full, free = in_lane(1), in_lane(0)
             with pytest.raises(LogFull):
                 for n in range(200):
@@ -270,7 +256,7 @@ def test_a_lane_that_is_full_stops_no_other() -> None:
             await store.checkpoint(free, [said(0)], run_of(free))
             health = await store.health()
             assert health.write_trouble.startswith("lane 1: the log is full")
-            async with opened(nats, inner, log):
+            async with opened(nats, inner, log=log):
                 await store.force_flush_all()
                 assert await inner.load_messages(free) == [said(0)]
 

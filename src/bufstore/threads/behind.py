@@ -62,13 +62,11 @@ def lanes_of(
             f"stream {config.log.stream} is lane {config.log.lane} of {config.log.lanes}, which are opened together: "
             "name the first one's stream"
         )
-    opens_store = True  # with the first lane
-    buffers = []
-    for of_lane in lane_configs(config):
-        buffers.append(
-            buffer_of(store, nats, of_lane, name=name, postgres=postgres, schema=schema, opens_store=opens_store)
-        )
-        opens_store = False
+    buffers = [
+        # The store is opened and closed with the first lane.
+        buffer_of(store, nats, c, name=name, postgres=postgres, schema=schema, opens_store=not c.log.lane)
+        for c in lane_configs(config)
+    ]
     return Lanes(buffers)
 
 
