@@ -37,3 +37,31 @@ async def test_a_query_may_have_two_sinks(config: SinkConfig) -> None:
     for run, batch_id in (("run 1", 0), ("run 1", 1), ("run 2", 1), ("run 2", 2)):
         await begin(one, run, batch_id)
         await begin(two, run, batch_id)
+
+
+async def test_a_batch_that_ends_is_noted_though_its_beginning_was_not(config: SinkConfig) -> None:
+    """It began while Postgres was away."""
+    app = await begin(config, "run 1", 0)
+    await asyncio.to_thread(app.stopped, 3, b"settled")
+    stopped = await asyncio.to_thread(AppId(config).begin, Query("query", "run 2"), 3)
+    assert (stopped.batch_id, stopped.settled, stopped.done) == (3, b"settled", False)
+    await asyncio.to_thread(app.done, 5, 1, RowCounts())
+    done = await asyncio.to_thread(AppId(config).begin, Query("query", "run 3"), 5)
+    assert (done.batch_id, done.planned, done.done, done.settled) == (5, 1, True, None)
+    with pytest.raises(ConfigError, match="has written batch 5"):
+        await begin(config, "run 4", 3)
+
+
+async def test_what_is_noted_late_takes_nothing_from_a_later_batch_or_another_query(config: SinkConfig) -> None:
+    late = await begin(config, "run 1", 0)
+    now = await begin(config, "run 2", 2)
+    await asyncio.to_thread(now.done, 2, 7, RowCounts())
+    await asyncio.to_thread(late.done, 0, 1, RowCounts())
+    await asyncio.to_thread(late.stopped, 0, b"settled")
+    held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 3"), 2)
+    assert (held.batch_id, held.planned, held.done, held.settled) == (2, 7, True, None)
+    other = AppId(config)
+    other._query = Query("other query", "run 1")
+    await asyncio.to_thread(other.done, 9, 1, RowCounts())
+    held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 4"), 2)
+    assert (held.query_id, held.batch_id) == ("query", 2)

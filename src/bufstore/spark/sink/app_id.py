@@ -66,7 +66,8 @@ class AppId:
 
     def __init__(self, config: SinkConfig) -> None:
         self._config = config
-        self._query: Query | None = None
+        #: Of the present run, and what it did last.
+        self._query = Query()
         self._holder: Holder | None = None
         #: Seconds that the present batch waited here.
         self.waited_s = 0.0
@@ -74,7 +75,7 @@ class AppId:
 
     @property
     def away(self) -> bool:
-        """Whether the present batch goes on without Postgres: then nothing of it is noted, which would only take time.
+        """Whether the present batch began without Postgres: then its parts are not noted, which would only take time.
 
         Nor is anything of an earlier try known.
         """
@@ -109,18 +110,16 @@ class AppId:
         return holder
 
     def done(self, batch_id: int, planned: int, counts: RowCounts) -> None:
-        """Note that a batch is done; later, if Postgres is away now."""
+        """Note that a batch is done, if Postgres is there now."""
         app_id, rows = self._config.app_id, counts.written + counts.repeated + counts.bad
 
         async def noting(ledger: SparkLedger) -> None:
             await ledger.done(
-                app_id, batch_id, planned, rows=rows, repeated=counts.repeated, bad=counts.bad,
+                app_id, self._query, batch_id, planned, rows=rows, repeated=counts.repeated, bad=counts.bad,
                 waited_ms=counts.waited_ms, timeout_s=_SHORT_S,
             )  # fmt: skip
 
-        self._holder = Holder(self._query.query_id if self._query else "", batch_id, planned, done=True)
-        if self._away:
-            return
+        self._holder = Holder(self._query.query_id, batch_id, planned, done=True)
         try:
             self._with_ledger(noting, batch_id, waits=False)
         except StoreUnavailable as e:
@@ -131,9 +130,9 @@ class AppId:
         """Note which rows of a batch are written that ends with bad rows. Waits for Postgres."""
 
         async def noting(ledger: SparkLedger) -> None:
-            await ledger.stop(self._config.app_id, batch_id, settled)
+            await ledger.stop(self._config.app_id, self._query, batch_id, settled)
 
-        self._holder = Holder(self._query.query_id if self._query else "", batch_id, None, settled=settled)
+        self._holder = Holder(self._query.query_id, batch_id, None, settled=settled)
         self._with_ledger(noting, batch_id, stopped)
 
     def setup(self) -> None:

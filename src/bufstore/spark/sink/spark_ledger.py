@@ -81,14 +81,16 @@ class SparkLedger:
         return noted_batch, Part(part.number, of, planned)
 
     async def done(
-        self, app_id: str, batch_id: int, planned: int, *, rows: int, repeated: int, bad: int, waited_ms: int,
-        timeout_s: float,
+        self, app_id: str, query: Query, batch_id: int, planned: int, *,
+        rows: int, repeated: int, bad: int, waited_ms: int, timeout_s: float,
     ) -> None:  # fmt: skip
-        await self._fetch("done", app_id, batch_id, planned, rows, repeated, bad, waited_ms, timeout_s=timeout_s)
+        """Note what a batch came to, whether or not it was noted that it began."""
+        of = (app_id, *query, batch_id)
+        await self._fetch("done", *of, planned, rows, repeated, bad, waited_ms, timeout_s=timeout_s)
 
-    async def stop(self, app_id: str, batch_id: int, settled: bytes) -> None:
-        """Note which rows are written of a batch that ended with bad rows."""
-        await self._fetch("stop", app_id, batch_id, settled)
+    async def stop(self, app_id: str, query: Query, batch_id: int, settled: bytes) -> None:
+        """Note which rows are written of a batch that ended with bad rows; the same holds of it."""
+        await self._fetch("stop", app_id, *query, batch_id, settled)
 
     async def quarantine(
         self, app_id: str, batch_id: int | None, rank: int, row: Mapping[str, Any], cause: str

@@ -42,14 +42,17 @@ ON CONFLICT (app_id, part) DO UPDATE SET
 RETURNING batch_id, parts, planned;
 
 -- name: done
--- Note what a batch came to.
+-- Note what a batch came to, also of one that began while Postgres was away, of which nothing else is noted.
 UPDATE {schema}.spark_sources SET
-    noted_batch = batch_id, planned = $3::bigint, done = true, settled = NULL, rows = $4::bigint,
-    repeated = $5::bigint, bad = $6::bigint, waited_ms = $7::bigint, done_at = now()
-WHERE app_id = $1::text AND batch_id = $2::bigint;
+    batch_id = $4::bigint, run_id = $3::text, fingerprint = NULL, noted_batch = $4::bigint, planned = $5::bigint,
+    done = true, settled = NULL, rows = $6::bigint, repeated = $7::bigint, bad = $8::bigint, waited_ms = $9::bigint,
+    done_at = now()
+WHERE app_id = $1::text AND query_id = $2::text AND batch_id <= $4::bigint;
 
 -- name: stop
 -- Note which rows are written of a batch that ended with bad rows, which may be corrected.
-WITH corrected AS (DELETE FROM {schema}.spark_parts WHERE app_id = $1::text AND batch_id = $2::bigint)
-UPDATE {schema}.spark_sources SET noted_batch = batch_id, planned = NULL, done = false, settled = $3::bytea
-WHERE app_id = $1::text AND batch_id = $2::bigint;
+WITH corrected AS (DELETE FROM {schema}.spark_parts WHERE app_id = $1::text AND batch_id = $4::bigint)
+UPDATE {schema}.spark_sources SET
+    batch_id = $4::bigint, run_id = $3::text, fingerprint = NULL, noted_batch = $4::bigint, planned = NULL,
+    done = false, settled = $5::bytea
+WHERE app_id = $1::text AND query_id = $2::text AND batch_id <= $4::bigint;
