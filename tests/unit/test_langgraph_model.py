@@ -193,7 +193,7 @@ class World:
 
     async def _crash(self, saver: int) -> None:
         # Without the drain of a close: what is acknowledged is in the log, and nowhere else.
-        await self.savers[saver].engine.buffer._release()
+        await self.savers[saver].engine.buffer.release()
         with contextlib.suppress(StoreUnavailable):
             self.savers[saver] = await self.opened()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Generic, Self
 
@@ -32,6 +32,8 @@ from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+
+_Call = Callable[[], Awaitable[None]]
 
 
 class Buffer(Generic[C, S, M]):
@@ -87,7 +89,7 @@ class Buffer(Generic[C, S, M]):
         try:
             await self._start()
         except BaseException:
-            await self._release()
+            await self.release()
             raise
         return self
 
@@ -121,29 +123,35 @@ class Buffer(Generic[C, S, M]):
     async def _prepare_store(self) -> None:
         await prepare_store(self.log, self.ledger, self.backing, self.config)
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, before_store: _Call | None = None) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
+        `before_store`: what must end before the store is closed, beside all of this (the first caller's counts).
         """
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name="bufstore-close")
+            self._closing = asyncio.create_task(self._close(before_store), name="bufstore-close")
         # Shielded: a cancelled caller must not leave half of it open.
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, before_store: _Call | None) -> None:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.config.append_timeout_s + self.config.flush_timeout_s
         await self.appender.aclose()
         if self.flusher is not None and not self.flusher.state.trouble:
             with contextlib.suppress(BufstoreError):
                 await self.force_flush_all()
-        await self._release(max(ends_at - loop.time(), 0))
+        await self.release(max(ends_at - loop.time(), 0), before_store=before_store)
 
-    async def _release(self, flusher_s: float | None = None) -> None:
-        """`flusher_s`: how long the flusher may go on with what it has begun, at most ``flush_timeout_s``."""
+    async def release(self, flusher_s: float | None = None, *, before_store: _Call | None = None) -> None:
+        """Stop and release everything, as `aclose` does, and flush nothing further.
+
+        `flusher_s`: how long the flusher may go on with what it has begun, at most ``flush_timeout_s``.
+        """
         async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the others do
             stack.push_async_callback(self.backing.aclose)
+            if before_store is not None:
+                stack.push_async_callback(before_store)
             stack.push_async_callback(self.ledger.aclose)
             stack.push_async_callback(self.session.aclose)
             stack.push_async_callback(self.fill.aclose)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
@@ -57,23 +57,28 @@ class Lanes:
             await begin(self.first)  # which opens the store, and makes its tables
             await together(begin(buffer) for buffer in self.all[1:])
         except BaseException:
-            await self._close_in_order(opened)
+            for buffer in reversed(opened):  # the first one, and the store with it, last
+                await buffer.release()
             raise
 
     async def aclose(self) -> None:
         """Close all. Idempotent."""
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close_in_order(self.all), name="bufstore-close-lanes")
+            self._closing = asyncio.create_task(self._close(), name="bufstore-close-lanes")
         # Shielded: a cancelled caller must not leave some of them open.
         await asyncio.shield(self._closing)
 
-    async def _close_in_order(self, buffers: Collection[ThreadBuffer]) -> None:
-        """The first one, and the store with it, after the others."""
+    async def _close(self) -> None:
+        """All at once; the first one closes the store, after the others."""
+        others = asyncio.create_task(together(buffer.aclose() for buffer in self.all[1:]), name="bufstore-close-others")
+
+        async def closed() -> None:
+            await asyncio.wait([others])
+
         try:
-            await together(buffer.aclose() for buffer in buffers if buffer is not self.first)
+            await self.first.aclose(before_store=closed)
         finally:
-            if self.first in buffers:
-                await self.first.aclose()
+            await others
 
     async def force_flush_all(self, timeout_s: float | None = None) -> None:
         """See `Buffer.force_flush_all`: what all of them have acknowledged now."""
