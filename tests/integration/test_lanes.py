@@ -150,6 +150,9 @@ async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(lane
         await store.checkpoint(ill, [said(2)], run_of(ill, 2))
         await store.force_flush_all()
         assert (await store.verify()).ok
+    looked = await cli(laned, "doctor", "--json", stream=second)
+    epochs = [check for check in looked.json["checks"] if check["what"] == "epoch of the log"]
+    assert [(check["part"], check["level"]) for check in epochs] == [("Postgres, lane 1", "ok")]
 
 
 async def test_the_self_check_sees_the_damage_of_each_lane(laned: Deployment) -> None:
@@ -218,14 +221,20 @@ async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deplo
         nothing = await cli(laned, "setup", "--sql", "--lanes", 2)
         assert nothing.out == "-- Nothing is missing.\n"
         more = await cli(laned, "setup", "--sql", "--lanes", 3)
-        assert f"{laned.name}_lane2" in more.out
-        assert "-- threads 0001" not in more.out
+        assert (more.code, "lanes is '2'" in more.err) == (2, True), more
         inner = PostgresThreadStore(make_conninfo(dsn, user=app, password="right"), schema=laned.name, pool_size=2)
         async with laned.store(inner) as store:
             for lane in (0, 1):
                 t = in_lane(laned, lane)
                 await store.checkpoint(t, [said(0)], run_of(t))
                 await store.force_flush(t)
+        # How many there are, the first lane's ledger tells.
+        laned.verified = False
+        await query(dsn, f"DROP SCHEMA {laned.name}_lane1 CASCADE")
+        lost = await cli(laned, "setup", "--sql")
+        assert f"{laned.name}_lane1" in lost.out
+        assert "-- threads 0001" not in lost.out
+        assert f"{laned.name}_lane1" in (await cli(laned, "setup", "--own-store", "--json")).json["lanes"]
     finally:
         await query(dsn, f"DROP OWNED BY {app} CASCADE")
         await query(dsn, f"DROP ROLE {app}")

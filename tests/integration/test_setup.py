@@ -9,6 +9,7 @@ import os
 import ssl
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
     with pytest.raises(ConfigDrift, match=r"bucket .* max_age"):
         async with deployment.store():
             pass
+
+
+async def test_the_bucket_of_another_log_is_refused(deploy: Any) -> None:
+    """Two logs of one name for their buckets would share flushers and runs, and nobody would say so."""
+    deployment, other = deploy(), deploy()
+    async with deployment.store(flusher=False):
+        pass
+    other.log = replace(other.log, bucket=deployment.log.bucket)
+    with pytest.raises(ConfigDrift, match=rf"bucket {deployment.log.bucket}: log is '{deployment.log.stream}'"):
+        async with other.store():
+            pass
+    async with deployment.store(flusher=False) as store:  # as an earlier release made it
+        name = f"KV_{deployment.log.bucket}"
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{name}")
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{name}", info["config"] | {"metadata": {}})
+    async with deployment.store(flusher=False):
+        pass
 
 
 async def test_another_number_of_partitions_is_refused(servers: Servers, deploy: Any) -> None:

@@ -58,6 +58,30 @@ def test_what_was_written_leaves_the_log_and_others_stay() -> None:
     alone(main)
 
 
+def test_a_try_that_failed_half_way_leaves_no_content_of_descendants_to_the_next_one() -> None:
+    """They are deleted by then, and have no parent any more."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        top, child, below, back = (fresh() for _ in range(4))
+        async with instance(nats, inner, log=LogConfig(failover_window_s=20.0)) as store:
+            for thread_id, parent in ((top, None), (child, top), (below, child), (back, top)):
+                await store.checkpoint(thread_id, ["secret"], run_of(thread_id, parent_thread_id=parent))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(10):  # it waits for the window, with all of them deleted
+                    await store.erase(top, children=Children.CASCADE)
+            await store.checkpoint(back, ["not secret"], run_of(back, 1))
+        async with instance(nats, inner, log=LogConfig(failover_window_s=20.0)) as store:
+            again = await store.erase(top, children=Children.CASCADE)
+            assert (set(again.thread_ids), again.written_again) == ({top, child, below}, (back,))
+            for thread_id in (top, child, below):
+                assert not any(b"secret" in body for body in await content_of(store, thread_id))
+            assert await store.load_messages(back) == ["not secret"]
+            assert (await store.erase(top, children=Children.CASCADE)).thread_ids == (top,)
+
+    run(main())
+
+
 def test_nothing_leaves_the_log_while_postgres_may_still_need_it() -> None:
     async def main(store: BufferedThreadStore) -> None:
         thread_id = fresh()

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,7 +36,7 @@ from bufstore import (
 )
 from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
 from bufstore.buffer.flush.verdict import Verdict
-from bufstore.buffer.lanes import lane_configs, lane_of, ledger_schema
+from bufstore.buffer.lanes import Layout, check_layout, lane_configs, lane_of, ledger_schema
 from bufstore.buffer.operate.health import Health, health_of, health_of_all
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.subjects import Subjects
@@ -114,6 +115,29 @@ def test_each_lane_has_names_of_its_own_and_a_part_of_the_memory() -> None:
     assert {(c.cached_threads, c.flush_max_bytes, c.log.lanes) for c in lanes} == {(33, 300, 3)}
     assert [ledger_schema("app", c.log) for c in lanes] == ["app", "app_lane1", "app_lane2"]
     assert lane_configs(BufferConfig()) == [BufferConfig()]
+
+
+def test_a_log_that_begins_anew_has_the_lanes_and_partitions_that_its_ledgers_know() -> None:
+    async def main() -> None:
+        inner, last = MemoryThreadStore(), LogConfig(lanes=2, partitions=4)
+        async with instance(MemoryNats(), inner, log=last):
+            pass
+        lost = MemoryNats()
+        for field, other in (("lanes", replace(last, lanes=1)), ("partitions", replace(last, partitions=8))):
+            with pytest.raises(ConfigDrift, match=f"the database of stream THREADLOG: {field} is") as refused:
+                async with instance(lost, inner, log=other):
+                    pass
+            assert "LogConfig.lanes to 2 and LogConfig.partitions to 4" in str(refused.value)
+        async with instance(lost, inner, log=last):
+            pass
+
+    run(main())
+
+
+def test_without_lanes_the_number_of_partitions_decides_nothing_that_lasts() -> None:
+    check_layout(LogConfig(partitions=4), Layout(1, 8))
+    check_layout(LogConfig(partitions=4, lanes=3), None)
+    check_layout(LogConfig(partitions=4, lanes=3), Layout(3, 4))
 
 
 @pytest.mark.parametrize("wrong", [{"lanes": 0}, {"lanes": LANES_MAX + 1}, {"lane": 1}, {"lanes": 2, "lane": 2}])
@@ -312,6 +336,54 @@ def test_all_lanes_open_or_none_and_a_cancelled_close_goes_on() -> None:
         assert len(asyncio.all_tasks()) == 1
         for t in threads:
             assert await inner.load_messages(t) == [said(0)]
+
+    run(main())
+
+
+def test_lanes_that_cannot_flush_close_in_the_time_of_one_and_the_store_after_them() -> None:
+    class Stuck(MemoryThreadStore):
+        closed_at = 0.0
+
+        async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
+            await asyncio.sleep(3600)
+
+        def behind(self, *given: Any) -> Any:
+            ledger, backing = super().behind(*given)
+            return ledger, replace(backing, aclose=self.close)
+
+        async def close(self) -> None:
+            self.closed_at = asyncio.get_running_loop().time()
+
+    async def main() -> None:
+        inner, loop = Stuck(), asyncio.get_running_loop()
+        config = BufferConfig(log=LOG, flush_interval_s=600, flush_timeout_s=30.0)
+        store = await BufferedThreadStore.open(inner, nats=MemoryNats(), config=config)
+        for t in (in_lane(0), in_lane(1)):
+            await store.checkpoint(t, [said(0)], run_of(t))
+        began = loop.time()
+        closing = [asyncio.create_task(store.lanes.all[1].aclose()), asyncio.create_task(store.aclose())]
+        await closing[0]
+        assert not inner.closed_at
+        await closing[1]
+        assert 30 <= inner.closed_at - began <= config.append_timeout_s + config.flush_timeout_s
+
+    run(main())
+
+
+def test_a_store_that_cannot_open_all_lanes_flushes_none() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner, log=LOG, flusher=False) as store:
+            await store.checkpoint(t := in_lane(0), [said(0)], run_of(t))
+        await store.lanes.all[1].log.remove()
+        second = lane_configs(BufferConfig(log=LOG))[1].log
+        async with await BufferedThreadStore.open(
+            Picky(), nats=nats, config=BufferConfig(log=replace(second, lanes=1, lane=0))
+        ):
+            pass
+        with pytest.raises(ConfigDrift):
+            await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=LOG, flush_interval_s=600))
+        assert await inner.load_messages(t) is None
 
     run(main())
 

@@ -9,8 +9,41 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from typing import NamedTuple
 
 from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import ConfigDrift
+
+
+class Layout(NamedTuple):
+    """All that decides which lane a thread is in."""
+
+    lanes: int
+    partitions: int
+
+
+def layout_of(log: LogConfig) -> Layout:
+    """That of a log and the other lanes beside it."""
+    return Layout(log.lanes, log.partitions)
+
+
+def check_layout(log: LogConfig, noted: Layout | None) -> None:
+    """Raise ConfigDrift when threads would be looked for in other lanes than the ones whose ledgers know them.
+
+    `noted`: by the database. A log without others has all threads, by whatever partitions.
+    """
+    wanted = layout_of(log)
+    if noted is None or wanted == noted or wanted.lanes == noted.lanes == 1:
+        return
+    field = "lanes" if wanted.lanes != noted.lanes else "partitions"
+    raise ConfigDrift(
+        f"the database of stream {log.stream}",
+        field,
+        expected=str(getattr(wanted, field)),
+        found=str(getattr(noted, field)),
+        way_out=f"Which lane a thread is in is fixed for the life of its ledgers: set LogConfig.lanes to {noted.lanes} "
+        f"and LogConfig.partitions to {noted.partitions}, or choose another stream and schema.",
+    )
 
 
 def lane_of(name: str, log: LogConfig) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.flush.takeover import mismatch, never_flushed, proven
+from bufstore.buffer.lanes import check_layout, layout_of
 from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import first_position
 from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, is_proven
-from bufstore.config import BufferConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
@@ -46,19 +47,22 @@ async def prepare_store(log: Log, ledger: Ledger, backing: Backing[Any], config:
     """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
     await ledger.setup()
     await backing.setup()
-    await meet(log, ledger, config.log.stream, backing.kind)
+    await meet(log, ledger, config.log, backing.kind)
 
 
-async def meet(log: Log, ledger: Ledger, stream: str, ours: Kind) -> None:
+async def meet(log: Log, ledger: Ledger, config: LogConfig, ours: Kind) -> None:
     """Make sure that log and ledger belong together and say so; create the log if it is missing.
 
     Raises ConfigDrift, LogRolledBack.
     """
-    epoch, known = await log.epoch(), await ledger.epoch()
+    epoch, known, layout = await log.epoch(), await ledger.epoch(), await ledger.layout()
     try:
-        named, noted = await _check(log, ledger, stream, ours, epoch, known)
+        check_layout(config, layout)
+        named, noted = await _check(log, ledger, config.stream, ours, epoch, known)
         if named is None or noted is None:
-            await _name(log, ledger, stream, ours, epoch, known or 0, named)
+            await _name(log, ledger, config.stream, ours, epoch, known or 0, named)
+        if layout is None:
+            await ledger.set_layout(layout_of(config))  # of the log that is there now, which was compared with it
     except (ConfigDrift, LogRolledBack) as e:
         log.refuse(_why(e))  # a process that finds out only when it begins to flush must not go on writing
         raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Applies
+from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
@@ -29,6 +30,8 @@ class MemoryLedger:
         #: Threads whose rows somebody else holds: for tests.
         self.locked: set[str] = set()
         self._named: Target | None = None
+        self._layout: Layout | None = None
+        self._erasures: dict[str, set[str]] = {}
         self.parked = MemoryParked(self._rows, target)
         self.waiting = MemoryWaiting()
 
@@ -58,6 +61,19 @@ class MemoryLedger:
         await self.set_epoch(epoch)
         self._named = self._named or target
         return self._named
+
+    async def layout(self) -> Layout | None:
+        return self._layout
+
+    async def set_layout(self, layout: Layout) -> None:
+        self._layout = self._layout or layout
+
+    async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
+        self._erasures.setdefault(thread_id, set()).update(descendants)
+        return sorted(self._erasures[thread_id])
+
+    async def end_erasure(self, thread_id: str) -> None:
+        self._erasures.pop(thread_id, None)
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         for p in partitions:

@@ -15,7 +15,7 @@ from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
 from bufstore.jetstream.buckets import bucket, storage
 from bufstore.jetstream.drift import check
-from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.errors import StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
 
 #: Positions must fit into 62 bits.
@@ -121,19 +121,41 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
     }
 
 
-def bucket_config(config: LogConfig) -> dict[str, Any]:
-    """The shared-state bucket."""
-    return bucket(config.bucket, config, max_bytes=-1)
+def bucket_stream(config: LogConfig) -> str:
+    """The stream in which the shared-state bucket is kept."""
+    return f"KV_{config.bucket}"
 
 
 async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
     """Create the shared-state bucket, or check it. Raises ConfigDrift."""
-    wanted = bucket_config(config)
+    name = bucket_stream(config)
     try:
-        info = await stream.api(f"STREAM.INFO.{wanted['name']}")
+        info = await stream.api(f"STREAM.INFO.{name}")
     except StreamMissing:
-        info = await stream.api(f"STREAM.CREATE.{wanted['name']}", wanted)
-    check(f"bucket {config.bucket}", wanted, info["config"], "LogConfig", f"nats stream edit {wanted['name']}")
+        made = bucket(config.bucket, config, max_bytes=-1) | {"metadata": {_OURS + "log": config.stream}}
+        try:
+            info = await stream.api(f"STREAM.CREATE.{name}", made)
+        except StreamTaken:  # at the same moment, for another log or by an earlier release
+            info = await stream.api(f"STREAM.INFO.{name}")
+    check_shared_state(config, info["config"])
+
+
+def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
+    """Compare an existing shared-state bucket with the configuration. Raises ConfigDrift.
+
+    One that an earlier release made does not say whose it is.
+    """
+    what, log = f"bucket {config.bucket}", (found.get("metadata") or {}).get(_OURS + "log", config.stream)
+    if log != config.stream:
+        raise ConfigDrift(
+            what,
+            "log",
+            expected=config.stream,
+            found=log,
+            way_out="It has the flushers and the runs of that log: set LogConfig.bucket to one of this log's own.",
+        )
+    wanted = bucket(config.bucket, config, max_bytes=-1)
+    check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
 
 def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ import msgspec
 from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.entry import Base, Entry, StoredEntry
 from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, Ledger, NotOwner
 from bufstore.buffer.target import Target
 from bufstore.testing.basics import Check, raises, registrar
@@ -94,6 +95,8 @@ async def a_new_ledger_knows_nothing(ledgers: Ledgers) -> None:
     ledger = await ledgers.open()
     assert await ledger.epoch() is None
     assert await ledger.target() is None
+    assert await ledger.layout() is None
+    assert await ledger.begin_erasure("t", []) == []
     assert await ledger.cursors() == {}
     assert await ledger.watermark("t") == Watermark()
     assert await ledger.watermarks(["t"]) == {}
@@ -138,6 +141,28 @@ async def of_targets_that_are_claimed_at_once_all_see_the_same(ledgers: Ledgers)
     here, there = await ledgers.open(), await ledgers.open()
     claimed = await asyncio.gather(here.claim(1, _HERE), there.claim(1, _ELSEWHERE))
     assert claimed[0] == claimed[1] == await here.target()
+
+
+@_check()
+async def the_first_layout_stands(ledgers: Ledgers) -> None:
+    here, there = await ledgers.open(), await ledgers.open()
+    await here.claim(1, _HERE)
+    assert await here.layout() is None
+    await here.set_layout(Layout(2, 8))
+    await there.set_layout(Layout(1, 4))
+    assert await there.layout() == Layout(2, 8)
+
+
+@_check()
+async def threads_that_are_to_be_erased_are_remembered_until_they_are(ledgers: Ledgers) -> None:
+    here, there = await ledgers.open(), await ledgers.open()
+    assert await here.begin_erasure("a", ["a2", "a1"]) == ["a1", "a2"]
+    assert await here.begin_erasure("b", ["a1"]) == ["a1"]
+    assert await there.begin_erasure("a", []) == ["a1", "a2"]
+    assert await there.begin_erasure("a", ["a3", "a1"]) == ["a1", "a2", "a3"]
+    await here.end_erasure("a")
+    assert await there.begin_erasure("a", []) == []
+    assert await there.begin_erasure("b", []) == ["a1"]
 
 
 @_check()

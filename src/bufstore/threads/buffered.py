@@ -132,8 +132,7 @@ class BufferedThreadStore(EditedStore):
     async def aclose(self) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
-        Bounded by ``append_timeout_s`` + ``flush_timeout_s``; with several lanes by twice that, because the first one
-        closes last, with the store. What is not flushed by then stays in the log. Idempotent.
+        Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
         """
         await self.lanes.aclose()
 
@@ -208,7 +207,8 @@ class BufferedThreadStore(EditedStore):
 
         For a duty to erase: after `delete_thread` alone the content stays in the log until it is purged. Returns after
         ``failover_window_s`` at the earliest, because until then Postgres may need the entries again. What is left,
-        archives above all: docs/OPERATIONS.md, "Erasure". Safe to repeat, also for a thread that was deleted before.
+        archives above all: docs/OPERATIONS.md, "Erasure". Safe to repeat (after an error, with the same `children`),
+        also for a thread that was deleted before.
         Raises as `delete_thread` does, but not NotFound; FlushTimeout, StoreUnavailable.
         """
         return await self._eraser.erase(thread_id, children)

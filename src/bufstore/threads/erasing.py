@@ -26,7 +26,8 @@ class Erasure:
     thread_ids: tuple[str, ...]
     #: Whether there was anything of them: the thread itself, or entries in log or quarantine.
     found: bool
-    #: Threads written to since they were deleted: they exist, and their earlier content may exist too.
+    #: Threads that exist: written to since they were deleted, or since an earlier try no descendants any more. Their
+    #: earlier content may exist, too.
     written_again: tuple[str, ...]
     #: Messages removed from the log.
     log_messages: int
@@ -50,26 +51,37 @@ class ThreadEraser:
     async def erase(self, thread_id: str, children: Children) -> Erasure:
         """Delete, then remove what is kept beside the tables. Safe to repeat, also after an error."""
         wanted = deletion(thread_id, children)
-        cascade = children is Children.CASCADE
-        threads = [thread_id, *(await self._lineage.descendants(thread_id) if cascade else ())]
+        cascade, ledger = children is Children.CASCADE, self._lanes.first.ledger
+        descendants = await self._lineage.descendants(thread_id) if cascade else []
+        # Once they are deleted, nothing but this tells a later try whose descendants they were.
+        remembered = await ledger.begin_erasure(thread_id, descendants) if cascade else []
         existed = True
         try:
             await self._lineage.change(wanted)
         except NotFound:
             existed = False
+        back = [t for t in remembered if t not in descendants and await self._exists(t)]
+        threads = [thread_id, *(t for t in remembered if t not in back)]
         logs = await together(self._erase(buffer, some) for buffer, some in self._lanes.shared_out(threads))
         removed = sum(log.removed for log in logs)
         quarantined = sum([await self._unpark(t) for t in threads])
         set_aside = await self._erase_set_aside(threads) if self._erase_set_aside is not None else 0
+        archived = max([await buffer.ledger.archived() for buffer, _ in self._lanes.shared_out(threads)])
+        if cascade:
+            await ledger.end_erasure(thread_id)
         return Erasure(
             thread_ids=tuple(threads),
             found=existed or bool(removed or quarantined or set_aside),
-            written_again=tuple(t for log in logs for t in log.written_again),
+            written_again=(*back, *(t for log in logs for t in log.written_again)),
             log_messages=removed,
             quarantined=quarantined,
             set_aside=set_aside,
-            archived_below=max([await buffer.ledger.archived() for buffer, _ in self._lanes.shared_out(threads)]),
+            archived_below=archived,
         )
+
+    async def _exists(self, thread_id: str) -> bool:
+        """Whether a thread that an earlier try was to take along is there: written since, or never deleted."""
+        return (await self._lanes.of(thread_id).reads.joined(thread_id))[0].thread is not None
 
     async def _erase(self, buffer: ThreadBuffer, threads: Sequence[str]) -> _FromLog:
         """Remove what the log of these threads has of them."""

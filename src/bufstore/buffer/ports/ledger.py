@@ -15,6 +15,7 @@ import msgspec
 from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.domain import Change
 from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.lanes import Layout
 from bufstore.buffer.operate.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.ports.waiting import WaitingEntries, WaitingEntry
 from bufstore.buffer.target import Target
@@ -197,6 +198,22 @@ class Ledger(Protocol):
 
     async def claim(self, epoch: int, target: Target) -> Target:
         """Write the target down unless one is, and the stream's generation as `set_epoch`. Returns what stands."""
+        ...
+
+    async def layout(self) -> Layout | None:
+        """How the log that this database names shares threads out; None: not written down yet."""
+        ...
+
+    async def set_layout(self, layout: Layout) -> None:
+        """Write it down unless one is; the log's generation is known already."""
+        ...
+
+    async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
+        """Remember the threads that go with one that is erased. Returns them with those that are remembered already."""
+        ...
+
+    async def end_erasure(self, thread_id: str) -> None:
+        """Forget them: all are erased."""
         ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:

@@ -18,13 +18,12 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.permissions import Role, permissions
 from bufstore.nats.session import NatsSession
-from bufstore.nats.setup import bucket_config, check_stream, target_of, windows_of
+from bufstore.nats.setup import bucket_stream, check_shared_state, check_stream, target_of, windows_of
 from bufstore.nats.shared_state import NatsSharedState
 
 _VERSION_MIN = (2, 14, 0)
@@ -37,8 +36,8 @@ _FULL = 0.95
 _PRESSED = 0.7
 
 
-async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], int | None]:
-    """The checks, and the epoch of the log, if there is one. `role`: what the user must be permitted."""
+async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], tuple[LogConfig, int] | None]:
+    """The checks, and the log with its epoch, if there is one. `role`: what the user must be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
     # Made before the connection is: it subscribes to its answers when that opens.
@@ -54,7 +53,9 @@ async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], 
         await connection.aclose()
 
 
-async def _look(notes: Notes, connection: Connection, target: Endpoints, stream: NatsStream, role: Role) -> int | None:
+async def _look(
+    notes: Notes, connection: Connection, target: Endpoints, stream: NatsStream, role: Role
+) -> tuple[LogConfig, int] | None:
     notes.say("reachable", Level.OK, "yes")
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
@@ -88,7 +89,7 @@ async def _look(notes: Notes, connection: Connection, target: Endpoints, stream:
         await _flushers(notes, session.shared)
     finally:
         await session.aclose()
-    return int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
+    return config, int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
 
 
 def _version(notes: Notes, connection: Connection) -> None:
@@ -166,16 +167,14 @@ async def _headroom(notes: Notes, session: NatsSession) -> None:
 
 async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
     """Whether there is one."""
-    wanted = bucket_config(config)
     try:
-        info = await stream.api(f"STREAM.INFO.{wanted['name']}", timeout_s=_TIMEOUT_S)
+        info = await stream.api(f"STREAM.INFO.{bucket_stream(config)}", timeout_s=_TIMEOUT_S)
     except StreamMissing:
         notes.say("bucket", Level.WARNING, f"there is no bucket {config.bucket}", "the next store that opens makes it")
     except BufstoreError as e:
         notes.say("bucket", Level.BAD, str(e), "permit STREAM.INFO")
     else:
-        edit = f"nats stream edit {wanted['name']}"
-        _drift(notes, "bucket", lambda: check(f"bucket {config.bucket}", wanted, info["config"], "LogConfig", edit))
+        _drift(notes, "bucket", lambda: check_shared_state(config, info["config"]))
         return True
     return False
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from psycopg import AsyncConnection, sql
 
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
+from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError
 from bufstore.postgres.connection.migrate import applied_migrations, newest, works_with
 from bufstore.postgres.connection.pool import new_pool
@@ -33,20 +35,24 @@ WHERE schemaname = %s AND tablename <> 'bufstore_migrations' AND NOT (
 """
 
 
-async def check_postgres(target: Endpoints, epoch: int | None) -> list[CheckResult]:
-    """The checks; `epoch`: the generation of the log, if there is one."""
+async def check_postgres(target: Endpoints, log: tuple[LogConfig, int] | None) -> list[CheckResult]:
+    """The checks; `log`: it and its generation, if there is one. The ledger of a lane has a schema of its own."""
     notes = Notes("Postgres")
+    config, epoch = log or (LogConfig(), None)
+    of_lane = [Notes(f"Postgres, lane {config.lane}")] if config.lane else []
     pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)
     try:
         await pool.open(wait=False)
         async with pool.lend(_TIMEOUT_S) as connection:
-            await _look(notes, connection, target.schema, epoch)
+            await _look(notes, connection, target.schema, None if of_lane else epoch)
+            for lane in of_lane:
+                await _look_at_tables(lane, connection, ledger_schema(target.schema, config), epoch)
     except BufstoreError as e:
         what = "looked at" if notes.checks else "reachable"
         notes.say(what, Level.BAD, str(e), "see the address, the server and the login")
     finally:
         await pool.close()
-    return notes.checks
+    return [check for each in (notes, *of_lane) for check in each.checks]
 
 
 async def _look(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
@@ -63,6 +69,10 @@ async def _look(notes: Notes, connection: AsyncConnection[Any], schema: str, epo
     limit = int(await _value(connection, "SELECT current_setting('max_connections')"))
     advice = "each instance takes up to about 20: raise max_connections, or put a pooler in front"
     notes.require("connections", limit - used >= _CONNECTIONS_MIN, f"{used} of {limit} in use", advice)
+    await _look_at_tables(notes, connection, schema, epoch)
+
+
+async def _look_at_tables(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
     if await _schema(notes, connection, schema):
         await _tables(notes, connection, schema, epoch)
 

@@ -15,7 +15,7 @@ from bufstore.buffer.lanes import lane_logs, ledger_schema
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import ConfigDrift
+from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.postgres.connection.migrate import check_schema
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
@@ -83,29 +83,43 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     wanted = {name: value for name, value in log.items() if value is not None}
     reporting_errors(LogConfig)(**wanted)
     if as_sql:
-        click.echo(_sql(options, parts, roles, context.params["schema"], wanted.get("lanes", 1)), nl=False)
+        click.echo(_sql(options, parts, roles, context.params["schema"], wanted.get("lanes")), nl=False)
         return
     if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):
         raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store do without it.")
-    lanes, made = wanted.get("lanes", 1), None if own_store else wanted
+    lanes, made = wanted.get("lanes"), None if own_store else wanted
     options.answer(options.run(lambda target: _setup(target, parts, roles, made, lanes)), _show)
 
 
-def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str, lanes: int) -> str:
+def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str, lanes: int | None) -> str:
     if not options.named:
-        places = _places(check_schema(schema), parts, lanes)
+        places = _places(check_schema(schema), parts, lanes or 1)
         return "".join(tables.script(check_schema(s), tables.everything(s, of), roles) for s, of in places)
     return options.run(lambda target: _missing(target, parts, roles, lanes))
 
 
-async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str], lanes: int) -> str:
+async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str], lanes: int | None) -> str:
     scripts = []
     async with _owner(target, roles) as connection:
-        for schema, of in _places(target.schema, parts, lanes):
+        of_all = _lanes(f"schema {target.schema}", lanes, await tables.lanes(connection, target.schema))
+        for schema, of in _places(target.schema, parts, of_all):
             there = await tables.has_schema(connection, schema)
             missing = await tables.missing(connection, schema, of)
             scripts.append(tables.script(schema, missing, roles, new_schema=not there))
     return "".join(script for script in scripts if script != tables.NOTHING) or tables.NOTHING
+
+
+def _lanes(what: str, wanted: int | None, found: int | None) -> int:
+    """How many lanes there are to be; `found`: as `what` says. Raises ConfigDrift."""
+    if None in (wanted, found) or wanted == found:
+        return wanted or found or 1
+    raise ConfigDrift(
+        what,
+        "lanes",
+        expected=str(wanted),
+        found=str(found),
+        way_out="The number of lanes is fixed: leave out --lanes, or choose another stream and schema.",
+    )
 
 
 def _places(schema: str, parts: Sequence[str], lanes: int) -> list[tuple[str, Sequence[str]]]:
@@ -115,23 +129,19 @@ def _places(schema: str, parts: Sequence[str], lanes: int) -> list[tuple[str, Se
 
 
 async def _setup(
-    target: Endpoints, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None, lanes: int
+    target: Endpoints, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None, wanted: int | None
 ) -> SetupReport:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
-    if found is not None and (found.lane or lanes not in (1, found.lanes)):
-        raise ConfigDrift(
-            f"stream {target.stream}",
-            "lanes",
-            expected=str(lanes),
-            found=str(found.lanes),
-            way_out=f"It is lane {found.lane}. The number of lanes is fixed: name that, and the first lane's stream.",
-        )
+    if found is not None:
+        if found.lane:
+            raise ConfigError(f"stream {target.stream!r} is lane {found.lane} of a log: name the first lane's stream")
+        wanted = _lanes(f"stream {target.stream}", wanted, found.lanes)
     async with _owner(target, roles) as connection:
         if found is not None and not await tables.has_flushed(connection, target.schema):
             # It may be that of an app's own store, which must be the one to name it.
             await target.find_log(applies=True)
-        lanes = max(lanes, found.lanes if found is not None else 1)
+        lanes = _lanes(f"schema {target.schema}", wanted, await tables.lanes(connection, target.schema))
         migrated: dict[str, dict[str, list[int]]] = {}
         for schema, of in _places(target.schema, parts, lanes):
             migrated[schema] = await tables.make_tables(connection, schema, of)
@@ -140,7 +150,8 @@ async def _setup(
                     for statement in tables.grants(schema, role):
                         await connection.execute(statement)
     if log is not None:
-        await _make_log(target, found or LogConfig(stream=target.stream, bucket=target.bucket), log)
+        new = LogConfig(stream=target.stream, bucket=target.bucket, lanes=lanes)
+        await _make_log(target, found or new, log)
     made = None if log is None else found is None
     return SetupReport(
         schema=target.schema,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -11,6 +11,7 @@ from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Applies
+from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
@@ -103,6 +104,21 @@ class PostgresLedger:
 
     async def claim(self, epoch: int, target: Target) -> Target:
         return Target(*(await self._fetch("claim", epoch, target.domain, target.store, target.id))[0])
+
+    async def layout(self) -> Layout | None:
+        rows = await self._fetch("layout")
+        return Layout(*rows[0]) if rows else None
+
+    async def set_layout(self, layout: Layout) -> None:
+        await self._fetch("set_layout", *layout)
+
+    async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
+        if descendants:
+            await self._fetch("begin_erasure", thread_id, arrays.texts(descendants))
+        return [row[0] for row in await self._fetch("erasing", thread_id)]
+
+    async def end_erasure(self, thread_id: str) -> None:
+        await self._fetch("end_erasure", thread_id)
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)

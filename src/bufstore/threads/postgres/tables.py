@@ -53,6 +53,19 @@ async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
     return bool((await connection.execute(rows)).rowcount)
 
 
+async def lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
+    """How many lanes the store of this schema has, if it says so (`bufstore.buffer.lanes.Layout`). Only reads."""
+    there = (
+        "SELECT FROM information_schema.columns "
+        "WHERE table_schema = %s AND table_name = 'buffer_log' AND column_name = 'lanes'"
+    )
+    if not (await connection.execute(there, [schema])).rowcount:
+        return None
+    noted = sql.SQL("SELECT lanes FROM {}.buffer_log WHERE lanes IS NOT NULL").format(sql.Identifier(schema))
+    row = await (await connection.execute(noted)).fetchone()
+    return int(row[0]) if row is not None else None
+
+
 def everything(schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
     """Per part, all versions that this release knows: what is missing where there is nothing."""
     return {part: sorted(migrations_of(folder_of(part), schema)) for part in parts}

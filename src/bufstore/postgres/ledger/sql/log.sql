@@ -21,6 +21,26 @@ ON CONFLICT (only_one) DO UPDATE SET
     target = coalesce(l.target, excluded.target)
 RETURNING domain, store, target;
 
+-- name: layout
+-- How many lanes and partitions the log has; no row while that is not put down.
+SELECT lanes, partitions FROM {schema}.buffer_log WHERE lanes IS NOT NULL;
+
+-- name: set_layout
+-- Put it down, unless it is.
+UPDATE {schema}.buffer_log SET lanes = $1::int, partitions = $2::int WHERE lanes IS NULL;
+
+-- name: begin_erasure
+-- Remember the threads that go with one. Those that an earlier try has remembered stay.
+INSERT INTO {schema}.buffer_erasures (erased, thread_id) SELECT $1::text, unnest($2::text[]) ON CONFLICT DO NOTHING;
+
+-- name: erasing
+-- The threads that go with one.
+SELECT thread_id FROM {schema}.buffer_erasures WHERE erased = $1::text ORDER BY thread_id;
+
+-- name: end_erasure
+-- All of them are erased.
+DELETE FROM {schema}.buffer_erasures WHERE erased = $1::text;
+
 -- name: archived
 -- The position up to which an archive has the log.
 SELECT position FROM {schema}.buffer_archive;
