@@ -15,9 +15,9 @@ from conftest import Deployment
 from helpers import fresh, run_of, said
 
 
-async def status_of(deployment: Deployment) -> Any:
+async def status_of(deployment: Deployment, code: int = 0) -> Any:
     result = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
-    assert result.code == 0, result
+    assert (result.code, result.json["ok"]) == (code, code == 0), result
     return result.json
 
 
@@ -28,8 +28,8 @@ async def test_status_shows_lag_and_flushes_nothing(deploy: Callable[..., Deploy
         for thread in threads:
             await store.checkpoint(thread, [said(1)], run_of(thread))
         for _ in range(2):
-            found = await status_of(deployment)
-            assert (found["ok"], found["lag"], found["members"], found["quarantined"]) == (True, 20, [], 0)
+            found = await status_of(deployment, code=1)  # because nobody flushes
+            assert (found["lag"], found["members"], found["quarantined"]) == (20, [], 0)
             assert [p["cursor"] for p in found["partitions"]] == [0, 0, 0]
             assert {p["owner"] for p in found["partitions"]} == {None}
             assert 0 < found["log_bytes"] < found["log_bytes_max"] == deployment.log.max_bytes
@@ -52,6 +52,14 @@ async def test_status_shows_lag_and_flushes_nothing(deploy: Callable[..., Deploy
             )
 
 
+async def test_status_shows_the_trouble_of_each_flusher(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await store.buffer.shared.renew_member("other", 60, "the quarantine is full")
+        found = await status_of(deployment, code=1)
+        assert (found["flushing"], found["flush_trouble"]) == (False, "flusher other: the quarantine is full")
+        await store.buffer.shared.leave("other")
+
+
 async def test_status_and_doctor_say_when_the_log_will_be_full(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         threads = [fresh() for _ in range(200)]
@@ -64,7 +72,7 @@ async def test_status_and_doctor_say_when_the_log_will_be_full(deployment: Deplo
 
         writing = asyncio.create_task(write_on())
         try:
-            found = await status_of(deployment)
+            found = await status_of(deployment, code=1)
             assert found["log_full_in_s"] > 0
             shown = await asyncio.to_thread(bufstore_cli, "status", **where(deployment))
             assert " at this rate" in shown.out
@@ -153,4 +161,4 @@ def test_what_cannot_work_ends_in_one_line_and_exit_code_2(arguments: Sequence[s
 
 def test_the_environment_does_not_contradict_embedded() -> None:
     result = bufstore_cli("status", "--embedded", "--json", BUFSTORE_NATS="nats://127.0.0.1:1", BUFSTORE_POSTGRES="x")
-    assert (result.code, result.json["ok"]) == (0, True), result
+    assert (result.code, result.json["write_trouble"], result.json["members"]) == (1, "", []), result

@@ -219,9 +219,11 @@ async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site:
         messages = await poisoned(store, thread_id)
     async with site.store(Role.APP) as store:
         await store.checkpoint("unflushed", [said(0)], run_of("unflushed"))
-    for command in (("flush", "--all"), ("status",), ("log", "entries"), ("quarantine", "list"), ("repair",)):
+    for command in (("flush", "--all"), ("log", "entries"), ("quarantine", "list"), ("repair",)):
         result = await site.cli(*command)
         assert (result.code, "permit" in result.err) == (0, False), result
+    status = await site.cli("status")
+    assert (status.code, "permit" in status.err, "no flusher is alive" in status.out) == (1, False, True), status
     assert (await site.cli("log", "show")).code == 0
     for seconds in (90, 60):
         for command in (("log", "set", "--failover-window", seconds), ("log", "settle")):

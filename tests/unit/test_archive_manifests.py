@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from bufstore import ConfigError, NatsConfig
@@ -14,7 +15,7 @@ from bufstore.buffer.subjects import first_position
 from bufstore.spark import ArchiveOvertaken, DataLoss, Deployment
 from bufstore.spark.connection_options import connection_options
 from bufstore.spark.log_archive import archive_job
-from bufstore.spark.log_archive.manifests import Manifest, check_alone, whole
+from bufstore.spark.log_archive.manifests import Manifest, check_alone, expired, whole
 from bufstore.spark.log_archive.restore_job import epoch_after
 
 
@@ -52,6 +53,38 @@ def test_a_gap_is_found_however_ranges_overlap(ranges: list[tuple[int, int]], ra
     else:
         with pytest.raises(DataLoss, match="gap"):
             whole(found)
+
+
+def stored_by(manifest_: Manifest, newest_us: int) -> Manifest:
+    return msgspec.structs.replace(manifest_, newest_us=newest_us)
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=6)
+
+
+@given(RANGES, st.integers(0, 6))
+def test_what_stays_of_an_archive_is_whole_and_ends_where_it_ended(
+    ranges: list[tuple[int, int, int]], before_us: int
+) -> None:
+    found = [stored_by(manifest(start, start + length), newest) for start, length, newest in ranges]
+    try:
+        whole(found)
+    except DataLoss:
+        reject()
+    gone = expired(found, before_us)
+    assert all(0 < m.newest_us < before_us for m in gone)
+    left = list(found)
+    for m in gone:
+        left.remove(m)
+    assert max(m.end for m in left) == max(m.end for m in found)
+    whole(left)
+
+
+def test_a_range_within_a_larger_one_expires_before_it() -> None:
+    larger, within = stored_by(manifest(1, 9), 5), stored_by(manifest(3, 5), 5)
+    assert expired([larger, within], 6) == [within]
+    assert expired([larger, within], 5) == []
+    assert expired([stored_by(manifest(1, 9), 0), stored_by(manifest(9, 12), 1), manifest(12, 13)], 6) == []
 
 
 def test_a_run_is_overtaken_by_what_was_not_there_when_it_began() -> None:

@@ -40,7 +40,7 @@ class Partition(msgspec.Struct, kw_only=True):
 class BufferStatus(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore status --json``."""
 
-    #: False when something below is wrong.
+    #: False when something below is wrong, as in `Health`.
     ok: bool
     #: Why Postgres cannot be asked; empty: it can.
     postgres_trouble: str
@@ -96,7 +96,7 @@ class Inspection:
     async def status(self) -> BufferStatus:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
         log, subjects = self._buffer.config.log, self._buffer.subjects
-        members = sorted(await self._shared.members())
+        members, troubles = sorted(await self._shared.members()), await self._shared.troubles()
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
         quarantined, waiting, trouble = None, None, ""
@@ -111,7 +111,7 @@ class Inspection:
         health = health_of(
             log=nats_trouble,
             store=trouble,
-            flusher="",
+            flusher="; ".join(f"flusher {member}: {why}" for member, why in troubles.items()),
             full=full or "",
             flushers=bool(members),
             waiting=waiting,
@@ -121,7 +121,7 @@ class Inspection:
         partitions = [_partition(p, end, cursors, above[p], owner.get(p)) for p, end in enumerate(ends)]
         sizes = await self._log.last_groups()
         return BufferStatus(
-            ok=not trouble,
+            ok=health.ok,
             postgres_trouble=trouble,
             stream=log.stream,
             lane=log.lane,

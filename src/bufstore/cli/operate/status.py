@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import BufferStatus, inspecting
 from bufstore.cli.output import lasting, new_table
-from bufstore.cli.running import EXIT_UNUSABLE
+from bufstore.cli.running import EXIT_UNUSABLE, EXIT_WRONG
 
 
 @click.command()
@@ -18,11 +18,13 @@ def status(options: Options) -> None:
     """Show how far the log is flushed, how full it is, the live flushers, what waits, and what is in quarantine.
 
     It only looks: it flushes nothing, and is not one of the flushers. Lag is counted in entries of the log that
-    the cursor of their partition has not passed. Exit code 2 when there is no log, or NATS or Postgres does not
-    answer; with Postgres away, the log's side is shown all the same.
+    the cursor of their partition has not passed. Exit code 1 when something is wrong (nothing can be written or is
+    flushed, say), 2 when there is no log, or NATS or Postgres does not answer; with Postgres away, the log's side is
+    shown all the same.
     """
     found = options.run(_look)
-    options.answer(found, _show, code=0 if found.ok else EXIT_UNUSABLE)
+    code = 0 if found.ok else EXIT_UNUSABLE if found.postgres_trouble else EXIT_WRONG
+    options.answer(found, _show, code=code)
 
 
 async def _look(target: Endpoints) -> BufferStatus:

@@ -12,6 +12,7 @@ stays there, even if several runs archive at once or one dies half-way. Where ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -86,6 +87,15 @@ def whole(manifests: Sequence[Manifest]) -> None:
             raise DataLoss(f"the archive has a gap: {before.name} is followed by {manifest.name}")
         if manifest.end > before.end:
             furthest[manifest.created] = manifest
+
+
+def expired(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
+    """The ranges that may be removed, all of which was stored before a time (in microseconds of Unix time).
+
+    The one that ends last stays: the next run continues there. Where ranges overlap, one may begin last and end before.
+    """
+    by_end = sorted(manifests, key=lambda m: (m.end, m.start))
+    return list(takewhile(lambda m: 0 < m.newest_us < before_us, by_end[:-1]))
 
 
 def overlap(one: Manifest, other: Manifest) -> bool:

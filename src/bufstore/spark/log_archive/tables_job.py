@@ -30,6 +30,7 @@ from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, 
 from bufstore.spark.log_archive.manifests import (
     Manifest,
     check_ranges,
+    expired,
     manifests_of,
     messages_of,
     overlap,
@@ -156,12 +157,7 @@ def expire(
     for part in gone:  # the manifest first: without it the part does not count
         _remove(context, f"{path}/tables/manifests/{part.name}")
         _remove(context, f"{path}/tables/entries/part={part.name}")
-    old: list[Manifest] = []
-    if ranges and before is not None:
-        for manifest in manifests_of(spark, path)[:-1]:
-            if not 0 < manifest.newest_us < _us(before):
-                break
-            old.append(manifest)
+    old = expired(manifests_of(spark, path), _us(before)) if ranges and before is not None else []
     for manifest in old:
         _remove(context, f"{path}/manifests/{manifest.name}")
         _remove(context, f"{path}/ranges/{manifest.name}")

@@ -34,6 +34,7 @@ from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThr
 from bufstore.spark.task import Counts
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lanes import ThreadBuffer, together
 from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence, check_id
 
@@ -254,11 +255,8 @@ class _Task:
             return set()
         except StoreUnavailable as e:
             outage = e
-        unknown = set[str]()
-        for buffer, some in lanes.shared_out(asked):
-            subjects = {buffer.subjects.of(t): t for t in some}
-            shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
-            unknown |= {thread_id for subject, thread_id in subjects.items() if subject not in shown}
+        found = await together(_not_in_log(buffer, some) for buffer, some in lanes.shared_out(asked))
+        unknown = set[str]().union(*found)
         if unknown:
             round_.outage = outage
         return unknown
@@ -407,6 +405,13 @@ class _Line(NamedTuple):
 def _shown(row: Row) -> Row:
     """Without the columns that are ours."""
     return {name: value for name, value in row.items() if name not in (THREAD, ROW)}
+
+
+async def _not_in_log(buffer: ThreadBuffer, threads: Sequence[str]) -> set[str]:
+    """The ones of these threads of which the log shows nothing."""
+    subjects = {buffer.subjects.of(thread_id): thread_id for thread_id in threads}
+    shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
+    return {thread_id for subject, thread_id in subjects.items() if subject not in shown}
 
 
 def _line(rank: int, row: Row) -> _Line:
