@@ -101,7 +101,7 @@ powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop m
 
 DOMAIN ?= threads
 .PHONY: chaos
-chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says; nothing may be lost, doubled or stale (DOMAIN=checkpoints: LangGraph)
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says; nothing may be lost, doubled or stale (DOMAIN=lanes, or checkpoints: LangGraph)
 	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED) --on $(DOMAIN)
 
 ITEMS ?= 10000

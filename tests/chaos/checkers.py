@@ -239,7 +239,7 @@ def watermarks(history: History, final: Final) -> list[Violation]:
             now |= {f"term of {p}": (term,), f"cursor of {p}": (seq,)}
             if seq > s.end:
                 found.append(Violation("watermark", None, f"cursor of {p} is {seq}, the log ends at {s.end}"))
-        now["end of the log"] = (s.end,)
+        now[f"end of log {s.lane}"] = (s.end,)
         for what, value in now.items():
             if value < most.get(what, value):
                 found.append(Violation("watermark", None, f"the {what} went from {most[what]} to {value} at {s.t:.3f}"))

@@ -13,7 +13,7 @@ from chaos.checkers import Checker
 from chaos.history import Final, History, ParkedEntry, Recorder
 
 #: Modules that have a `DOMAIN`.
-NAMES = ("threads", "checkpoints")
+NAMES = ("threads", "lanes", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Domain:
     #: What Postgres holds at the end, of its address and what is in quarantine.
     final: Callable[[str, dict[int, ParkedEntry]], Awaitable[Final]]
     checkers: tuple[Checker, ...]
+    #: LogConfig.lanes.
+    lanes: int = 1
 
 
 def domain(name: str) -> Domain:

@@ -20,7 +20,7 @@ import psycopg
 
 from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.buffer.places import group_of
-from chaos.site import FAILOVER_WINDOW_S, LEASE_S, LOG, PARTITIONS, SCHEMA, Process, Site
+from chaos.site import FAILOVER_WINDOW_S, LEASE_S, LOG, PARTITIONS, Process, Site
 from helpers import eventually
 
 Inject = Callable[[Site, random.Random], AbstractAsyncContextManager[str]]
@@ -78,11 +78,11 @@ def _killing(role: str, *, alone: bool) -> None:
 async def _kill_and_measure(site: Site, process: Process) -> Process:
     """Kill a flusher, another one if this one has no partition; measure how long its partitions are not flushed."""
     before = {p: seq for p, (_, seq) in (await site.persist(site.cursors)).items()}
-    rows = await site.persist(lambda: site.sql(f"SELECT partition, owner FROM {SCHEMA}.buffer_partitions"))
+    owners = await site.persist(site.owners)
 
     def owned(by: Process) -> set[int]:
         started = site.started(by)
-        return {p for p, owner in rows if started is not None and owner == started.member}
+        return {p for p, owner in owners.items() if started is not None and owner in started.members}
 
     others = [p for p in site.processes if p.role == process.role]
     process = next((p for p in (process, *others) if owned(p)), process)
@@ -226,14 +226,15 @@ _network("replies to COMMIT lost", "postgres", _drop_replies)
 
 @_kind("stream full", "nats")
 async def _stream_full(site: Site, chance: random.Random) -> AsyncIterator[str]:
-    info = await site.persist(lambda: site.api("STREAM.INFO.CHAOS"))
+    stream = site.one_of(chance).stream
+    info = await site.persist(lambda: site.api(f"STREAM.INFO.{stream}"))
     limit = info["state"]["bytes"] + chance.randint(10_000, 100_000)
-    await site.persist(lambda: site.api("STREAM.UPDATE.CHAOS", info["config"] | {"max_bytes": limit}))
+    await site.persist(lambda: site.api(f"STREAM.UPDATE.{stream}", info["config"] | {"max_bytes": limit}))
     try:
-        yield f"{limit} bytes"
+        yield f"{stream}: {limit} bytes"
     finally:
         wide = info["config"] | {"max_bytes": LOG["max_bytes"]}
-        await site.persist(lambda: site.api("STREAM.UPDATE.CHAOS", wide))
+        await site.persist(lambda: site.api(f"STREAM.UPDATE.{stream}", wide))
 
 
 @_kind("disk of Postgres full", "postgres", possible=lambda site: site.small_disk is not None)
@@ -260,43 +261,48 @@ async def _disk_full(site: Site, chance: random.Random) -> AsyncIterator[str]:
 
 @_kind("consumers deleted", "nats")
 async def _consumers(site: Site, chance: random.Random) -> AsyncIterator[str]:
-    names = (await site.persist(lambda: site.api("CONSUMER.NAMES.CHAOS"))).get("consumers") or []
+    stream = site.one_of(chance).stream
+    names = (await site.persist(lambda: site.api(f"CONSUMER.NAMES.{stream}"))).get("consumers") or []
     for name in names:
         with contextlib.suppress(RuntimeError):  # its owner was faster
-            await site.api(f"CONSUMER.DELETE.CHAOS.{name}")
-    yield f"{len(names)} consumers"
+            await site.api(f"CONSUMER.DELETE.{stream}.{name}")
+    yield f"{stream}: {len(names)} consumers"
 
 
 @_kind("hot bucket deleted", "nats")
 async def _bucket(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    bucket = site.one_of(chance).bucket
     with contextlib.suppress(RuntimeError):
-        await site.api(f"STREAM.DELETE.KV_{LOG['bucket']}")
-    yield ""
+        await site.api(f"STREAM.DELETE.KV_{bucket}")
+    yield bucket
 
 
 @_kind("flushed entries purged", "nats")
 async def _purged(site: Site, chance: random.Random) -> AsyncIterator[str]:
     """Like an operator who makes room: only what was flushed long enough ago may go, below the cursor."""
+    lane = site.one_of(chance)
     old = [c for t, c in site.cursor_past if t < time.monotonic() - FAILOVER_WINDOW_S]
+    ours = [old[-1][p] for p in map(lane.partition, range(PARTITIONS)) if p in old[-1]] if old else []
     count = 0
-    if old and len(old[-1]) == PARTITIONS and (below := group_of(min(seq for _, seq in old[-1].values()))):
-        count = (await site.persist(lambda: site.api("STREAM.PURGE.CHAOS", {"seq": below})))["purged"]
-    yield f"{count} messages"
+    if len(ours) == PARTITIONS and (below := group_of(min(seq for _, seq in ours))):
+        count = (await site.persist(lambda: site.api(f"STREAM.PURGE.{lane.stream}", {"seq": below})))["purged"]
+    yield f"{lane.stream}: {count} messages"
 
 
 @_kind("poison published", "nats", "postgres")
 async def _poison(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    lane = site.one_of(chance)
     rows = await site.persist(
         lambda: site.sql(
-            f"SELECT thread_id FROM {SCHEMA}.buffer_threads WHERE thread_id LIKE 'own-%' OR thread_id LIKE 'whole-%'"
-            " ORDER BY flushed_seq DESC LIMIT 40"
+            f"SELECT thread_id FROM {lane.schema}.buffer_threads"
+            " WHERE thread_id LIKE 'own-%' OR thread_id LIKE 'whole-%' ORDER BY flushed_seq DESC LIMIT 40"
         )
     )
     threads = [thread for (thread,) in rows]
     for thread in chance.sample(threads, min(4, len(threads))):
         body, header = _no_entry(chance)
         await site.publish(thread, body, header)
-    await site.publish_among_groups(b"nobody's")
+    await site.publish_among_groups(lane, b"nobody's")
     yield " ".join(threads[:4])
 
 
@@ -322,7 +328,8 @@ def _no_entry(chance: random.Random) -> tuple[bytes, str | None]:
 async def _locked(site: Site, chance: random.Random) -> AsyncIterator[str]:
     async with await psycopg.AsyncConnection.connect(site.servers.postgres.dsn) as connection:
         cursor = await connection.execute(
-            f"SELECT thread_id FROM {SCHEMA}.buffer_threads ORDER BY flushed_seq DESC LIMIT 20 FOR UPDATE"
+            f"SELECT thread_id FROM {site.one_of(chance).schema}.buffer_threads"
+            " ORDER BY flushed_seq DESC LIMIT 20 FOR UPDATE"
         )
         rows = await cursor.fetchall()
         yield f"{len(rows)} threads"

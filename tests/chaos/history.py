@@ -31,8 +31,8 @@ class Started(_Event, tag="started"):
     t: float
     process: str
     pid: int
-    #: Its flusher's name, as Postgres knows it; empty without a flusher.
-    member: str
+    #: The names of its flushers, one for each lane, as Postgres knows them; empty without a flusher.
+    members: tuple[str, ...]
 
 
 class Begin(_Event, tag="begin"):
@@ -176,6 +176,8 @@ class Sample(_Event, tag="sample"):
     log_bytes: int
     #: Memory of the processes.
     rss: dict[str, int]
+    #: Whose log it is; partitions are numbered on over the lanes.
+    lane: int = 0
 
 
 class Recovery(_Event, tag="recovery"):

@@ -23,7 +23,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from bufstore import BufferConfig, BufstoreError, Consistency, LogConfig, OutcomeUnknown, Receipt, ThreadQuarantined
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    BufstoreError,
+    Consistency,
+    LogConfig,
+    OutcomeUnknown,
+    Receipt,
+    ThreadQuarantined,
+)
 from bufstore.buffer.buffer import Buffer
 from chaos.history import Begin, End, Event, Failed, Recorder, Started
 
@@ -76,6 +85,11 @@ class Store(Protocol):
 
 
 S = TypeVar("S", bound=Store)
+
+
+def buffers_of(store: Store) -> Sequence[Buffer[Any, Any, Any]]:
+    """One for each lane."""
+    return store.lanes.all if isinstance(store, BufferedThreadStore) else (store.buffer,)
 
 
 class Worker:
@@ -236,8 +250,8 @@ async def main(
     worker = Worker(options, recorder)
     loop.add_signal_handler(signal.SIGTERM, worker.stop)
     loop.add_signal_handler(signal.SIGUSR1, _step_clock, worker.chance)
-    member = store.buffer.flusher._member if store.buffer.flusher is not None else ""
-    recorder.write(Started(time.monotonic(), options.name, os.getpid(), member))
+    members = tuple(b.flusher.member for b in buffers_of(store) if b.flusher is not None)
+    recorder.write(Started(time.monotonic(), options.name, os.getpid(), members))
     try:
         await live(worker, store)
         await worker.stopping.wait()

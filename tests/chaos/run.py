@@ -26,11 +26,15 @@ from pathlib import Path
 
 from bufstore import BufstoreError, Verification
 from bufstore.buffer.entry import Malformed
+from bufstore.buffer.operate.audit import verification_of_all
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.threads.lanes import together
 from chaos.domain import NAMES, domain
 from chaos.faults import KINDS, Kind
 from chaos.history import Final, ParkedEntry, Recovery, load
+from chaos.process import buffers_of
 from chaos.report import Report, judge
-from chaos.site import Site
+from chaos.site import Lane, Site
 from helpers import eventually
 
 _SAMPLE_S = 0.3
@@ -168,10 +172,10 @@ class Supervisor:
                     self.crashes.append(f"{p.name} did not end when told to ({p.exit_code})")
         try:
             async with site.store(flusher=True) as store:
-                await store.buffer.force_flush_all(timeout_s=60)
+                await together(buffer.force_flush_all(timeout_s=60) for buffer in buffers_of(store))
                 history = load(sorted(site.folder.glob("*.jsonl")))
                 await site.domain.read_back(store, history, random.Random(site.seed), site.recorder)
-                return await store.buffer.verify()
+                return verification_of_all(await together(buffer.verify() for buffer in buffers_of(store)))
         except BufstoreError as e:
             return e
 
@@ -179,14 +183,21 @@ class Supervisor:
         """What Postgres holds."""
         parked: dict[int, ParkedEntry] = {}
         async with self.site.store(flusher=False) as store:
-            while page := await store.buffer.quarantine.page(after=max(parked, default=0)):
-                for line in page:
-                    item = (await store.buffer.quarantine.show(line.seq)).item
-                    body = (
-                        b"".join(m.body for m in item.messages) if isinstance(item, Malformed) else item.entry.payload
-                    )
-                    parked[line.seq] = ParkedEntry(line.thread_id, body)
+            for lane, buffer in zip(self.site.lanes, buffers_of(store), strict=True):
+                parked |= await _parked(lane, buffer.quarantine)
         return await self.site.domain.final(self.site.servers.postgres.dsn, parked)
+
+
+async def _parked(lane: Lane, quarantine: Quarantine) -> dict[int, ParkedEntry]:
+    parked: dict[int, ParkedEntry] = {}
+    after = 0
+    while page := await quarantine.page(after=after):
+        for line in page:
+            item = (await quarantine.show(line.seq)).item
+            body = b"".join(m.body for m in item.messages) if isinstance(item, Malformed) else item.entry.payload
+            parked[lane.position(line.seq)] = ParkedEntry(line.thread_id, body)
+            after = line.seq
+    return parked
 
 
 async def run(

@@ -7,10 +7,12 @@ import base64
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ import psycopg
 from nats.aio.client import Client
 
 from bufstore import BufferConfig, LogConfig, Unavailable
+from bufstore.buffer.lanes import lane_configs, lane_of, ledger_schema
 from bufstore.buffer.places import first_place, last_place
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
@@ -103,7 +106,7 @@ class Process:
             nats=site.through(site.servers.nats.url, f"nats {side}"),
             postgres=site.through(site.servers.postgres.dsn, f"postgres {side}"),
             schema=SCHEMA,
-            log=LOG,
+            log=LOG | {"lanes": site.domain.lanes},
             buffer=BUFFER,
             history=str(site.folder / f"{self.name}.jsonl"),
             readers=tuple(str(site.folder / f"{n}.socket") for n, role, _ in PROCESSES if role == "reader"),
@@ -146,6 +149,63 @@ class Process:
             return False
 
 
+class Lane:
+    """One log and its ledger, past the proxies. Partitions and positions are numbered on over the lanes."""
+
+    def __init__(self, site: Site, number: int, config: BufferConfig) -> None:
+        self._site = site
+        self.number = number
+        self._config = config
+        self.stream, self.bucket = config.log.stream, config.log.bucket
+        self.schema = ledger_schema(SCHEMA, config.log)
+        self.subjects = Subjects(config.log.subject, PARTITIONS)
+
+    def partition(self, number: int) -> int:
+        """The number of a partition among those of all lanes."""
+        return self.number * PARTITIONS + number
+
+    def position(self, seq: int) -> int:
+        """What stands for a position among those of all lanes."""
+        return (self.number << 52) + seq
+
+    async def cursors(self) -> dict[int, tuple[int, int]]:
+        """Per partition, term and position in this log."""
+        rows = await self._site.sql(f"SELECT partition, term, cursor_seq FROM {self.schema}.buffer_partitions")
+        return {self.partition(p): (term, seq) for p, term, seq in rows}
+
+    async def owners(self) -> dict[int, str]:
+        """Per partition, its owner."""
+        rows = await self._site.sql(f"SELECT partition, owner FROM {self.schema}.buffer_partitions")
+        return {self.partition(p): owner for p, owner in rows}
+
+    @contextlib.asynccontextmanager
+    async def log(self) -> AsyncIterator[Log]:
+        """The log, past the proxies, as a process finds it that has just begun."""
+        session = NatsSession(as_nats_config(self._site.servers.nats.url), self._config, "chaos")
+        await session.open()
+        try:
+            await session.log.epoch()
+            yield session.log
+        finally:
+            await session.aclose()
+
+    async def ends(self) -> dict[int, int]:
+        """Per partition, the position of its last entry in the log; of those that are flushed long since, none."""
+        async with self.log() as log:
+            found = await log.ends([self.subjects.of_partition(p) for p in range(PARTITIONS)], 3.0)
+        return {self.partition(p): end for p, end in enumerate(found) if end}
+
+    async def settled(self) -> dict[int, int]:
+        """Per partition, below which position nothing is needed any more, as its owners have said."""
+        settled = {}
+        for p in range(PARTITIONS):
+            body = {"last_by_subj": f"$KV.{self.bucket}.floor.{p}"}
+            with contextlib.suppress(RuntimeError):  # nobody has said anything yet
+                found = (await self._site.api(f"STREAM.MSG.GET.KV_{self.bucket}", body))["message"]
+                settled[self.partition(p)] = max(map(int, base64.b64decode(found["data"]).split(b",")))
+        return settled
+
+
 class Site:
     """Everything that a run needs, while in its ``async with`` block. Faults use it; so does the supervisor."""
 
@@ -157,7 +217,8 @@ class Site:
         self.small_disk = small_disk
         self.servers = Servers()
         self.recorder = Recorder(folder / "supervisor.jsonl")
-        self.subjects = Subjects(str(LOG["subject"]), PARTITIONS)
+        self.config = BufferConfig(log=LogConfig(**LOG, lanes=domain.lanes), **BUFFER)  # type: ignore[arg-type]
+        self.lanes = [Lane(self, number, config) for number, config in enumerate(lane_configs(self.config))]
         self.processes = [Process(self, *p) for p in PROCESSES]
         self.proxies: dict[str, FaultProxy] = {}
         #: For each kill of a flusher: how long its partitions were not flushed.
@@ -190,8 +251,9 @@ class Site:
             async with self.store(flusher=False):
                 pass  # makes stream, bucket and tables
             # So that late retries come after it.
-            info = await self.api("STREAM.INFO.CHAOS")
-            await self.api("STREAM.UPDATE.CHAOS", info["config"] | {"duplicate_window": 2_000_000_000})
+            for lane in self.lanes:
+                info = await self.api(f"STREAM.INFO.{lane.stream}")
+                await self.api(f"STREAM.UPDATE.{lane.stream}", info["config"] | {"duplicate_window": 2_000_000_000})
             self._stack = stack.pop_all()
         return self
 
@@ -218,7 +280,7 @@ class Site:
 
         @contextlib.asynccontextmanager
         async def opened() -> Any:
-            config = BufferConfig(log=LogConfig(**LOG), flusher=flusher, **BUFFER)  # type: ignore[arg-type]
+            config = replace(self.config, flusher=flusher)
             store = await self.domain.open(self.servers.postgres.dsn, self.servers.nats.url, config)
             try:
                 yield store
@@ -284,63 +346,52 @@ class Site:
 
     async def cursors(self) -> dict[int, tuple[int, int]]:
         """Per partition, term and position."""
-        rows = await self.sql(f"SELECT partition, term, cursor_seq FROM {SCHEMA}.buffer_partitions")
-        return {p: (term, seq) for p, term, seq in rows}
+        return {p: at for lane in self.lanes for p, at in (await lane.cursors()).items()}
 
-    @contextlib.asynccontextmanager
-    async def log(self) -> AsyncIterator[Log]:
-        """The log, past the proxies, as a process finds it that has just begun."""
-        config = BufferConfig(log=LogConfig(**LOG), **BUFFER)  # type: ignore[arg-type]
-        session = NatsSession(as_nats_config(self.servers.nats.url), config, "chaos")
-        await session.open()
-        try:
-            await session.log.epoch()
-            yield session.log
-        finally:
-            await session.aclose()
+    async def owners(self) -> dict[int, str]:
+        """Per partition, its owner."""
+        return {p: owner for lane in self.lanes for p, owner in (await lane.owners()).items()}
 
     async def ends(self) -> dict[int, int]:
         """Per partition, the position of its last entry in the log; of those that are flushed long since, none."""
-        async with self.log() as log:
-            found = await log.ends([self.subjects.of_partition(p) for p in range(PARTITIONS)], 3.0)
-        return {p: end for p, end in enumerate(found) if end}
+        return {p: end for lane in self.lanes for p, end in (await lane.ends()).items()}
+
+    def one_of(self, chance: random.Random) -> Lane:
+        """A lane for a fault of a log."""
+        # Without several, nothing is drawn: what a seed decides stays as it was.
+        return chance.choice(self.lanes) if len(self.lanes) > 1 else self.lanes[0]
 
     async def publish(self, thread: str, body: bytes, header: str | None) -> None:
-        """Put an entry into the log that is none, and record it."""
-        async with self.log() as log:
-            seq = await log.publish(Outgoing(self.subjects.of(thread), body, header), 3.0)
-        self.recorder.write(Poison(time.monotonic(), thread, seq, body))
+        """Put an entry into the thread's log that is none, and record it."""
+        lane = self.lanes[lane_of(thread, self.config.log)]
+        async with lane.log() as log:
+            seq = await log.publish(Outgoing(lane.subjects.of(thread), body, header), 3.0)
+        self.recorder.write(Poison(time.monotonic(), thread, lane.position(seq), body))
 
-    async def publish_among_groups(self, body: bytes) -> None:
+    async def publish_among_groups(self, lane: Lane, body: bytes) -> None:
         """Put something among the groups that is none, and record it."""
         client = await self.client()
-        ack = json.loads((await client.request(self.subjects.groups, body, timeout=3)).data)
+        ack = json.loads((await client.request(lane.subjects.groups, body, timeout=3)).data)
         if ack.get("seq"):
-            self.recorder.write(Poison(time.monotonic(), None, first_place(ack["seq"]), body))
-
-    async def _settled(self) -> dict[int, int]:
-        """Per partition, below which position nothing is needed any more, as its owners have said."""
-        settled = {}
-        for p in range(PARTITIONS):
-            body = {"last_by_subj": f"$KV.{LOG['bucket']}.floor.{p}"}
-            with contextlib.suppress(RuntimeError):  # nobody has said anything yet
-                found = (await self.api(f"STREAM.MSG.GET.KV_{LOG['bucket']}", body))["message"]
-                settled[p] = max(map(int, base64.b64decode(found["data"]).split(b",")))
-        return settled
+            self.recorder.write(Poison(time.monotonic(), None, lane.position(first_place(ack["seq"])), body))
 
     async def sample(self) -> None:
         """Look, and record what is seen: what is settled before cursors, cursors before the log's end."""
-        settled = await self._settled()
-        cursors = await self.cursors()
-        rows = await self.sql(
-            f"SELECT thread_id, flushed_seq FROM {SCHEMA}.buffer_threads WHERE thread_id LIKE 'shared-%' LIMIT 200"
-        )
-        info = (await self.api("STREAM.INFO.CHAOS"))["state"]
         rss = {}
         for process in self.processes:
             with contextlib.suppress(psutil.Error):
                 rss[process.name] = psutil.Process(process.pid).memory_info().rss
-        now = time.monotonic()
-        self.cursor_past.append((now, cursors))
-        watermarks = dict(rows)
-        self.recorder.write(Sample(now, settled, cursors, watermarks, last_place(info["last_seq"]), info["bytes"], rss))
+        passed: dict[int, tuple[int, int]] = {}
+        for lane in self.lanes:
+            settled = await lane.settled()
+            cursors = await lane.cursors()
+            rows = await self.sql(
+                f"SELECT thread_id, flushed_seq FROM {lane.schema}.buffer_threads WHERE thread_id LIKE 'shared-%'"
+                " LIMIT 200"
+            )
+            info = (await self.api(f"STREAM.INFO.{lane.stream}"))["state"]
+            end = last_place(info["last_seq"])
+            now = time.monotonic()
+            self.recorder.write(Sample(now, settled, cursors, dict(rows), end, info["bytes"], rss, lane.number))
+            passed |= cursors
+        self.cursor_past.append((time.monotonic(), passed))

@@ -43,6 +43,19 @@ async def test_a_short_run_loses_nothing() -> None:
     shutil.rmtree(folder)
 
 
+@pytest.mark.alone
+@pytest.mark.long
+async def test_a_short_run_on_two_lanes_loses_nothing() -> None:
+    folder = new_folder(_SEED)
+    report = await run(_SEED, 30, folder, _SHORT, phases=2, recovery_s=30.0, on="lanes")
+    assert report.ok, f"{report.text()}\nhistory: {folder}"
+    assert len(report.injected) >= 6
+    assert report.history.acknowledged > 1000
+    assert {sample.lane for sample in report.history.samples} == {0, 1}
+    assert {p for sample in report.history.samples for p in sample.cursors} == set(range(16))
+    shutil.rmtree(folder)
+
+
 #: The same for LangGraph's checkpoints, with workers that write to the same threads side by side.
 _SEED_OF_GRAPHS = 1137
 _SHORT_OF_GRAPHS = (
