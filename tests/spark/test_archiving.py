@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,20 @@ from typing import Any
 import pytest
 
 from bufstore import ConfigError, StoreUnavailable
+from bufstore.buffer.entry import Item
+from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, archive, drain, restore
-from bufstore.spark.log_archive import archive_job, archived_entries, portions, restore_job
+from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job
 from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
-from spark.jobs import in_postgres, purge, read_options, where, write, write_together
+from spark.jobs import held, in_postgres, prepared, purge, read_options, where, write, write_together
 
 
 async def archived(deployment: Deployment) -> int:
@@ -136,33 +138,111 @@ async def messages_of(deployment: Deployment) -> list[dict[str, Any]]:
     return await asyncio.to_thread(read)
 
 
+async def rows_by_thread(deployment: Deployment, threads: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The entries of each thread, as a task of a restore gets them."""
+    subjects = Subjects(deployment.log.subject, deployment.log.partitions)
+    rows = [row for m in await messages_of(deployment) for row in archived_entries._rows(subjects, m)]
+    return {
+        t: [row | {"number": None, "part": None} for row in rows if row["subject"] == subjects.of(t)] for t in threads
+    }
+
+
+def items_of(of_thread: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, Iterator[Item]]]:
+    for thread_id, rows in of_thread.items():
+        yield thread_id, (item for item, _ in archived_entries.items_of_rows(thread_id, iter(rows)))
+
+
 @pytest.mark.parametrize("lost", [None, 1, 4])
 async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, lost: int | None
 ) -> None:
     """Nothing of it is applied behind an entry that is lost, in whatever portion that stands."""
     monkeypatch.setattr(portions, "ENTRIES_MAX", 3)
-    threads, subjects = sorted([fresh(), fresh()]), Subjects(deployment.log.subject, deployment.log.partitions)
+    threads = sorted([fresh(), fresh()])
     await write(deployment, threads, range(8))
-    rows = [row for m in await messages_of(deployment) for row in archived_entries._rows(subjects, m)]
-    of_thread: dict[str, list[Any]] = {
-        t: [row | {"number": None, "part": None} for row in rows if row["subject"] == subjects.of(t)] for t in threads
-    }
+    of_thread = await rows_by_thread(deployment, threads)
     assert [len(found) for found in of_thread.values()] == [8, 8]
     if lost is not None:
         del of_thread[threads[0]][lost]
     elsewhere = where(Deployment(deployment.servers))
     stays = 8 if lost is None else lost
     for dry_run, present in ((True, 0), (False, 0), (False, stays + 8)):
-        items = (
-            (t, (item for item, _ in archived_entries.items_of_rows(t, iter(found)))) for t, found in of_thread.items()
-        )
         async with restore_job._restoring(elsewhere, "postgres", dry_run=dry_run) as restoring:
             await restoring.setup(1, None)
-        counts = await restore_job._restore(elsewhere, "postgres", items, dry_run=dry_run)
+        counts = await restore_job._restore(elsewhere, "postgres", items_of(of_thread), dry_run=dry_run)
         applied = 0 if present else stays + 8
         refused = 0 if lost is None else 7 - lost
         assert (counts.threads, counts.applied, counts.present, counts.refused) == (2, applied, present, refused)
+
+
+@pytest.mark.parametrize("faster", [{0: 8}, {3: 8}, {0: 5}, {3: 5}, {0: 2, 3: 6}])
+async def test_a_restore_into_a_log_tells_its_other_attempt_from_somebody_else(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, faster: dict[int, int]
+) -> None:
+    """Before one of its writes, another attempt (of a task, or of a run that is killed) has come so far.
+
+    What somebody else writes stops a thread.
+    """
+    thread, other = fresh(), fresh()
+    await write(deployment, [thread, other], range(8))
+    of_thread = await rows_by_thread(deployment, [thread, other])
+    elsewhere = Deployment(deployment.servers)
+    await prepared(elsewhere)
+    monkeypatch.setattr(into_log, "_UNIT_BYTES", 1)
+    submit = Sequencer.submit
+
+    async def restored(of: str, count: int = 8) -> tuple[int, int, int]:
+        items = items_of({of: of_thread[of][:count]})
+        found = await restore_job._restore(where(elsewhere), "log", items, dry_run=False)
+        assert bool(found.reasons) == bool(found.refused), found.reasons
+        return found.applied, found.present, found.refused
+
+    async def overtaken(of: str, them: Callable[[int], Awaitable[Any]]) -> tuple[int, int, int]:
+        writes = iter(range(8))
+
+        async def slower(writer: Sequencer, unit: Any) -> int:
+            number = next(writes)
+            if number in faster:
+                monkeypatch.setattr(Sequencer, "submit", submit)
+                await them(faster[number])
+                monkeypatch.setattr(Sequencer, "submit", slower)
+            return await submit(writer, unit)
+
+        monkeypatch.setattr(Sequencer, "submit", slower)
+        found = await restored(of)
+        monkeypatch.setattr(Sequencer, "submit", submit)
+        return found
+
+    theirs: list[int] = []
+
+    async def another_attempt(count: int) -> None:
+        applied, present, refused = await restored(thread, count)
+        assert (applied + present, refused) == (count, 0)
+        theirs.append(applied)
+
+    assert await overtaken(thread, another_attempt) == (8 - sum(theirs), sum(theirs), 0)
+    assert len(theirs) == len(faster)
+    first = min(faster)
+    assert await overtaken(other, lambda _: write(elsewhere, [other], range(99, 100))) == (first, 0, 8 - first)
+    assert await held(elsewhere, [thread, other]) == {thread: list(range(8)), other: [*range(first), 99]}
+    assert await restored(thread) == (0, 8, 0)
+
+
+async def test_two_attempts_at_a_restore_into_a_log_at_once_write_each_entry_once(deployment: Deployment) -> None:
+    threads = [fresh() for _ in range(40)]
+    await write_together(deployment, threads, range(12))
+    of_thread = await rows_by_thread(deployment, threads)
+    elsewhere = Deployment(deployment.servers)
+    await prepared(elsewhere)
+
+    def attempt(backwards: bool) -> Any:
+        rows = dict(reversed(of_thread.items())) if backwards else of_thread
+        return restore_job._restore(where(elsewhere), "log", items_of(rows), dry_run=False)
+
+    found = await asyncio.gather(attempt(False), attempt(True))
+    assert sum(one.applied for one in found) == sum(one.present for one in found) == 480
+    assert [one.refused for one in found] == [0, 0], found
+    assert await held(elsewhere, threads) == {t: list(range(12)) for t in threads}
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
-from bufstore.jetstream.messages import HEADER_BYTES_MAX, AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.messages import HEADER_BYTES_MAX, AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.threads.behind import buffer_of
@@ -41,6 +41,15 @@ class Wanted(NamedTuple):
     present: int = 0
     refused: int = 0
     reason: str = ""
+
+
+class _Shown(NamedTuple):
+    """What the log and Postgres have of some threads."""
+
+    last: Mapping[str, StoredMessage]
+    log_end: int
+    rows: Mapping[str, Watermark]
+    versions: Mapping[str, int]
 
 
 def wanted(
@@ -130,50 +139,78 @@ class IntoLog:
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         """Write what is missing of these threads: threads, entries written, present and refused, and why."""
-        names = {self._subjects.of(thread_id): thread_id for thread_id in threads}
-        last = {names[s]: m for s, m in (await self._log.last(list(names), _TIMEOUT_S)).items()}
-        end = 1 + await self._log.end(_TIMEOUT_S)
-        rows = await self._ledger.watermarks(list(threads))
-        versions = await self._held(list(threads)) if self._held is not None else {}
+        shown = await self._look(list(threads))
         counts = RestoreCounts(threads=len(threads))
 
         async def one(thread_id: str, items: Sequence[Item]) -> None:
-            held = [entry_id(last[thread_id])] if thread_id in last else []
-            if held and held[-1] not in {i.entry.id for i in items if isinstance(i, StoredEntry)}:
-                held = await self._ids(thread_id)
-            row = rows[thread_id][0] if thread_id in rows else Watermark()
-            todo = wanted(thread_id, row, versions.get(thread_id, 0), held, items, end)
-            if not self._dry_run:
-                async with self._at_once:
-                    todo = await self._write(thread_id, todo, last[thread_id].seq if thread_id in last else 0)
-            reasons = [todo.reason] if todo.reason else []
-            counts.add(
-                RestoreCounts(applied=len(todo.entries), present=todo.present, refused=todo.refused, reasons=reasons)
-            )
+            counts.add(await self._bring(thread_id, items, shown))
 
         async with asyncio.TaskGroup() as group:
             for thread_id, items in threads.items():
                 group.create_task(one(thread_id, items))
         return counts
 
+    async def _look(self, thread_ids: Sequence[str]) -> _Shown:
+        names = {self._subjects.of(thread_id): thread_id for thread_id in thread_ids}
+        last = {names[s]: m for s, m in (await self._log.last(list(names), _TIMEOUT_S)).items()}
+        end = 1 + await self._log.end(_TIMEOUT_S)
+        rows = await self._ledger.watermarks(thread_ids)
+        versions = await self._held(thread_ids) if self._held is not None else {}
+        return _Shown(last, end, {thread_id: row[0] for thread_id, row in rows.items()}, versions)
+
+    async def _wanted(self, thread_id: str, items: Sequence[Item], shown: _Shown) -> Wanted:
+        held = [entry_id(shown.last[thread_id])] if thread_id in shown.last else []
+        if held and held[-1] not in {i.entry.id for i in items if isinstance(i, StoredEntry)}:
+            held = await self._ids(thread_id)
+        row = shown.rows.get(thread_id, Watermark())
+        return wanted(thread_id, row, shown.versions.get(thread_id, 0), held, items, shown.log_end)
+
+    async def _bring(self, thread_id: str, items: Sequence[Item], shown: _Shown) -> RestoreCounts:
+        todo = await self._wanted(thread_id, items, shown)
+        if self._dry_run:
+            return _counts(todo, len(todo.entries))
+        async with self._at_once:
+            return await self._write_all(thread_id, items, shown, todo)
+
+    async def _write_all(self, thread_id: str, items: Sequence[Item], shown: _Shown, todo: Wanted) -> RestoreCounts:
+        """Write what is wanted, also behind another attempt at this restore that is faster."""
+        applied = 0
+        while True:
+            behind = shown.last[thread_id].seq if thread_id in shown.last else 0
+            written = await self._write(thread_id, todo.entries, behind)
+            applied += written
+            if written == len(todo.entries):
+                return _counts(todo, applied)
+            shown = await self._look([thread_id])
+            again = await self._wanted(thread_id, items, shown)
+            if again.present <= todo.present + applied:
+                refused = todo.refused + len(todo.entries) - written
+                reason = f"thread {thread_id!r}: somebody writes to it now"
+                return _counts(todo._replace(refused=refused, reason=reason), applied)
+            todo = again._replace(present=again.present - applied)
+
     async def _ids(self, thread_id: str) -> list[int]:
         messages = await self._log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
         return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items_of(messages, thread_id)]
 
-    async def _write(self, thread_id: str, todo: Wanted, behind: int) -> Wanted:
+    async def _write(self, thread_id: str, entries: Sequence[Entry], behind: int) -> int:
+        """How many of them are written; not all if somebody was faster."""
         written = 0
-        for unit in _units(self._subjects.of(thread_id), todo.entries):
+        for unit in _units(self._subjects.of(thread_id), entries):
             unit[0] = msgspec.structs.replace(unit[0], expected=behind)
             try:
                 behind = await self._writer.submit(unit)
             except Conflict:
-                left = len(todo.entries) - written
-                reason = f"thread {thread_id!r}: somebody writes to it now"
-                return Wanted(todo.entries[:written], todo.present, todo.refused + left, reason)
+                break
             except AppendUnknown as e:
                 raise LogUnavailable(f"no answer came; repeat the restore, which finds out: {e}") from e
             written += len(unit)
-        return todo
+        return written
+
+
+def _counts(todo: Wanted, applied: int) -> RestoreCounts:
+    reasons = [todo.reason] if todo.reason else []
+    return RestoreCounts(applied=applied, present=todo.present, refused=todo.refused, reasons=reasons)
 
 
 def _units(subject: str, entries: Sequence[Entry]) -> list[list[Outgoing]]:
