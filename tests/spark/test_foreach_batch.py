@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -83,6 +85,34 @@ async def test_tasks_that_fail_after_they_wrote_are_done_again_without_effect(
     await asyncio.to_thread(ordered.mapInArrow(failing_once, "n bigint").collect)
     await asyncio.to_thread(checkpoint_sink(config), df, 0)
     assert await held(deployment, threads) == {t: list(range(6)) for t in threads}
+
+
+async def test_rows_without_positions_go_in_the_order_of_their_contents_once(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    """In whatever order they come, and come again: also when the driver died with some of the threads written."""
+    await prepared(deployment)
+    threads = [fresh() for _ in range(6)]
+    rows = rows_of(threads, range(9, -1, -1)) + rows_of(threads[:2], range(3))  # and some of them twice
+
+    def shuffled(seed: int) -> Any:
+        return frame(spark, Random(seed).sample(rows, len(rows))).drop("position").repartition(3)
+
+    begun = _Rows(config, 0, shuffled(1))
+    await asyncio.to_thread(AppId(config).begin, Query(), 0)
+    await asyncio.to_thread(begun.write, Settled(), threads[:3], judging=False, noting=True)
+    write = checkpoint_sink(config)
+    counts = []
+    for seed in range(2, 4):
+        await asyncio.to_thread(write, shuffled(seed), 0)
+        assert write.last is not None
+        counts.append((write.last.counts.written, write.last.counts.repeated))
+        # As after a driver that died before it could note that all of it was written.
+        unfinished = f'UPDATE "{deployment.name}".spark_sources SET done = false, noted_batch = NULL'
+        await query(deployment.servers.postgres.dsn, unfinished)
+    assert counts == [(30, 36), (0, 66)]
+    twice = [n for n in range(10) for _ in range(2 if n < 3 else 1)]
+    assert await held(deployment, threads) == {t: twice if t in threads[:2] else list(range(10)) for t in threads}
 
 
 async def test_bad_rows_end_the_batch_and_the_others_are_written(
@@ -252,3 +282,31 @@ async def test_a_parent_and_its_children_in_one_batch(spark: Any, deployment: De
     assert (write.last.counts.written, write.last.counts.repeated, write.last.counts.bad) == (80, 0, 1)
     children = [f"child-of-{p}" for p in parents]
     assert await held(deployment, [*children, lost]) == {c: [0, 1] for c in children} | {lost: []}
+
+
+async def test_a_thread_is_deleted_behind_its_children_whichever_task_has_them(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    """Families of three generations, each with its threads in two tasks; one of them keeps its last child."""
+    await prepared(deployment)
+    names = [fresh() for _ in range(60)]
+    schema = f"{SCHEMA}, edit string"
+    rows = [(t, "", None, 0, '{"delete_thread": "reject"}') for t in names]
+    parts = spark.createDataFrame(rows, schema).selectExpr("thread_id", "pmod(hash(thread_id), 2)").collect()
+    ones, others = ([t for t, part in parts if part == wanted] for wanted in (0, 1))
+    families = [(a.pop(), b.pop(), a.pop()) for a, b in ((ones, others), (others, ones)) * 2]
+    kept = families[-1]
+    gone = [t for family in families[:-1] for t in family]
+    async with deployment.store() as store:
+        for family in families:
+            for parent, child in pairwise((None, *family)):
+                assert child is not None
+                await store.checkpoint(child, [], Run(run_id=fresh("run"), thread_id=child, parent_thread_id=parent))
+        deleted = [row for row in rows if row[0] in (*gone, *kept[:-1])]
+        write = checkpoint_sink(replace(config, bad_rows="quarantine", tasks=2))
+        await asyncio.to_thread(write, spark.createDataFrame(deleted, schema), 0)
+        assert write.last is not None
+        counts = write.last.counts
+        assert (counts.written, counts.repeated, counts.bad) == (9, 0, 2), counts.reasons
+        assert all("has children" in reason for reason in counts.reasons)
+        assert [t for family in families for t in family if await store.load_thread(t) is not None] == list(kept)
