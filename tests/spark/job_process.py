@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import runpy
 import signal
@@ -13,7 +14,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, session
+from bufstore.spark.sink.row_writer import write_rows
 from spark.jobs import frame, read_options_of, rows_of, stream
 
 warnings.simplefilter("ignore")
@@ -129,6 +133,19 @@ def submitted(settings: dict[str, Any]) -> None:
     spark.stop()
 
 
+def rows(settings: dict[str, Any]) -> None:
+    """Rows of a task, in a worker process that knows no thread yet. A file tells that it waits."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waits, and fails in" in record.getMessage():
+                Path(settings["told"]).touch()
+
+    logging.getLogger("bufstore.spark").addHandler(Told())
+    found = write_rows(SinkConfig(**settings["sink"]), settings["batch"], [settings["rows"]])
+    print(json.dumps(msgspec.to_builtins(found.counts)))
+
+
 def sql(settings: dict[str, Any]) -> None:
     """Statements, in a session whose servers the environment names; what they return."""
     spark = session("sql", "local[2]", **settings["spark"])
@@ -159,5 +176,5 @@ def programs(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    jobs = (killed, killed_within, connect, speculating, programs, sql)
+    jobs = (killed, killed_within, connect, speculating, programs, rows, sql)
     {found.__name__: found for found in jobs}[sys.argv[1]](json.loads(sys.argv[2]))

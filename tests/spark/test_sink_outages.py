@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,10 @@ from bufstore.spark.progress import ProgressListener, QueryProgress
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
-from bufstore.spark.sink.spark_ledger import Query
+from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from conftest import Deployment
-from helpers import eventually, fresh, run_of, said
-from spark.jobs import ended, held, prepared, put, rows_of, settings_of, stream
+from helpers import eventually, fresh, query, run_of, said
+from spark.jobs import ended, environment, held, job, prepared, put, rows_of, settings_of, stream
 
 
 def sink(deployment: Deployment, **options: Any) -> SinkConfig:
@@ -95,8 +96,8 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
     config = sink(deployment)
     app = AppId(config)
     await prepared(deployment)
-    query = Query("query", "run")
-    await asyncio.to_thread(app.begin, query, 0)
+    of = Query("query", "run")
+    await asyncio.to_thread(app.begin, of, 0)
     await asyncio.to_thread(write_rows, config, 0, [sorted_rows(known, range(2))])
     await asyncio.to_thread(app.done, 0, 11, RowCounts(written=6))
     both = [*sorted_rows(known, range(4, 6)), *sorted_rows(new, range(2))]
@@ -104,7 +105,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         log, subjects = store.buffer.log, [store.buffer.subjects.of(t) for t in known]
         own_servers.postgres.stop()
         async with asyncio.timeout(20):
-            await asyncio.to_thread(app.begin, query, 1)
+            await asyncio.to_thread(app.begin, of, 1)
             assert app.away
             found = await asyncio.to_thread(write_rows, config, 1, [sorted_rows(known, range(2, 4))])
             await asyncio.to_thread(app.done, 1, 12, RowCounts(written=6))
@@ -136,7 +137,84 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
             [config.app_id],
         )
         assert await shown.fetchall() == [(2, 12, True)]
+            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, of, 2)
+        own_servers.postgres.start()
+        assert (await writing).counts.written == 12
+    await asyncio.to_thread(app.begin, of, 2)
     assert await held(deployment, [*known, *new]) == {t: list(range(6)) for t in known} | {t: [0, 1] for t in new}
+
+
+async def test_a_bad_row_waits_for_postgres_and_is_set_aside_once(
+    own_servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when Postgres has it and goes away before it says so. Nothing of its thread is written in front of it."""
+    caplog.set_level(logging.INFO, "bufstore.spark")
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    bad, good = sorted([fresh(), fresh()])
+    config = sink(deployment, bad_rows="quarantine")
+    await asyncio.to_thread(AppId(config).setup)
+    await asyncio.to_thread(write_rows, config, 0, [sorted_rows([bad, good], range(2))])
+    rows = sorted_rows([bad, good], range(2, 6))
+    rows[1] |= {"delta": ["{"]}
+    quarantine, answered = SparkLedger.quarantine, 0
+
+    async def without_an_answer(self: SparkLedger, *row: Any) -> None:
+        nonlocal answered
+        await quarantine(self, *row)
+        answered += 1
+        if answered == 1:
+            raise StoreUnavailable("Postgres went away")
+
+    monkeypatch.setattr(SparkLedger, "quarantine", without_an_answer)
+    monkeypatch.setitem(SparkLedger._fetch.__kwdefaults__, "timeout_s", 1.0)
+    async with deployment.store(flusher=False) as store:
+        own_servers.postgres.stop()
+        writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 1, [rows]))
+
+        await it_waits(caplog)
+        stored = {t: len(await store.buffer.log.after(store.buffer.subjects.of(t), 0, 5.0)) for t in (bad, good)}
+        assert stored == {bad: 3, good: 6}
+        assert not writing.done()
+        own_servers.postgres.start()
+        found = (await writing).counts
+    assert (found.written, found.repeated, found.bad, answered) == (7, 0, 1, 2)
+    assert found.waited_ms > 0
+    again = (await asyncio.to_thread(write_rows, config, 1, [rows])).counts
+    assert (again.written, again.repeated + again.bad) == (0, 8)
+    parked = await query(own_servers.postgres.dsn, f'SELECT thread_id, row FROM "{deployment.name}".spark_quarantine')
+    assert [(t, json.loads(row)["position"]) for t, row in parked] == [(bad, 3)]
+    assert await held(deployment, [bad, good]) == {bad: [0, 1, 2, 4, 5], good: list(range(6))}
+
+
+@pytest.mark.long  # it rides out a restart of half a minute before it says that it waits
+async def test_a_worker_process_that_starts_in_an_outage_waits_for_postgres(
+    own_servers: Servers, tmp_path: Path
+) -> None:
+    """The process that knows the threads goes on meanwhile."""
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    threads, told = [fresh() for _ in range(3)], tmp_path / "waits"
+    config = sink(deployment)
+    await asyncio.to_thread(write_rows, config, 0, [sorted_rows(threads, range(2))])
+    await held(deployment, threads)
+    given = {"app_id": config.app_id, "outage_timeout_s": 100.0, "append_timeout_s": 2.0}
+    settings: dict[str, Any] = {"sink": settings_of(deployment) | given}
+    settings |= {"batch": 2, "rows": sorted_rows(threads, range(3, 5)), "told": str(told)}
+    own_servers.postgres.stop()
+    await asyncio.to_thread(write_rows, config, 1, [sorted_rows(threads, range(2, 3))])
+    writing = asyncio.create_task(job("rows", environment(), **settings))
+
+    async def waits() -> bool:
+        return told.exists() or writing.done()
+
+    await eventually(waits, 60)
+    assert not writing.done(), writing.result()
+    own_servers.postgres.start()
+    code, found = await writing
+    assert (code, found["written"], found["repeated"]) == (0, 6, 0)
+    assert found["waited_ms"] > 0
+    assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
 
 
 async def test_nats_is_waited_for(own_servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
