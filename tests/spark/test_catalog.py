@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import nats
 import pytest
 
 from conftest import Deployment
-from helpers import JAVA_OPTIONS, fresh, run_of, said
-from spark.jobs import QUICK, ended, environment, job, settings_of, write
+from helpers import JAVA_OPTIONS, fresh, query, run_of, said
+from spark.jobs import QUICK, ended, environment, held, job, settings_of, write
 
 
 def located(deployment: Deployment, **more: str) -> str:
@@ -91,6 +93,54 @@ async def test_a_table_takes_its_servers_from_the_drivers_environment(
         assert code == 0, found
         rows += found["rows"]
     assert rows == [[], [], [[thread, 3]], [[said(n)["content"]] for n in range(3)]]
+
+
+async def test_a_table_that_is_dropped_takes_nothing_with_it(spark: Any, deployment: Deployment) -> None:
+    """Neither of the log nor of Postgres: what is flushed, what is not, and what stands beside."""
+    threads, names = [fresh() for _ in range(3)], [f"{what}_{deployment.name}" for what in ("log", "messages", "runs")]
+    await write(deployment, threads, range(2))
+    await held(deployment, threads)
+    await write(deployment, threads[1:], range(2, 4))
+    place, login = login_of(deployment)
+    at = {"schema": deployment.name, "postgres": "host=/nowhere"} | place
+
+    def make() -> None:
+        spark.sql(f"CREATE TABLE {names[0]} USING threadlog {located(deployment, **place)}")
+        for name, table in zip(names[1:], ("messages", "runs"), strict=True):
+            spark.sql(f"CREATE TABLE {name} USING bufstore {located(deployment, table=table, **at)}")
+
+    def counted() -> list[int]:
+        options = [{"natsUrl": login["natsUrl"]}, login, login]
+        return [spark.read.options(**o).table(name).count() for name, o in zip(names, options, strict=True)]
+
+    def dropped() -> list[bool]:
+        for name, how in zip(names, ("", "PURGE", ""), strict=True):
+            spark.sql(f"DROP TABLE {name} {how}")
+        return [spark.catalog.tableExists(name) for name in names]
+
+    await asyncio.to_thread(make)
+    assert await asyncio.to_thread(counted) == [10, 10, 3]
+    before = await all_there_is(deployment)
+    assert await asyncio.to_thread(dropped) == [False] * 3
+    assert await all_there_is(deployment) == before
+    await asyncio.to_thread(make)
+    assert await asyncio.to_thread(counted) == [10, 10, 3]
+
+
+async def all_there_is(deployment: Deployment) -> dict[str, Any]:
+    """What the log has, and each row in Postgres."""
+    client = await nats.connect(deployment.servers.nats.url)
+    try:
+        stream = json.loads((await client.request(f"$JS.API.STREAM.INFO.{deployment.log.stream}", timeout=5)).data)
+    finally:
+        await client.close()
+    dsn, schema = deployment.servers.postgres.dsn, deployment.name
+    tables = await query(dsn, "SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)
+    rows = {name: await query(dsn, f'SELECT t::text FROM "{schema}"."{name}" AS t ORDER BY 1') for (name,) in tables}
+    assert stream["state"]["messages"]
+    assert rows["messages"]
+    state = {name: stream["state"][name] for name in ("messages", "first_seq", "last_seq")}
+    return rows | state | {"created": stream["created"]}
 
 
 async def test_no_login_gets_into_a_catalog_or_a_plan(

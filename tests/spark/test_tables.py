@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.tables import tail
+from bufstore.spark.tables.moment import Moment
 from bufstore.spark.tables.shares import Share
 from bufstore.spark.tables.table_options import table_options
 from bufstore.spark.tables.table_reader import PushedTableReader
@@ -412,12 +414,14 @@ async def test_only_what_changed_in_a_time_is_read(deployment: Deployment) -> No
     assert len(found) == 3, "those that Postgres has are among them"
 
 
-async def test_postgres_reads_no_more_than_is_asked_for(deployment: Deployment) -> None:
-    history = History(0, threads=0)
+async def test_postgres_reads_no_more_than_is_asked_for(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And sends no more, where it reads all runs to find those of an agent."""
     async with deployment.store() as store:
         for n in range(100):
-            history.threads.append(f"t-{n:03}")
-            await store.checkpoint(f"t-{n:03}", [said(i) for i in range(50)], run_of(f"t-{n:03}"))
+            run = run_of(f"t-{n:03}", agent_id="ada" if n % 10 == 0 else "bob")
+            await store.checkpoint(f"t-{n:03}", [said(i) for i in range(50)], run)
         await store.force_flush_all()
     dsn, name = deployment.servers.postgres.dsn, deployment.name
     await query(dsn, f'ANALYZE "{name}".messages')
@@ -435,6 +439,22 @@ async def test_postgres_reads_no_more_than_is_asked_for(deployment: Deployment) 
     assert await read_by(threads='["t-007", "t-070"]', numPartitions=1) == 100
     assert await read_by(threads='["t-007", "t-070"]', numPartitions=2) == 100
     assert await read_by(numPartitions=1) == 5000
+
+    sent, stream = 0, Moment.stream
+
+    async def counted(self: Moment, *asked: Any) -> AsyncGenerator[tuple[Any, ...]]:
+        nonlocal sent
+        async with aclosing(stream(self, *asked)) as rows:
+            async for row in rows:
+                sent += 1
+                yield row
+
+    monkeypatch.setattr(Moment, "stream", counted)
+    for table in ("threads", "runs"):
+        for agents, expected in (('["ada"]', 10), ('["ada", "bob"]', 100), ('["nobody"]', 0), (None, 100)):
+            sent = 0
+            found = await read(deployment, table, **({"agents": agents} if agents is not None else {}))
+            assert (len(found), sent) == (expected, expected)
 
 
 async def test_a_read_that_is_broken_off_leaves_no_transaction(deployment: Deployment) -> None:

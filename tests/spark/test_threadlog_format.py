@@ -166,6 +166,19 @@ async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment,
     assert steps_of(rows) == {t: list(range(12)) for t in threads}
 
 
+async def test_a_batch_begins_at_the_first_entry_and_a_stream_behind_the_last(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    """Where nobody says where to begin. A stream that has begun goes on from there, also if there was nothing yet."""
+    thread = fresh()
+    await written(deployment, [thread], range(3))
+    assert steps_of(await collected(read(spark, deployment))) == {thread: [0, 1, 2]}
+    await ended(query(spark, deployment, tmp_path))
+    await written(deployment, [thread], range(3, 5))
+    await ended(query(spark, deployment, tmp_path))
+    assert steps_of(await collected(spark.read.parquet(str(tmp_path / "out")))) == {thread: [3, 4]}
+
+
 async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
