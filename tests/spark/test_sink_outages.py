@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
-from psycopg import sql
 
 from bufstore import LogFull, StoreUnavailable
 from bufstore.embedded import Servers
@@ -119,28 +117,18 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         await eventually(written)
         assert not writing.done()
         with pytest.raises(StoreUnavailable):  # another run must ask who has the app id
-            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, query, 2)
-        await asyncio.to_thread(app.begin, query, 2)
+            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, of, 2)
+        await asyncio.to_thread(app.begin, of, 2)
         assert app.away
         own_servers.postgres.start()
         counts = (await writing).counts
         assert counts.written == 12
         await asyncio.to_thread(app.done, 2, 13, counts)
     # That it began was not noted, that it is done was: another run knows it again.
-    again = await asyncio.to_thread(AppId(config).begin, query._replace(run_id="next"), 2)
+    again = await asyncio.to_thread(AppId(config).begin, of._replace(run_id="next"), 2)
     assert (again.batch_id, again.planned, again.done) == (2, 13, True)
-    async with await psycopg.AsyncConnection.connect(own_servers.postgres.dsn) as connection:
-        shown = await connection.execute(
-            sql.SQL("SELECT batch_id, rows, waited_ms > 0 FROM {}.spark_sources WHERE app_id = %s").format(
-                sql.Identifier(config.schema)
-            ),
-            [config.app_id],
-        )
-        assert await shown.fetchall() == [(2, 12, True)]
-            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, of, 2)
-        own_servers.postgres.start()
-        assert (await writing).counts.written == 12
-    await asyncio.to_thread(app.begin, of, 2)
+    noted = f'SELECT batch_id, rows, waited_ms > 0 FROM "{config.schema}".spark_sources WHERE app_id = %s'
+    assert await query(own_servers.postgres.dsn, noted, config.app_id) == [(2, 12, True)]
     assert await held(deployment, [*known, *new]) == {t: list(range(6)) for t in known} | {t: [0, 1] for t in new}
 
 
