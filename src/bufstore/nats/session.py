@@ -40,7 +40,7 @@ class NatsSession:
 
     def __init__(self, nats: NatsConfig, config: BufferConfig, name: str) -> None:
         self.connection = Connection(nats, name)
-        self.shared = NatsSharedState(self.connection, nats.api, config.log)
+        self.shared = NatsSharedState(self.connection, nats.api, config.log, config.append_timeout_s)
         self.stream = NatsLog(self.connection, nats.api, config)
         self.log = GroupLog(self.stream, self.shared, config, secrets.token_hex(6))
 

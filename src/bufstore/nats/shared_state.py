@@ -43,7 +43,10 @@ _TROUBLE_MAX = 500
 class NatsSharedState:
     """See `bufstore.buffer.ports.shared_state.SharedState`."""
 
-    def __init__(self, connection: Connection, api: str, config: LogConfig) -> None:
+    def __init__(
+        self, connection: Connection, api: str, config: LogConfig, claim_timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        """`claim_timeout_s`: the least that `claim_run` is given."""
         self._connection = connection
         self._config = config
         self._keys = f"$KV.{config.bucket}."
@@ -53,7 +56,8 @@ class NatsSharedState:
         self._writes = GroupCommit(self._stream)
         #: Whether the last claim found that its run had been claimed: then the next one looks first.
         self._resumed = False
-        self._records = Lookups(lambda subjects: self._stream.last(subjects, _TIMEOUT_S))
+        look_s = min(_TIMEOUT_S, claim_timeout_s)
+        self._records = Lookups(lambda subjects: self._stream.last(subjects, look_s))
         self._listeners: list[tuple[str, Callable[[Msg], None]]] = []
         #: The position of each member record that this process has written.
         self._renewed: dict[str, int] = {}
@@ -69,10 +73,20 @@ class NatsSharedState:
         await self._writes.aclose()
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
+        until = asyncio.get_running_loop().time() + timeout_s
         subject = f"{self._keys}run.{token(run_id)}"
+        if self._resumed:
+            # A process that takes over what another one did meets runs that are claimed. A look for all that come at
+            # once costs less than a batch that is refused, a look for what is in its way, and a batch without that.
+            # (It has a bound of its own: one for each caller would take as long as all the rest here.)
+            with contextlib.suppress(LogUnavailable):  # maybe the bucket is missing: what claims makes a new one
+                found = await self._records.of(subject)
+                if found is not None and (owner := _thread_in(found)) is not None:
+                    return owner
+            self._resumed = False
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(until):
                 with contextlib.suppress(LogUnavailable, AppendUnknown):
                     return await self._claim(message, run_id, thread_id, timeout_s)
                 # Claiming twice equals claiming once, so retry whatever the outcome was.
@@ -87,14 +101,6 @@ class NatsSharedState:
         raise LogUnavailable(f"run {run_id!r} could not be registered in time; nothing was stored")
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
-        if self._resumed:
-            # A process that takes over what another one did meets runs that are claimed. A look for all that come at
-            # once costs less than a batch that is refused, a look for what is in its way, and a batch without that.
-            with contextlib.suppress(LogUnavailable):  # maybe the bucket is missing: what claims makes a new one
-                found = await self._records.of(message.subject)
-                if found is not None and (owner := _thread_in(found)) is not None:
-                    return owner
-            self._resumed = False
         try:
             await self._put(message, timeout_s)
             return thread_id

@@ -14,28 +14,32 @@ class Lookups(Generic[V]):
 
     def __init__(self, ask: Callable[[list[str]], Awaitable[Mapping[str, V]]]) -> None:
         self._ask = ask
-        self._waiting: dict[str, asyncio.Future[V | None]] = {}
+        #: Of each key, the callers: each has a future of its own, so that one who gives up ends no other.
+        self._waiting: dict[str, list[asyncio.Future[V | None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def of(self, key: str) -> V | None:
+    def of(self, key: str) -> Awaitable[V | None]:
         """What was found, if anything was. Raises what the request raises."""
-        future = self._waiting.get(key)
-        if future is None:
-            if not self._waiting:
-                task = asyncio.create_task(self._look())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            future = self._waiting[key] = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(future)
+        if not self._waiting:
+            task = asyncio.create_task(self._look())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        future: asyncio.Future[V | None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, []).append(future)
+        return future
 
     async def _look(self) -> None:
         waiting, self._waiting = self._waiting, {}
         try:
             found = await self._ask(list(waiting))
         except Exception as e:
-            for future in waiting.values():
-                future.set_exception(e)
-                future.exception()
+            for callers in waiting.values():
+                for future in callers:
+                    if not future.done():
+                        future.set_exception(e)
+                        future.exception()
         else:
-            for key, future in waiting.items():
-                future.set_result(found.get(key))
+            for key, callers in waiting.items():
+                for future in callers:
+                    if not future.done():
+                        future.set_result(found.get(key))

@@ -109,9 +109,10 @@ class TipFinder(Generic[S, M]):
 
     def _as_new(self, thread_id: str) -> Tip[M] | None:
         """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
-        at, seen = self._new.pop(thread_id, (float("-inf"), 0))
-        if elapsed.now_s() - at > self._new_for_s:
+        found = self._new.pop(thread_id, None)
+        if found is None or elapsed.now_s() - found[0] > self._new_for_s:
             return None
+        at, seen = found
         return tip_of_row(Watermark(), seen, at, self._domain.nothing())
 
     async def _found_nowhere(self, thread_ids: list[str]) -> dict[str, bool]:
