@@ -205,6 +205,21 @@ async def test_poison_goes_to_the_quarantine_of_its_lane(laned: Deployment) -> N
             assert len(listed.json["entries"]) == count
 
 
+async def test_setup_migrates_all_lanes_before_their_ledgers_say_how_many_there_are(laned: Deployment) -> None:
+    dsn, schemas = laned.servers.postgres.dsn, [laned.name, f"{laned.name}_lane1"]
+    async with laned.store():
+        pass
+    laned.verified = False
+    for schema in schemas:  # as the release before has left them
+        await query(dsn, f"ALTER TABLE {schema}.buffer_log DROP COLUMN lanes, DROP COLUMN partitions")
+        await query(dsn, f"DROP TABLE {schema}.buffer_erasures")
+        await query(dsn, f"DELETE FROM {schema}.bufstore_migrations WHERE room = 'buffer' AND version = 9")
+    shown = await cli(laned, "setup", "--sql")
+    assert shown.out.count("-- buffer 0009") == 2, shown
+    made = await cli(laned, "setup", "--own-store", "--json")
+    assert (made.json["migrated"], made.json["lanes"]) == ({"buffer": [9]}, {schemas[1]: {"buffer": [9]}})
+
+
 async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deployment) -> None:
     dsn, app = laned.servers.postgres.dsn, f"app_{laned.name}"
     await query(dsn, f"CREATE ROLE {app} LOGIN PASSWORD 'right'")

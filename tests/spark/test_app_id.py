@@ -43,9 +43,10 @@ async def test_a_batch_that_ends_is_noted_though_its_beginning_was_not(config: S
     """It began while Postgres was away."""
     app = await begin(config, "run 1", 0)
     await asyncio.to_thread(app.stopped, 3, b"settled")
-    stopped = await asyncio.to_thread(AppId(config).begin, Query("query", "run 2"), 3)
+    later = AppId(config)
+    stopped = await asyncio.to_thread(later.begin, Query("query", "run 2"), 3)
     assert (stopped.batch_id, stopped.settled, stopped.done) == (3, b"settled", False)
-    await asyncio.to_thread(app.done, 5, 1, RowCounts())
+    await asyncio.to_thread(later.done, 5, 1, RowCounts())
     done = await asyncio.to_thread(AppId(config).begin, Query("query", "run 3"), 5)
     assert (done.batch_id, done.planned, done.done, done.settled) == (5, 1, True, None)
     with pytest.raises(ConfigError, match="has written batch 5"):
@@ -65,3 +66,18 @@ async def test_what_is_noted_late_takes_nothing_from_a_later_batch_or_another_qu
     await asyncio.to_thread(other.done, 9, 1, RowCounts())
     held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 4"), 2)
     assert (held.query_id, held.batch_id) == ("query", 2)
+
+
+async def test_an_earlier_run_that_ends_late_takes_nothing_from_a_later_one(config: SinkConfig) -> None:
+    late = await begin(config, "run 1", 5)
+    now = await begin(config, "run 2", 5)
+    await asyncio.to_thread(now.done, 5, 7, RowCounts())
+    await asyncio.to_thread(late.stopped, 5, b"settled")
+    held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 2"), 5)
+    assert (held.planned, held.done, held.settled) == (7, True, None), "what is done stays done"
+    await asyncio.to_thread(late.done, 6, 1, RowCounts())  # it went on while Postgres was away
+    await asyncio.to_thread(now.begin, Query("query", "run 2"), 6)
+    held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 2"), 6)
+    assert (held.planned, held.done) == (None, False)
+    await asyncio.to_thread(late.done, 6, 1, RowCounts())
+    await begin(replace(config, app_id=fresh("second sink")), "run 2", 6)  # of the same run: not taken for a new name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import pytest
@@ -78,6 +79,82 @@ def test_a_try_that_failed_half_way_leaves_no_content_of_descendants_to_the_next
                 assert not any(b"secret" in body for body in await content_of(store, thread_id))
             assert await store.load_messages(back) == ["not secret"]
             assert (await store.erase(top, children=Children.CASCADE)).thread_ids == (top,)
+
+    run(main())
+
+
+def during(store: BufferedThreadStore, what: Callable[[], Awaitable[object]]) -> None:
+    """Have this happen when the next erasure of a tree has looked for descendants, and deleted nothing yet."""
+    ledger = store.lanes.first.ledger
+    begin, calls = ledger.begin_erasure, iter([what])
+
+    async def begin_erasure(thread_id: str, descendants: Collection[str]) -> list[str]:
+        found = await begin(thread_id, descendants)
+        for call in calls:
+            await call()
+        return found
+
+    ledger.begin_erasure = begin_erasure  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["written", "moved"])
+def test_a_child_that_comes_while_its_parent_is_erased_goes_whole(how: str) -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        top, child = fresh(), fresh()
+        await store.checkpoint(top, ["secret"], run_of(top))
+        if how == "moved":
+            await store.checkpoint(child, ["secret"], run_of(child))
+            during(store, lambda: store.set_parent(child, top))
+        else:
+            during(store, lambda: store.checkpoint(child, ["secret"], run_of(child, parent_thread_id=top)))
+        erasure = await store.erase(top, children=Children.CASCADE)
+        assert (set(erasure.thread_ids), erasure.written_again) == ({top, child}, ())
+        assert await store.load_thread(child) is None
+        assert not any(b"secret" in body for body in await content_of(store, child))
+
+    alone(main)
+
+
+def test_an_erasure_leaves_what_is_in_quarantine_of_a_thread_that_is_no_descendant_any_more() -> None:
+    async def main() -> None:
+        top, child = fresh(), fresh()
+        async with instance(MemoryNats(), Picky()) as store:
+            await store.checkpoint(top, ["secret"], run_of(top))
+            await store.checkpoint(child, ["fine"], run_of(child, parent_thread_id=top))
+            await store.force_flush_all()
+
+            async def detach_and_park() -> None:
+                await store.set_parent(child, None)
+                await store.checkpoint(child, ["fine", "poison"], run_of(child, 1))
+                await store.force_flush_all()
+                assert await store.quarantined() == 1
+
+            during(store, detach_and_park)
+            erasure = await store.erase(top, children=Children.CASCADE)
+            assert (erasure.thread_ids, erasure.written_again, erasure.quarantined) == ((top,), (child,), 0)
+            assert await store.quarantined() == 1
+            assert await store.load_messages(child, quarantined="known") == ["fine"]
+
+    run(main())
+
+
+def test_an_erasure_forgets_nothing_that_another_one_has_remembered_meanwhile() -> None:
+    async def main() -> None:
+        nats, inner, log = MemoryNats(), MemoryThreadStore(), LogConfig(failover_window_s=20.0)
+        top, first, second = fresh(), fresh(), fresh()
+        async with instance(nats, inner, log=log) as here, instance(nats, inner, log=log) as there:
+            await here.checkpoint(top, ["secret"], run_of(top))
+            await here.checkpoint(first, ["secret"], run_of(first, parent_thread_id=top))
+            waiting = asyncio.create_task(here.erase(top, children=Children.CASCADE))
+            await asyncio.sleep(10)  # it waits for the window
+            await there.checkpoint(top, ["again"], run_of(top, 1))
+            await there.checkpoint(second, ["secret"], run_of(second, parent_thread_id=top))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(15):
+                    await there.erase(top, children=Children.CASCADE)
+            assert set((await waiting).thread_ids) == {top, first}
+            assert set((await there.erase(top, children=Children.CASCADE)).thread_ids) == {top, second}
+            assert not any(b"secret" in body for body in await content_of(there, second))
 
     run(main())
 

@@ -34,11 +34,13 @@ from bufstore import (
     ThreadQuery,
     ThreadRunStore,
 )
+from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.lanes import Layout, check_layout, lane_configs, lane_of, ledger_schema
 from bufstore.buffer.operate.health import Health, health_of, health_of_all
 from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.buffer.prepare import apart
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LANES_MAX
 from bufstore.langgraph.engine import CheckpointEngine
@@ -370,7 +372,55 @@ def test_lanes_that_cannot_flush_close_in_the_time_of_one_and_the_store_after_th
     run(main())
 
 
-def test_a_store_that_cannot_open_all_lanes_flushes_none() -> None:
+def test_who_gives_up_opening_twice_leaves_no_lane_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        open_, release, opened, began = Buffer.open, Buffer.release, asyncio.Event(), asyncio.Event()
+
+        async def hanging(self: Buffer[Any, Any, Any]) -> Buffer[Any, Any, Any]:
+            if self.config.log.lane == 2:
+                await asyncio.sleep(3600)
+            found = await open_(self)
+            if self.config.log.lane == 1:
+                opened.set()
+            return found
+
+        async def slow(self: Buffer[Any, Any, Any], *given: Any, **named: Any) -> None:
+            began.set()
+            await asyncio.sleep(1)
+            await release(self, *given, **named)
+
+        monkeypatch.setattr(Buffer, "open", hanging)
+        monkeypatch.setattr(Buffer, "release", slow)
+        config = BufferConfig(log=LogConfig(lanes=3))
+        opening = asyncio.create_task(BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config))
+        for event in (opened, began):
+            await event.wait()
+            opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        monkeypatch.undo()
+        await asyncio.sleep(10)
+        assert len(asyncio.all_tasks()) == 1, "nothing of the lanes that were open goes on"
+
+    run(main())
+
+
+def test_a_log_that_is_refused_for_its_lanes_stays_refused() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with await BufferedThreadStore.open(inner, nats=nats) as store:
+            ledger = store.lanes.first.ledger
+            assert await ledger.layout() == Layout(1, 8)
+            buffer = store.buffer
+            assert await apart(buffer.log, ledger, buffer.config.log, buffer.backing.kind) is None
+            other = replace(buffer.config.log, lanes=2)
+            reason = await apart(buffer.log, ledger, other, buffer.backing.kind)
+            assert "lanes is '1'" in (reason or "")
+
+    run(main())
+
+
+def test_a_store_that_cannot_open_all_lanes_flushes_nothing_when_it_gives_up() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
         async with instance(nats, inner, log=LOG, flusher=False) as store:

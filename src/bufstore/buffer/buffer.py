@@ -109,8 +109,8 @@ class Buffer(Generic[C, S, M]):
         await self.session.open()
         await self.ledger.open()
         await self.backing.open()
-        stream, kind = self.config.log.stream, self.backing.kind
-        self.log.vouched_by(lambda: apart(self.log, self.ledger, stream, kind))
+        self.log.vouched_by(lambda: apart(self.log, self.ledger, self.config.log, self.backing.kind))
+        await self.shared.check()  # before a log is made that names this place
         await prepare_log(self.log, self.ledger, self.backing, self.config)
         await self.shared.setup()
         self.appender.start()

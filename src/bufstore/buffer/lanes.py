@@ -42,7 +42,7 @@ def check_layout(log: LogConfig, noted: Layout | None) -> None:
         expected=str(getattr(wanted, field)),
         found=str(getattr(noted, field)),
         way_out=f"Which lane a thread is in is fixed for the life of its ledgers: set LogConfig.lanes to {noted.lanes} "
-        f"and LogConfig.partitions to {noted.partitions}, or choose another stream and schema.",
+        f"and LogConfig.partitions to {noted.partitions}, or choose another stream, bucket and schema.",
     )
 
 

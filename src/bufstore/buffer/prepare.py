@@ -148,11 +148,12 @@ async def _check(
     return named, noted
 
 
-async def apart(log: Log, ledger: Ledger, stream: str, ours: Kind) -> str | None:
+async def apart(log: Log, ledger: Ledger, config: LogConfig, ours: Kind) -> str | None:
     """Why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors."""
     epoch, known = await log.epoch(), await ledger.epoch()
     try:
-        await _check(log, ledger, stream, ours, epoch, known)
+        check_layout(config, await ledger.layout())
+        await _check(log, ledger, config.stream, ours, epoch, known)
     except (ConfigDrift, LogRolledBack) as e:
         return _why(e)
     return None

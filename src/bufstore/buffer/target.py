@@ -46,7 +46,7 @@ def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -
         found=getattr(named, field),
         way_out=way_out
         or "Its entries belong there and nowhere else: open it with that store (if this is it under another name, "
-        f"declare `store_kind = {named.store!r}` on its class), or choose another stream and schema.",
+        f"declare `store_kind = {named.store!r}` on its class), or choose another stream, bucket and schema.",
     )
 
 
@@ -80,7 +80,7 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
             expected=noted.id,
             found=named.id,
             way_out="This Postgres (or this schema in it) is not the one that the log is flushed into: give the right "
-            "one, or choose another stream.",
+            "one, or choose another stream and bucket.",
         )
 
 

@@ -190,7 +190,7 @@ class Endpoints:
                         f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
                         "lanes: say with --lane which one it was (0: the first)"
                     )
-        # The bucket is that of the first lane, as in `find_log`; how many lanes there are, only the log would say.
+        # The bucket is that of the first lane, as in `find_log`; for a repair it does not matter how many there are.
         return replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
 
     async def noted(self, log: LogConfig) -> Target | None:

@@ -72,8 +72,8 @@ class MemoryLedger:
         self._erasures.setdefault(thread_id, set()).update(descendants)
         return sorted(self._erasures[thread_id])
 
-    async def end_erasure(self, thread_id: str) -> None:
-        self._erasures.pop(thread_id, None)
+    async def end_erasure(self, thread_id: str, descendants: Collection[str]) -> None:
+        self._erasures.get(thread_id, set()).difference_update(descendants)
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         for p in partitions:

@@ -78,6 +78,9 @@ class MemorySharedState:
             raise Closed("the store is closed")
         return self._shared
 
+    async def check(self) -> None:
+        """It is nobody else's."""
+
     async def setup(self) -> None:
         """Nothing to create."""
 

@@ -128,15 +128,21 @@ def bucket_stream(config: LogConfig) -> str:
 
 async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
     """Create the shared-state bucket, or check it. Raises ConfigDrift."""
-    name = bucket_stream(config)
     try:
-        info = await stream.api(f"STREAM.INFO.{name}")
+        await check_bucket_that_is_there(stream, config)
     except StreamMissing:
         made = bucket(config.bucket, config, max_bytes=-1) | {"metadata": {_OURS + "log": config.stream}}
         try:
-            info = await stream.api(f"STREAM.CREATE.{name}", made)
+            info = await stream.api(f"STREAM.CREATE.{made['name']}", made)
         except StreamTaken:  # at the same moment, for another log or by an earlier release
-            info = await stream.api(f"STREAM.INFO.{name}")
+            await check_bucket_that_is_there(stream, config)
+        else:
+            check_shared_state(config, info["config"])
+
+
+async def check_bucket_that_is_there(stream: NatsStream, config: LogConfig) -> None:
+    """Compare the shared-state bucket with the configuration. Raises ConfigDrift, StreamMissing."""
+    info = await stream.api(f"STREAM.INFO.{bucket_stream(config)}")
     check_shared_state(config, info["config"])
 
 
@@ -174,7 +180,9 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
             way_out="The number of partitions is fixed for the life of a stream: "
             f"set LogConfig.partitions to {partitions}"
             + (
-                " or choose another stream name." if partitions else ", or choose another stream: this one is not ours."
+                " or choose another stream and bucket."
+                if partitions
+                else ", or choose another stream: this one is not ours."
             ),
         )
     check_lanes(config, metadata)
@@ -203,7 +211,7 @@ def check_lanes(config: LogConfig, metadata: Mapping[str, Any]) -> None:
                 expected=str(expected),
                 found=str(found),
                 way_out="The number of lanes is fixed for the life of a stream, and each is a log of its own: set "
-                "LogConfig.stream and LogConfig.lanes as when they were made, or choose another stream.",
+                "LogConfig.stream and LogConfig.lanes as when they were made, or choose another stream and bucket.",
             )
 
 

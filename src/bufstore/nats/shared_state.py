@@ -29,7 +29,7 @@ from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
-from bufstore.nats.setup import ensure_bucket
+from bufstore.nats.setup import check_bucket_that_is_there, ensure_bucket
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,10 @@ class NatsSharedState:
         #: The position of each member record that this process has written.
         self._renewed: dict[str, int] = {}
         connection.on_connect(self._listen)
+
+    async def check(self) -> None:
+        with contextlib.suppress(StreamMissing):
+            await check_bucket_that_is_there(self._stream, self._config)
 
     async def setup(self) -> None:
         await ensure_bucket(self._stream, self._config)

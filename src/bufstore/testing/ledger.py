@@ -160,7 +160,9 @@ async def threads_that_are_to_be_erased_are_remembered_until_they_are(ledgers: L
     assert await here.begin_erasure("b", ["a1"]) == ["a1"]
     assert await there.begin_erasure("a", []) == ["a1", "a2"]
     assert await there.begin_erasure("a", ["a3", "a1"]) == ["a1", "a2", "a3"]
-    await here.end_erasure("a")
+    await here.end_erasure("a", ["a1", "a3"])
+    assert await there.begin_erasure("a", []) == ["a2"], "it may have been remembered since"
+    await here.end_erasure("a", ["a2"])
     assert await there.begin_erasure("a", []) == []
     assert await there.begin_erasure("b", []) == ["a1"]
 

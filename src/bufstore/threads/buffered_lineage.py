@@ -43,7 +43,16 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import WantedEdit
 from bufstore.threads.lanes import Lanes
-from bufstore.threads.lineage import Children, Family, LineageChange, NamedParents, carry_out, check, descendants
+from bufstore.threads.lineage import (
+    Children,
+    Family,
+    Going,
+    LineageChange,
+    NamedParents,
+    carry_out,
+    check,
+    descendants,
+)
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
@@ -91,10 +100,11 @@ class BufferedLineage:
             async with asyncio.timeout(self._config.read_timeout_s):
                 await self._parents.check(run)
 
-    async def change(self, wanted: LineageChange, mark: bytes | None = None) -> Receipt:
+    async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
-        `mark`: an item of `bufstore.buffer.producers`; what the named thread has already is not done again.
+        `mark`: an item of `bufstore.buffer.producers`; what the named thread has already is not done again. `going`:
+        see `Family`.
 
         Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
         carries it out; repeating it is safe.
@@ -104,7 +114,7 @@ class BufferedLineage:
         mine = _Record(secrets.randbits(63), wanted, mark=mark)
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
-                return await self._change(wanted, mine)
+                return await self._change(wanted, mine, going)
         except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
@@ -114,7 +124,7 @@ class BufferedLineage:
         finally:
             self._placed.discard(mine.id)
 
-    async def _change(self, wanted: LineageChange, mine: _Record) -> Receipt:
+    async def _change(self, wanted: LineageChange, mine: _Record, going: Going | None) -> Receipt:
         while True:
             seq, record = await self._record()
             if record is not None and not record.done:
@@ -137,7 +147,7 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_PLACED)
             try:
                 # Whoever finished it first has left its mark; but it was not there when this took its place.
-                receipt = msgspec.structs.replace(await self._carry_out(mine, seq), repeated=False)
+                receipt = msgspec.structs.replace(await self._carry_out(mine, seq, going), repeated=False)
             except (Overtaken, NotFound) as e:
                 state, last = await self._joined(wanted.thread_id)
                 if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
@@ -183,8 +193,8 @@ class BufferedLineage:
             pass  # another process did it; or it can go no further, and must not stop others
         await self._mark(record, seq)
 
-    async def _carry_out(self, record: _Record, seq: int) -> Receipt:
-        return await carry_out(self._family(seq, record), record.change)
+    async def _carry_out(self, record: _Record, seq: int, going: Going | None = None) -> Receipt:
+        return await carry_out(self._family(seq, record)._replace(going=going), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
         """Mark the change as done, trying as often as needed; False when another process was faster.

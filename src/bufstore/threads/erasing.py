@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from bufstore.buffer.entry import entry_id
@@ -16,6 +17,8 @@ from bufstore.threads.lanes import Lanes, ThreadBuffer, together
 from bufstore.threads.lineage import Children, deletion
 
 _PAGE = 1000
+#: So many threads are read at the same time.
+_AT_ONCE = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +29,8 @@ class Erasure:
     thread_ids: tuple[str, ...]
     #: Whether there was anything of them: the thread itself, or entries in log or quarantine.
     found: bool
-    #: Threads that exist: written to since they were deleted, or since an earlier try no descendants any more. Their
-    #: earlier content may exist, too.
+    #: Threads that exist: written to since they were deleted, or not deleted, because they are no descendants any more.
+    #: Their earlier content may exist, too; nothing in quarantine or set aside was taken from them.
     written_again: tuple[str, ...]
     #: Messages removed from the log.
     log_messages: int
@@ -51,37 +54,48 @@ class ThreadEraser:
     async def erase(self, thread_id: str, children: Children) -> Erasure:
         """Delete, then remove what is kept beside the tables. Safe to repeat, also after an error."""
         wanted = deletion(thread_id, children)
-        cascade, ledger = children is Children.CASCADE, self._lanes.first.ledger
-        descendants = await self._lineage.descendants(thread_id) if cascade else []
-        # Once they are deleted, nothing but this tells a later try whose descendants they were.
-        remembered = await ledger.begin_erasure(thread_id, descendants) if cascade else []
+        ledger, going = self._lanes.first.ledger, None
+        if children is Children.CASCADE:
+            # Once they are deleted, nothing but this tells a later try whose descendants they were. Those that come
+            # meanwhile go, too; and another process may finish what this one has begun.
+            going = partial(self._remember, thread_id)
+            await going(await self._lineage.descendants(thread_id))
         existed = True
         try:
-            await self._lineage.change(wanted)
+            await self._lineage.change(wanted, going=going)
         except NotFound:
             existed = False
-        back = [t for t in remembered if t not in descendants and await self._exists(t)]
-        threads = [thread_id, *(t for t in remembered if t not in back)]
+        remembered = await ledger.begin_erasure(thread_id, ()) if going is not None else []
+        alive = await self._existing(remembered)
+        threads = [thread_id, *(t for t in remembered if t not in alive)]
         logs = await together(self._erase(buffer, some) for buffer, some in self._lanes.shared_out(threads))
         removed = sum(log.removed for log in logs)
-        quarantined = sum([await self._unpark(t) for t in threads])
-        set_aside = await self._erase_set_aside(threads) if self._erase_set_aside is not None else 0
+        again = [t for log in logs for t in log.written_again]
+        erased = [t for t in threads if t not in again]
+        quarantined = sum([await self._unpark(t) for t in erased])
+        set_aside = await self._erase_set_aside(erased) if self._erase_set_aside is not None else 0
         archived = max([await buffer.ledger.archived() for buffer, _ in self._lanes.shared_out(threads)])
-        if cascade:
-            await ledger.end_erasure(thread_id)
+        await ledger.end_erasure(thread_id, remembered)
         return Erasure(
             thread_ids=tuple(threads),
             found=existed or bool(removed or quarantined or set_aside),
-            written_again=(*back, *(t for log in logs for t in log.written_again)),
+            written_again=(*alive, *again),
             log_messages=removed,
             quarantined=quarantined,
             set_aside=set_aside,
             archived_below=archived,
         )
 
-    async def _exists(self, thread_id: str) -> bool:
-        """Whether a thread that an earlier try was to take along is there: written since, or never deleted."""
-        return (await self._lanes.of(thread_id).reads.joined(thread_id))[0].thread is not None
+    async def _remember(self, thread_id: str, descendants: Sequence[str]) -> None:
+        await self._lanes.first.ledger.begin_erasure(thread_id, descendants)
+
+    async def _existing(self, thread_ids: Sequence[str]) -> list[str]:
+        """The ones that are there: written since, not descendants any more, or never deleted."""
+        found: list[str] = []
+        for some in (thread_ids[n : n + _AT_ONCE] for n in range(0, len(thread_ids), _AT_ONCE)):
+            states = await together(self._lanes.of(t).reads.joined(t) for t in some)
+            found += [t for t, (state, _) in zip(some, states, strict=True) if state.thread is not None]
+        return found
 
     async def _erase(self, buffer: ThreadBuffer, threads: Sequence[str]) -> _FromLog:
         """Remove what the log of these threads has of them."""

@@ -57,9 +57,17 @@ class Lanes:
             await begin(self.first)  # which opens the store, and makes its tables
             await together(begin(buffer) for buffer in self.all[1:])
         except BaseException:
-            for buffer in reversed(opened):  # the first one, and the store with it, last
-                await buffer.release()
+            # Shielded: a caller who gives up twice must not leave some of them open.
+            await asyncio.shield(asyncio.create_task(self._release(opened), name="bufstore-release-lanes"))
             raise
+
+    async def _release(self, opened: Sequence[ThreadBuffer]) -> None:
+        """The first one, and the store with it, after the others."""
+        try:
+            await together(buffer.release() for buffer in opened if buffer is not self.first)
+        finally:
+            if self.first in opened:
+                await self.first.release()
 
     async def aclose(self) -> None:
         """Close all. Idempotent."""

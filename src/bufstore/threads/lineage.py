@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -45,6 +45,9 @@ class LineageChange(msgspec.Struct, frozen=True, array_like=True):
     children: Children | None = None
 
 
+Going = Callable[[Sequence[str]], Awaitable[None]]
+
+
 class Family(NamedTuple):
     """Threads and their edits, as one change of lineage sees them."""
 
@@ -52,6 +55,8 @@ class Family(NamedTuple):
     #: The ids of all children of a thread.
     children: Callable[[str], Awaitable[list[str]]]
     edit: Callable[[edits.WantedEdit], Awaitable[Receipt]]
+    #: Told which descendants a deletion takes along, before it deletes the first of them.
+    going: Going | None = None
 
 
 def new_parent(thread_id: str, parent_thread_id: str | None) -> LineageChange:
@@ -148,7 +153,10 @@ async def carry_out(family: Family, wanted: LineageChange) -> Receipt:
             with contextlib.suppress(NotFound):
                 await family.edit(edits.detach(child, thread_id))
     elif wanted.children is Children.CASCADE:
-        for descendant in reversed(await descendants(family, thread_id)):
+        below = await descendants(family, thread_id)
+        if family.going is not None:
+            await family.going(below)
+        for descendant in reversed(below):
             with contextlib.suppress(NotFound):
                 await family.edit(edits.delete_thread(descendant))
     return await family.edit(edits.delete_thread(thread_id))

@@ -212,8 +212,8 @@ class Ledger(Protocol):
         """Remember the threads that go with one that is erased. Returns them with those that are remembered already."""
         ...
 
-    async def end_erasure(self, thread_id: str) -> None:
-        """Forget them: all are erased."""
+    async def end_erasure(self, thread_id: str, descendants: Collection[str]) -> None:
+        """Forget these: they are erased. Others may have been remembered meanwhile."""
         ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:

@@ -14,6 +14,10 @@ RUN_TTL_S = 7 * 24 * 3600
 class SharedState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
 
+    async def check(self) -> None:
+        """Raise ConfigDrift when what is there is another log's. Creates nothing. Raises LogUnavailable."""
+        ...
+
     async def setup(self) -> None:
         """Create what is needed, or check what is there; get ready."""
         ...

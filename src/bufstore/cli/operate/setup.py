@@ -118,7 +118,7 @@ def _lanes(what: str, wanted: int | None, found: int | None) -> int:
         "lanes",
         expected=str(wanted),
         found=str(found),
-        way_out="The number of lanes is fixed: leave out --lanes, or choose another stream and schema.",
+        way_out="The number of lanes is fixed: leave out --lanes, or choose another stream, bucket and schema.",
     )
 
 

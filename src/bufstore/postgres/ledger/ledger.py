@@ -114,11 +114,13 @@ class PostgresLedger:
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
         if descendants:
-            await self._fetch("begin_erasure", thread_id, arrays.texts(descendants))
+            # In order, so that two that insert the same rows do not wait for each other.
+            await self._fetch("begin_erasure", thread_id, arrays.texts(sorted(descendants)))
         return [row[0] for row in await self._fetch("erasing", thread_id)]
 
-    async def end_erasure(self, thread_id: str) -> None:
-        await self._fetch("end_erasure", thread_id)
+    async def end_erasure(self, thread_id: str, descendants: Collection[str]) -> None:
+        if descendants:
+            await self._fetch("end_erasure", thread_id, arrays.texts(descendants))
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)

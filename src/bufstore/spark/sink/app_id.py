@@ -27,6 +27,8 @@ T = TypeVar("T")
 _TRY_S = 5.0
 #: Where the batch need not wait for Postgres.
 _SHORT_S = 2.0
+#: Where it did not answer when the batch began.
+_AWAY_S = 0.5
 
 
 def check_holder(holder: Holder, app_id: str, query: Query, batch_id: int) -> None:
@@ -116,7 +118,7 @@ class AppId:
         async def noting(ledger: SparkLedger) -> None:
             await ledger.done(
                 app_id, self._query, batch_id, planned, rows=rows, repeated=counts.repeated, bad=counts.bad,
-                waited_ms=counts.waited_ms, timeout_s=_SHORT_S,
+                waited_ms=counts.waited_ms, timeout_s=_AWAY_S if self._away else _SHORT_S,
             )  # fmt: skip
 
         self._holder = Holder(self._query.query_id, batch_id, planned, done=True)

@@ -42,17 +42,22 @@ ON CONFLICT (app_id, part) DO UPDATE SET
 RETURNING batch_id, parts, planned;
 
 -- name: done
--- Note what a batch came to, also of one that began while Postgres was away, of which nothing else is noted.
+-- Note what a batch came to, also of one that its run began while Postgres was away, of which nothing else is noted.
 UPDATE {schema}.spark_sources SET
-    batch_id = $4::bigint, run_id = $3::text, fingerprint = NULL, noted_batch = $4::bigint, planned = $5::bigint,
-    done = true, settled = NULL, rows = $6::bigint, repeated = $7::bigint, bad = $8::bigint, waited_ms = $9::bigint,
-    done_at = now()
-WHERE app_id = $1::text AND query_id = $2::text AND batch_id <= $4::bigint;
+    batch_id = $4::bigint, fingerprint = NULL, noted_batch = $4::bigint, planned = $5::bigint, done = true,
+    settled = NULL, rows = $6::bigint, repeated = $7::bigint, bad = $8::bigint, waited_ms = $9::bigint, done_at = now()
+WHERE app_id = $1::text AND query_id = $2::text
+    AND (batch_id = $4::bigint OR (batch_id < $4::bigint AND run_id = $3::text));
 
 -- name: stop
--- Note which rows are written of a batch that ended with bad rows, which may be corrected.
-WITH corrected AS (DELETE FROM {schema}.spark_parts WHERE app_id = $1::text AND batch_id = $4::bigint)
-UPDATE {schema}.spark_sources SET
-    batch_id = $4::bigint, run_id = $3::text, fingerprint = NULL, noted_batch = $4::bigint, planned = NULL,
-    done = false, settled = $5::bytea
-WHERE app_id = $1::text AND query_id = $2::text AND batch_id <= $4::bigint;
+-- Note which rows are written of a batch that ended with bad rows, which may be corrected. Not of one that is done since.
+WITH stopped AS (
+    UPDATE {schema}.spark_sources SET
+        batch_id = $4::bigint, fingerprint = NULL, noted_batch = $4::bigint, planned = NULL, done = false,
+        settled = $5::bytea
+    WHERE app_id = $1::text AND query_id = $2::text
+        AND (batch_id = $4::bigint OR (batch_id < $4::bigint AND run_id = $3::text))
+        AND NOT (done AND noted_batch IS NOT DISTINCT FROM $4::bigint)
+    RETURNING app_id
+)
+DELETE FROM {schema}.spark_parts AS p USING stopped AS s WHERE p.app_id = s.app_id AND p.batch_id = $4::bigint;

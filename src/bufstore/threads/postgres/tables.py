@@ -9,6 +9,8 @@ from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, sql
 
+from bufstore.buffer.lanes import ledger_schema
+from bufstore.config import LANES_MAX, LogConfig
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection.migrate import (
     applied_migrations,
@@ -54,7 +56,20 @@ async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
 
 
 async def lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
-    """How many lanes the store of this schema has, if it says so (`bufstore.buffer.lanes.Layout`). Only reads."""
+    """How many lanes the store of this schema has; None: it does not say. Only reads.
+
+    It is noted when a store opens (`bufstore.buffer.lanes.Layout`); before that, the lanes' ledgers say it.
+    """
+    noted = await _noted_lanes(connection, schema)
+    if noted is not None:
+        return noted
+    count = 1
+    while await has_schema(connection, ledger_schema(schema, LogConfig(lanes=LANES_MAX, lane=count))):
+        count += 1
+    return count if count > 1 else None
+
+
+async def _noted_lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
     there = (
         "SELECT FROM information_schema.columns "
         "WHERE table_schema = %s AND table_name = 'buffer_log' AND column_name = 'lanes'"

@@ -38,8 +38,8 @@ INSERT INTO {schema}.buffer_erasures (erased, thread_id) SELECT $1::text, unnest
 SELECT thread_id FROM {schema}.buffer_erasures WHERE erased = $1::text ORDER BY thread_id;
 
 -- name: end_erasure
--- All of them are erased.
-DELETE FROM {schema}.buffer_erasures WHERE erased = $1::text;
+-- These are erased.
+DELETE FROM {schema}.buffer_erasures WHERE erased = $1::text AND thread_id = ANY ($2::text[]);
 
 -- name: archived
 -- The position up to which an archive has the log.
