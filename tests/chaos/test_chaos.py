@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from itertools import islice
 
 import pytest
 
 from chaos.faults import KINDS
+from chaos.report import Report
 from chaos.run import new_folder, run, schedule
 
 _SHORT = (
@@ -26,13 +28,20 @@ _SHORT = (
 _SEED = 769
 
 
+async def short_run(seed: int, kinds: Sequence[str], least: int, on: str = "threads") -> Report:
+    """Two phases of a seed, with so many faults at least: nothing is wrong. Its folder stays when something is."""
+    folder = new_folder(seed)
+    # How long things take is not judged here: the machine may be busy with other tests.
+    report = await run(seed, 30, folder, kinds, phases=2, recovery_s=30.0, on=on)
+    assert report.ok, f"{report.text()}\nhistory: {folder}"
+    assert len(report.injected) >= least
+    shutil.rmtree(folder)
+    return report
+
+
 @pytest.mark.alone
 async def test_a_short_run_loses_nothing() -> None:
-    folder = new_folder(_SEED)
-    # How long things take is not judged here: the machine may be busy with other tests.
-    report = await run(_SEED, 30, folder, _SHORT, phases=2, recovery_s=30.0)
-    assert report.ok, f"{report.text()}\nhistory: {folder}"
-    assert len(report.injected) >= 6
+    report = await short_run(_SEED, _SHORT, 6)
     assert report.history.acknowledged > 1000
     assert report.history.samples
     assert {r.level for t in report.history.threads.values() for r in t.reads} == {
@@ -40,20 +49,15 @@ async def test_a_short_run_loses_nothing() -> None:
         "read-your-writes",
         "strong",
     }
-    shutil.rmtree(folder)
 
 
 @pytest.mark.alone
 @pytest.mark.long
 async def test_a_short_run_on_two_lanes_loses_nothing() -> None:
-    folder = new_folder(_SEED)
-    report = await run(_SEED, 30, folder, _SHORT, phases=2, recovery_s=30.0, on="lanes")
-    assert report.ok, f"{report.text()}\nhistory: {folder}"
-    assert len(report.injected) >= 6
+    report = await short_run(_SEED, _SHORT, 6, on="lanes")
     assert report.history.acknowledged > 1000
     assert {sample.lane for sample in report.history.samples} == {0, 1}
     assert {p for sample in report.history.samples for p in sample.cursors} == set(range(16))
-    shutil.rmtree(folder)
 
 
 #: The same for LangGraph's checkpoints, with workers that write to the same threads side by side.
@@ -73,10 +77,7 @@ _SHORT_OF_GRAPHS = (
 
 @pytest.mark.alone
 async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
-    folder = new_folder(_SEED_OF_GRAPHS)
-    report = await run(_SEED_OF_GRAPHS, 30, folder, _SHORT_OF_GRAPHS, phases=2, recovery_s=30.0, on="checkpoints")
-    assert report.ok, f"{report.text()}\nhistory: {folder}"
-    assert len(report.injected) >= 5
+    report = await short_run(_SEED_OF_GRAPHS, _SHORT_OF_GRAPHS, 5, on="checkpoints")
     threads = report.history.threads
     assert {t.partition("-")[0] for t in threads} == {"own", "edited", "forked", "copied"}
     assert report.history.acknowledged > 500
@@ -84,7 +85,6 @@ async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
     assert any(s.asked for h in threads.values() for s in h.shown)
     assert any(h.listed for h in threads.values())
     assert any(op.kind == "runs" and op.ok for h in threads.values() for op in h.ops)
-    shutil.rmtree(folder)
 
 
 def test_the_seed_decides_the_schedule() -> None:

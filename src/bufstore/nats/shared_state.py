@@ -29,7 +29,7 @@ from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
-from bufstore.nats.setup import check_bucket_that_is_there, ensure_bucket
+from bufstore.nats.setup import bucket_stream, check_bucket_that_is_there, ensure_bucket
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class NatsSharedState:
         self._keys = f"$KV.{config.bucket}."
         self._calls = f"{config.subject}-flush."
         self._parked = f"{config.subject}-parked"
-        self._stream = NatsStream(connection, api, f"KV_{config.bucket}", config.replicas)
+        self._stream = NatsStream(connection, api, bucket_stream(config), config.replicas)
         self._writes = GroupCommit(self._stream)
         #: Whether the last claim found that its run had been claimed: then the next one looks first.
         self._resumed = False
