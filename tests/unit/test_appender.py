@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.append import appender
 from bufstore.buffer.append.lost_answer import Torn
+from bufstore.buffer.append.tip import Draft, Tip
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.groups import tail
 from bufstore.buffer.ports.log import Floor
@@ -165,11 +166,19 @@ def test_who_needs_the_content_reads_the_last_entry_only_with_it() -> None:
     test(main)
 
 
-@pytest.mark.parametrize("purged", [False, True])
-def test_who_appends_what_has_no_id_reads_no_content_where_postgres_has_it_all(*, purged: bool) -> None:
+@pytest.mark.parametrize("flushed", ["all, and purged", "all", "some", "nothing"])
+def test_who_appends_what_has_no_id_reads_no_content(flushed: str) -> None:
+    """Postgres tells the version, or from where on the log tells it."""
+
     async def main(world: World, one: Instance) -> None:
+        if flushed == "some":
+            await one.checkpoint(["x"])
+            await world.flush()
         await one.checkpoint([{"id": "a"}, "b"])
-        await (world.flush_and_purge() if purged else world.flush())
+        if flushed == "all":
+            await world.flush()
+        elif flushed == "all, and purged":
+            await world.flush_and_purge()
         two, read = Instance(world), list[str]()
         await two.checkpoint(["of another"], "another")
         joined, last = two.reads.joined, two.log.last
@@ -200,28 +209,66 @@ def test_who_appends_what_has_no_id_reads_no_content_where_postgres_has_it_all(*
     test(main)
 
 
-@pytest.mark.parametrize("state", ["not flushed", "quarantined", "deleted"])
-def test_a_version_that_postgres_alone_cannot_tell_is_taken_from_the_content(state: str) -> None:
+def test_who_was_overtaken_reads_what_came_since_and_no_content() -> None:
     async def main(world: World, one: Instance) -> None:
-        first = await one.checkpoint(["a"])
+        await one.checkpoint(["a"])
+        two, read = Instance(world), list[str]()
+        await two.checkpoint(["of another"], "another")
+        await two.append(["b"])
+
+        async def asked(*_: Any, **__: Any) -> Any:
+            read.append("Postgres or the last entry")
+            raise AssertionError
+
+        two.reads.joined = two.reads.watermarks = two.log.last = asked  # type: ignore[assignment, method-assign]
+        await one.append(["c"])
+        assert (await two.append(["d"])).version == 4
+        assert await world.messages() == ["a", "b", "c", "d"]
+        assert not read
+
+    test(main)
+
+
+def _poison(tip: Tip[Any]) -> Draft[Any]:
+    """An entry that no flush can apply."""
+    return Draft(b"\xc1", False, tip.version + 1, tip.memory, lambda: None)
+
+
+@pytest.mark.parametrize("cause", ["quarantined", "poison in the log", "poison in the log, late"])
+def test_what_will_not_be_applied_is_not_appended_to(cause: str) -> None:
+    """`late`: the other process has the thread's version by then. (Of a quarantine it would not hear.)"""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
         await world.flush()
         two = Instance(world)
         await two.checkpoint(["of another"], "another")
-        match state:
-            case "quarantined":
-                await _break(world, one)
-                with pytest.raises(ThreadQuarantined):
-                    await two.append(["c"])
-                return
-            case "not flushed":
-                await one.append(["b"])
-            case "deleted":
-                await one.appender.append("t", editing(Removal(), "t", first.id))
+        if cause.endswith("late"):
+            await two.append(["b"])
+        if cause == "quarantined":
+            await _break(world, one)
+        else:
+            await one.appender.append("t", _poison)
+        with pytest.raises(ThreadQuarantined):
+            await two.append(["c"])
+
+    test(main)
+
+
+def test_behind_a_deletion_a_thread_begins_anew() -> None:
+    async def main(world: World, one: Instance) -> None:
+        for flushed in (False, True):
+            first = await one.checkpoint(["a"])
+            await world.flush()
+            two = Instance(world)
+            await two.checkpoint(["of another"], "another")
+            await one.appender.append("t", editing(Removal(), "t", first.id))
+            if flushed:
                 await world.flush()
-        assert (await two.append(["c"])).version == (3 if state == "not flushed" else 1)
-        await world.flush()
-        assert await world.messages() == (["a", "b", "c"] if state == "not flushed" else ["c"])
-        assert world.ledger.parked.entries == {}
+            assert (await two.append(["c"])).version == 1
+            await world.flush()
+            assert await world.messages() == ["c"]
+            assert world.ledger.parked.entries == {}
 
     test(main)
 

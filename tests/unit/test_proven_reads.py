@@ -237,10 +237,10 @@ def test_a_tail_of_one_who_lacks_what_was_proved_is_not_shown() -> None:
                 await store.checkpoint(thread_id, list(range(n)), run_of(thread_id, steps=n))
             after, old = store.buffer.log.seen_after, 5
 
-            async def of_an_old_leader(*args: Any) -> list[StoredMessage]:
+            async def of_an_old_leader(*args: Any) -> dict[str, list[StoredMessage]]:
                 nonlocal old
                 old -= 1
-                return (await after(*args))[: -2 if old > 0 else None]
+                return {s: found[: -2 if old > 0 else None] for s, found in (await after(*args)).items()}
 
             store.buffer.log.seen_after = of_an_old_leader  # type: ignore[method-assign]
             assert await store.load_messages(thread_id) == [0, 1, 2]

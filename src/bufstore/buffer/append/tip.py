@@ -37,12 +37,17 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     flushed_seq: int = 0
     #: Of a thread of which the log shows nothing: when it was asked (`bufstore.buffer.elapsed`).
     asked_at: float = 0.0
-    #: True when Postgres has said that everything up to this entry is applied, and nothing else was written since but
-    #: by this process: what needs no more than the thread's version can follow.
+    #: True when everything up to this entry is applied, as Postgres has said, or will be, as the log shows: what needs
+    #: no more than the thread's version can follow.
     judged: bool = False
     #: The entry itself (without its payload) when it expected nothing in the log: only the watermark in Postgres tells
     #: whether it counts (`bufstore.buffer.chain.counts`), so its keys and producers are not used.
     first: StoredEntry | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what others append behind it makes the next tip, and nothing before need be looked up again."""
+        return self.memory is not None or self.judged
 
 
 class NeedBase(Exception):
@@ -112,9 +117,10 @@ def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | Non
 
 
 def tip_of_judged(watermark: Watermark, last: int, seen: int, asked_at: float) -> Tip[M] | None:
-    """The tip, without content, where what the log shows of the thread is in Postgres; None where that is not enough.
+    """The tip, without content, where the watermark has all that the log shows of the thread; None: it is not enough.
 
-    `last`: the position of the thread's last entry in the log, read before the watermark; 0: the log shows none.
+    `watermark`: as Postgres has it, or will have it once the log is flushed. `last`: the position of the thread's last
+    entry in the log, read before the watermark; 0: the log shows none.
     """
     if watermark.gone or watermark.waits_to or watermark.broken_since is not None or not watermark.applied_id:
         return None

@@ -11,8 +11,9 @@ from bufstore.buffer import elapsed, producers, recent_keys
 from bufstore.buffer.append.lookups import Lookups
 from bufstore.buffer.append.tip import Tip, TipCache, tip_of_judged, tip_of_message, tip_of_row, tip_unknown
 from bufstore.buffer.chain import Watermark, counts
-from bufstore.buffer.domain import M, S, S_co
+from bufstore.buffer.domain import Inapplicable, M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
+from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.parts import Parts
 
 _log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class TipFinder(Generic[S, M]):
         return await self._asked(lambda: self._exist_nowhere(thread_ids))
 
     async def _found_judged(self, thread_ids: list[str]) -> dict[str, Tip[M]]:
-        """The tips of the threads whose content need not be read: all of it is in Postgres, or nothing anywhere."""
+        """The tips of the threads whose content need not be read: Postgres has it, or will once the log is flushed."""
         return await self._asked(lambda: self._judged_by_postgres(thread_ids))
 
     async def _judged_by_postgres(self, thread_ids: Sequence[str]) -> dict[str, Tip[M]]:
@@ -132,14 +133,36 @@ class TipFinder(Generic[S, M]):
         async with asyncio.TaskGroup() as questions:
             absent = questions.create_task(self._not_held([t for t, end in ends.items() if not end]))
             rows = questions.create_task(self._stored.watermarks(thread_ids))
+        marks = {t: rows.result().get(t, Watermark()) for t in thread_ids if t in rows.result() or ends[t]}
+        tails = await self._with_tails({t: row for t, row in marks.items() if row.flushed_seq < ends[t]})
         found: dict[str, Tip[M]] = {}
-        if elapsed.now_s() - at <= self._new_for_s:
-            new = (t for t in absent.result() if t not in rows.result())
+        if elapsed.now_s() - at <= self._new_for_s:  # else what stood before a tail may be purged
+            new = (t for t in absent.result() if t not in marks)
             found = {t: tip_of_row(Watermark(), seen, at, self._domain.nothing()) for t in new}
-        for thread_id, row in rows.result().items():
+            marks |= tails
+            ends |= {t: max(ends[t], row.flushed_seq) for t, row in tails.items()}
+        for thread_id, row in marks.items():
             tip: Tip[M] | None = tip_of_judged(row, ends[thread_id], seen, at)
             if tip is not None:
                 found[thread_id] = tip
+        return found
+
+    async def _with_tails(self, rows: Mapping[str, Watermark]) -> dict[str, Watermark]:
+        """The watermarks that these threads have once what the log holds of them above is flushed.
+
+        Those are left out of which the log does not tell everything, or where not everything will be applied.
+        """
+        whole = {t: row for t, row in rows.items() if not row.waits_to and row.broken_since is None}
+        if not whole:
+            return {}
+        above = {self._subjects.of(t): row.flushed_seq for t, row in whole.items()}
+        tails = await self._log.seen_after(above, self._timeout_s)
+        found: dict[str, Watermark] = {}
+        for thread_id, row in whole.items():
+            items = items_of(tails[self._subjects.of(thread_id)], thread_id)
+            plan, _ = decide_thread(thread_id, row, items, {}, self._domain.coalesce, complete=True)
+            if not plan.park:
+                found[thread_id] = plan.watermark
         return found
 
     async def _asked(self, look: Callable[[], Awaitable[dict[str, V]]]) -> dict[str, V]:
@@ -251,31 +274,36 @@ class TipFinder(Generic[S, M]):
         if last is not None and last.seq == known.seq:
             self._tips.put(thread_id, known)
             return known
-        if last is not None and known.memory is not None:
+        if last is not None and known.goes_on:
             return await self.catch_up(thread_id, known)
         return await self.look_up(thread_id)
 
     async def catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
-        """The tip after the entries that others appended behind `before`."""
+        """The tip after the entries that others appended behind `before`, which goes on."""
         memory = before.memory
-        assert memory is not None
         subject = self._subjects.of(thread_id)
-        messages = await self._log.seen_after(subject, before.seq, self._timeout_s)
+        messages = (await self._log.seen_after({subject: before.seq}, self._timeout_s))[subject]
         if not messages:
             # A conflict, and nobody wrote behind us: our base was purged, and maybe more with it.
             return await self.look_up(thread_id)
-        tip = before
+        tip, entries = before, list[StoredEntry]()
         for item in items_of(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
                 return tip_of_message(messages[-1])
             e = item.entry
             if e.base is not Base.CHAINED:
                 return tip_of_message(messages[-1])  # our base was purged, and maybe more with it
-            self._domain.observe(memory, item)
+            if memory is not None:
+                self._domain.observe(memory, item)
+            entries.append(item)
             known = tip.producers if e.producers is None else e.producers
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, False, e.keys_complete, known)
-        if tip.seq != messages[-1].seq:
-            return tip_of_message(messages[-1])  # only the end of a large entry is left
+        if memory is None:
+            try:
+                self._domain.coalesce(thread_id, before.version, entries)
+            except Inapplicable:
+                return tip_of_message(messages[-1])
+        tip.judged = before.judged
         self._tips.put(thread_id, tip)
         return tip
 

@@ -227,7 +227,7 @@ class Committer:
         subject = self._subjects.of(thread_id)
         # What is not found counts as missing: so not from a replica that lags behind the one that delivered the items.
         await self._log.latest(subject, _FILL_S)
-        messages = await self._log.seen_after(subject, after, _FILL_S)
+        messages = (await self._log.seen_after({subject: after}, _FILL_S))[subject]
         last = max(item.seq for item in items)
         found = {item.seq: item for item in (*items_of(messages, thread_id), *items) if item.seq <= last}
         return [found[seq] for seq in sorted(found)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
+from bufstore.buffer.groups.backwards import Backwards
 from bufstore.buffer.groups.delivery import StreamFeed
 from bufstore.buffer.groups.entries import Entries, Purged
 from bufstore.buffer.groups.erasing import Erasing
@@ -38,10 +38,6 @@ _READ_S = 5.0
 _LAG_S = 0.002
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
-#: So many groups are read ahead, at most, of who walks along a thread.
-_AHEAD_MAX = 32
-#: How many groups are on their way to a process that looks for the last entries of many threads.
-_LOOKED_AT_ONCE = 8
 #: How many sequences of the stream count as the last.
 _LAST_GROUPS = 64
 
@@ -60,6 +56,7 @@ class GroupLog:
         anew = self._forgetting.all_begins_anew
         self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self.erased, anew, _READ_S)
         self._entries = Entries(self._subjects, stream.identity, self._tail.decoded)
+        self._backwards = Backwards(self._tail, self._entries, self._head, self._forget_purged)
         self._erasing = Erasing(stream, self._subjects.erased, self._groups, self._tail.decoded, self._floor)
         self._purging = Purging(stream, self._subjects, self._heads, self._groups, self._tail.decoded, self._see_all)
         stream.vouched_by(self._tail.last_seen.mismatch)
@@ -145,43 +142,12 @@ class GroupLog:
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
         await self._see_all()
-        found: dict[str, StoredMessage] = {}
-        heads: dict[int, list[tuple[str, int]]] = {}
+        found = await self._backwards.last([subject for subject in subjects if self._is_thread(subject)])
         for subject in subjects:
             if not self._is_thread(subject):
                 async for message in self._all(subject, 0):
                     found[message.subject] = message
-            elif head := self._head(subject):
-                heads.setdefault(group_of(head), []).append((subject, head))
-        waiting = sorted(heads, reverse=True)
-
-        async def look() -> None:
-            try:
-                while waiting:
-                    seq = waiting.pop()
-                    found.update(await self._found(seq, heads[seq]))
-            except BaseException:
-                waiting.clear()  # the others need not go on
-                raise
-
-        looks = (look() for _ in range(min(len(heads), _LOOKED_AT_ONCE)))
-        for outcome in await asyncio.gather(*looks, return_exceptions=True):
-            if outcome is not None:
-                raise outcome
         return found
-
-    async def _found(self, seq: int, heads: Sequence[tuple[str, int]]) -> dict[str, StoredMessage]:
-        """The entries that stand in the group with this sequence, by subject."""
-        with contextlib.suppress(Purged):
-            if (found := await self._tail.group(seq)) is not None:
-                group, body = found
-                return {
-                    subject: await self._entries.read(group, number_of(head), body)
-                    for subject, head in heads
-                    if number_of(head) < len(group.records)
-                }
-        await self._forget_purged()
-        return {}
 
     async def _forget_purged(self) -> None:
         """A thread's last entry was purged or erased: the floor is above it by now, nobody builds on it any more."""
@@ -196,29 +162,10 @@ class GroupLog:
                 if len(messages) == limit:
                     break
             return messages
-        return await self._thread_after(subject, seq, limit)
+        return (await self._backwards.after({subject: seq}, limit))[subject]
 
-    async def seen_after(self, subject: str, seq: int, timeout_s: float) -> list[StoredMessage]:
-        return await self._thread_after(subject, seq)
-
-    async def _thread_after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
-        found = deque[StoredMessage](maxlen=limit or None)
-        at, group, ahead = self._head(subject), None, 0
-        with contextlib.suppress(Purged):
-            while at > seq:
-                if group is None or group[0].seq != group_of(at):
-                    if group is not None:
-                        # The last entry may stand anywhere. Who walks on along a busy thread walks on for longer.
-                        near = group[0].seq - group_of(at) <= _AHEAD_MAX
-                        ahead = min(max(2 * ahead, 1), _AHEAD_MAX) if near else 0
-                    group = await self._tail.group(group_of(at), ahead)
-                    if group is None:
-                        break
-                found.appendleft(await self._entries.read(group[0], number_of(at), group[1]))
-                at = group[0].records[number_of(at)].prev
-        if at > seq and not found:
-            await self._forget_purged()
-        return list(found)
+    async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> dict[str, list[StoredMessage]]:
+        return await self._backwards.after(above)
 
     async def identity(self, seq: int) -> StoredMessage | None:
         # From the log itself: this process may remember what is purged, or what the log lost when it went back.

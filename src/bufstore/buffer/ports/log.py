@@ -190,9 +190,9 @@ class Log(Generations, Protocol):
         """The subject's entries above `seq`, in order; at most `limit` of them if it is not 0."""
         ...
 
-    async def seen_after(self, subject: str, seq: int, timeout_s: float) -> list[StoredMessage]:
-        """The thread's entries above `seq`, as far as this process has seen the log: after a conflict it has, and up to
-        what it was told of by `latest` or `ends`."""
+    async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> Mapping[str, list[StoredMessage]]:
+        """Of each of these threads, by subject, its entries above a position, as far as this process has seen the log:
+        after a conflict it has, and up to what it was told of by `latest` or `ends`."""
         ...
 
     @property

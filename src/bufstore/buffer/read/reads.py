@@ -192,7 +192,8 @@ class Reads(Generic[S]):
             last = await self._last(subject, proven)
             new: list[Item] = []
             if last > kept.last:
-                new = items_of(await self._log.seen_after(subject, kept.last, self._config.read_timeout_s), thread_id)
+                tail = await self._log.seen_after({subject: kept.last}, self._config.read_timeout_s)
+                new = items_of(tail[subject], thread_id)
             # A store that does not answer is for who knows how long to wait for it.
             await asyncio.wait([row], timeout=_ROW_S)
             if not row.done() or row.exception() is not None:
@@ -290,7 +291,7 @@ class Reads(Generic[S]):
         pause = 0.001
         while last > above:
             # The look that told of `last` has seen all up to it: to look again would cost a request.
-            messages = await self._log.seen_after(subject, above, self._config.read_timeout_s)
+            messages = (await self._log.seen_after({subject: above}, self._config.read_timeout_s))[subject]
             if messages and messages[-1].seq >= last:
                 return messages, messages[-1].seq
             # It has left since, or the server that answered lacked it: report nothing without what stands there.
