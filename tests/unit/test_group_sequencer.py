@@ -138,6 +138,10 @@ class Faulty(MemoryLog):
             await asyncio.sleep(0)
         return seq
 
+    async def tell(self, subject: str, words: bytes) -> None:
+        assert len(words) + 100 <= self.message_bytes_max, "the server would close the connection"
+        await super().tell(subject, words)
+
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
         """What is told may be lost, late or doubled, as faults say."""
         return await super().listen(subject, self._rumour(heard))
@@ -929,7 +933,8 @@ def test_what_is_only_heard_and_is_no_group_is_ignored_quietly(caplog: pytest.Lo
         world = World(random.Random(1))
         (one,) = await started(world)
         for header in ("", "G2.0.x", "G1.0.x"):
-            assert one.tail.hear(StoredMessage(SUBJECTS.groups, 7, header, b""), 10) is None
+            assert one.tail.hear(7, header, 10, None) is None
+            assert one.tail.hear(7, header, 10, b"and a body") is None
         assert one.heads.seen == 0
         await one.sequencer.aclose()
 

@@ -62,7 +62,12 @@ def two_writers(main: Callable[[World, Process, Process], Awaitable[None]]) -> N
 async def tell(process: Process, seq: int, before: Seen) -> None:
     """Somebody tells of a group that the log need not have."""
     words = Draft(5, []).header(before.id, before.seq, 0).encode()
-    await process.log.tell(SUBJECTS.writers, _STORED.pack(_HAS_STORED, 99, 0, 0, seq, 0) + words)
+    await tell_words(process, _STORED.pack(_HAS_STORED, 99, 0, 0, seq, 0) + words)
+
+
+async def tell_words(process: Process, words: bytes) -> None:
+    """Somebody tells all writers this."""
+    await process.log.tell(SUBJECTS.writers, words)
 
 
 def lose_last(world: World) -> None:

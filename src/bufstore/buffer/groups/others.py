@@ -25,9 +25,10 @@ _QUIET_S = 1.0
 _AT_ONCE_S = 1e-6
 #: Who tells, and its pace, µs: it wants to write. Where it needs no time, it wants nothing.
 _WISH = struct.Struct(">BIII")
-#: Who tells, its pace, the sequence of its group, and how long the group's body is. The group's header follows.
+#: Who tells, its pace, the sequence of its group, and how long the group's body is. The group's header follows, and
+#: where others need it (`_HAS_STORED_WHOLE`) the body.
 _STORED = struct.Struct(">BIIIQI")
-_WISHES, _HAS_STORED = range(2)
+_WISHES, _HAS_STORED, _HAS_STORED_WHOLE = range(3)
 #: The last this many bits of a group's id tell a writer's groups from each other, those before tell the writers.
 _NUMBER_BITS = 32
 
@@ -75,10 +76,11 @@ class Others:
         announcements: Announcements,
         subjects: Subjects,
         me: int,
-        hear: Callable[[int, str, int], int | None],
+        hear: Callable[[int, str, int, bytes | None], int | None],
         wanting: Callable[[], bool],
     ) -> None:
-        """`hear`: takes note of a group (its sequence, its header, the size of its body); gives its id, or None.
+        """`hear`: takes note of a group (its sequence, its header, the size of its body, and the body if it is told);
+        gives its id, or None.
 
         `wanting`: whether something waits.
         """
@@ -171,8 +173,11 @@ class Others:
         # refusal of the last try may still be on its way.
         return Pace(2 * self._usual.mean_s, min(3 * self._usual.at_most_s, NEEDS_MAX_S))
 
-    async def wrote(self, message: StoredMessage) -> None:
-        """A group of this process was stored: tell the others, if they are in each other's way."""
+    async def wrote(self, message: StoredMessage, *, whole: bool) -> None:
+        """A group of this process was stored: tell the others, if they are in each other's way.
+
+        `whole`: they write to the same threads, and need to know what it says.
+        """
         if self._refusals is None or self._refusals.lost:
             with contextlib.suppress(BufstoreError):  # the next group will do
                 self._refusals = await self._announcements.listen(self._subjects.refused, self._heard_of_refusal)
@@ -182,8 +187,10 @@ class Others:
             pace = self._pace
             self._turns.wrote(self._me, pace, now)
             self._look_whose_turn()
-            head = _STORED.pack(_HAS_STORED, self._me, *_in_us(pace), message.seq, len(message.body))
-            await self._announcements.tell(self._subjects.writers, head + (message.header or "").encode())
+            kind = _HAS_STORED_WHOLE if whole else _HAS_STORED
+            head = _STORED.pack(kind, self._me, *_in_us(pace), message.seq, len(message.body))
+            words = head + (message.header or "").encode() + (message.body if whole else b"")
+            await self._announcements.tell(self._subjects.writers, words)
 
     async def aclose(self) -> None:
         """Listen no more."""
@@ -203,14 +210,17 @@ class Others:
         if len(words) == _WISH.size and words[0] == _WISHES:
             _, writer, turn_us, needs_us = _WISH.unpack(words)
             self._wished(writer, Pace(turn_us / 1e6, needs_us / 1e6))
-        elif len(words) > _STORED.size and words[0] == _HAS_STORED:
+        elif len(words) > _STORED.size and words[0] in (_HAS_STORED, _HAS_STORED_WHOLE):
             _, writer, turn_us, needs_us, seq, size = _STORED.unpack_from(words)
             if writer != self._me:
                 pace = Pace(turn_us / 1e6, needs_us / 1e6)
-                self._stored(pace, seq, words[_STORED.size :].decode("ascii", "replace"), size)
+                whole = words[0] == _HAS_STORED_WHOLE
+                end = max(len(words) - size, _STORED.size) if whole else len(words)
+                header = words[_STORED.size : end].decode("ascii", "replace")
+                self._stored(pace, seq, header, size, words[end:] if whole else None)
 
-    def _stored(self, pace: Pace, seq: int, header: str, size: int) -> None:
-        if (id_ := self._hear(seq, header, size)) is not None:
+    def _stored(self, pace: Pace, seq: int, header: str, size: int, body: bytes | None) -> None:
+        if (id_ := self._hear(seq, header, size, body)) is not None:
             now = self._others_at = asyncio.get_running_loop().time()
             self._turns.wrote(writer_of(id_), pace, now)
             self._look_whose_turn()

@@ -73,7 +73,7 @@ class Sequencer:
         behind: Callable[[int], Awaitable[Behind | None]],
         confirmed: Callable[[], bool],
         confirm: Callable[[], Awaitable[None]],
-        hear: Callable[[StoredMessage, int], int | None],
+        hear: Callable[[int, str, int, bytes | None], int | None],
         stored: Callable[[Written], None],
         *,
         timeout_s: float,
@@ -108,8 +108,8 @@ class Sequencer:
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
         self._others = Others(stream, subjects, self._me, self._heard, lambda: bool(self._waiting or self._sending))
         self._hear = hear
-        #: When another writer was found to write to the same threads; 0: not lately.
-        self._overtaken_at = 0.0
+        #: When another writer was found to write to the same threads; None: not lately.
+        self._overtaken_at: float | None = None
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
@@ -178,9 +178,9 @@ class Sequencer:
         self._waiting.append(queued)
         self._work_soon()
 
-    def _heard(self, seq: int, header: str, size: int) -> int | None:
+    def _heard(self, seq: int, header: str, size: int, body: bytes | None) -> int | None:
         """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
-        heard = self._hear(StoredMessage(self._subjects.groups, seq, header, b""), size)
+        heard = self._hear(seq, header, size, body)
         overtaken = [queued for queued in self._waiting if self._is_overtaken(queued)]
         if overtaken:
             self._waiting = deque(queued for queued in self._waiting if queued not in overtaken)
@@ -189,16 +189,23 @@ class Sequencer:
 
     def _is_overtaken(self, queued: Queued) -> bool:
         """Whether it cannot be stored any more. Looked at only while others write to the same threads: it costs."""
-        if not (self._overtaken_at and queued.messages):
-            return False
-        if asyncio.get_running_loop().time() - self._overtaken_at > _SHARED_S:
-            self._overtaken_at = 0.0
+        if not (queued.messages and self._are_shared()):
             return False
         first = queued.messages[0]
-        return first.expected is not None and not (
+        overtaken = first.expected is not None and not (
             queued.life == self._heads.life
             and self._heads.admits(hash_of(self._subjects.thread_id(first.subject)), first.expected)
         )
+        if overtaken:
+            self._overtaken_at = asyncio.get_running_loop().time()
+        return overtaken
+
+    def _are_shared(self) -> bool:
+        """Whether others write to the same threads."""
+        at = self._overtaken_at
+        if at is not None and asyncio.get_running_loop().time() - at > _SHARED_S:
+            self._overtaken_at = at = None
+        return at is not None
 
     def _look_at_limit(self) -> None:
         with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
@@ -226,7 +233,7 @@ class Sequencer:
             while self._waiting:
                 await self._others.go_first()
                 if (message := await self._guarded(self._take())) is not None:
-                    await self._others.wrote(message)
+                    await self._others.wrote(message, whole=self._are_shared())
         except asyncio.CancelledError:
             again = False  # everything ends
             raise

@@ -114,8 +114,9 @@ class Tail:
         group = self.decoded(found[0])
         return Behind(found[0].seq, 0, seq) if group is None else Behind(group.seq, group.id, group.before)
 
-    def hear(self, message: StoredMessage, body_bytes: int) -> int | None:
-        """Note a group that was just stored, whose body is not here. Returns its id; None: it is no group."""
+    def hear(self, seq: int, header: str, body_bytes: int, body: bytes | None) -> int | None:
+        """Note a group that was just stored, and keep it if its body is here. Returns its id; None: it is no group."""
+        message = StoredMessage(self._subject, seq, header, b"")
         try:
             group = decode_header(message)
         except MalformedEntry as e:  # anybody may tell anything, also a later release
@@ -126,6 +127,8 @@ class Tail:
             with contextlib.suppress(Gap):
                 if self._heads.observe(group, stored_bytes(group, message) + body_bytes):
                     self.last_seen.hear(group)
+                    if body is not None:
+                        self._keep(group, body)
                 elif not self.last_seen.fits(message):  # one of the two that told of it was wrong
                     self.last_seen.doubt()
         return group.id
