@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,26 +18,21 @@ from sweep.checks import violations
 from sweep.crash import Result, sweep_point
 
 #: One of each path, where a crash is between two things that must be one.
-_POINTS = (
-    Failpoint.PUBLISH_ACKED,
-    Failpoint.FLUSH_APPLIED,
-    Failpoint.FLUSH_COMMITTED,
-    Failpoint.QUEUE_COMMITTED,
-    Failpoint.QUEUE_LEFT,
-    Failpoint.TAKE_RAISED,
-    Failpoint.LINEAGE_EDITED,
-    Failpoint.EPOCH_SET,
-)
+_POINTS = (Failpoint.PUBLISH_ACKED, Failpoint.FLUSH_APPLIED, Failpoint.FLUSH_COMMITTED, Failpoint.QUEUE_COMMITTED)
+_MORE = (Failpoint.QUEUE_LEFT, Failpoint.TAKE_RAISED, Failpoint.LINEAGE_EDITED, Failpoint.EPOCH_SET)
 
 
-async def test_a_process_that_is_killed_at_a_crash_point_leaves_nothing_wrong(servers: Servers) -> None:
+@pytest.mark.parametrize("points", [_POINTS, pytest.param(_MORE, marks=pytest.mark.long)], ids=["flush", "more"])
+async def test_a_process_that_is_killed_at_a_crash_point_leaves_nothing_wrong(
+    servers: Servers, points: Sequence[Failpoint]
+) -> None:
     places = asyncio.Semaphore(2)
 
     async def sweep(point: Failpoint) -> Result:
         async with places:
             return await sweep_point(servers, point, 1, random.Random(f"1 {point}"))
 
-    for result in await asyncio.gather(*map(sweep, _POINTS)):
+    for result in await asyncio.gather(*map(sweep, points)):
         assert result.ok, result
 
 

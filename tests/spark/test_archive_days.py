@@ -83,6 +83,7 @@ async def test_a_table_has_a_folder_for_each_day_of_utc(spark: Any, tmp_path: Pa
     assert sorted(days) == ["date=2026-11-20", "date=2026-11-21"]
 
 
+@pytest.mark.long
 async def test_what_is_known_of_a_thread_is_looked_for_in_seven_days(spark: Any, tmp_path: Path) -> None:
     """Two threads begin with an entry that cannot be applied, and then have one that builds on it."""
     week = timedelta(days=7)

@@ -282,6 +282,7 @@ def into_version_1(path: Path) -> None:
         (path / "ranges" / folder.name).rename(path / "ranges" / old)
 
 
+@pytest.mark.long
 async def test_an_archive_of_an_earlier_version_is_gone_on_with(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_al
         assert (await query(dsn, f'SELECT position FROM "{schema}".buffer_archive'))[0][0] > 0
 
 
+@pytest.mark.long
 async def test_what_needs_one_log_says_so(
     spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:

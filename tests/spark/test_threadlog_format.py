@@ -253,6 +253,7 @@ async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     assert steps_of(rows) == {thread: [0, 1, 2, 3]}
 
 
+@pytest.mark.long
 async def test_what_was_erased_on_purpose_is_no_loss(
     spark: Any, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,19 +15,28 @@ _WRITERS = st.integers(1, 6)
 _EVENTS = st.lists(st.tuples(st.sampled_from(["wants", "wrote", "passes"]), _WRITERS, st.floats(0, 1)), max_size=40)
 
 
-def told(me: int, events: list[tuple[str, int, float]]) -> tuple[Turns, float]:
-    """What a writer knows that has heard all of this, and when that was."""
-    turns, now = Turns(me), 0.0
-    turns.wrote(1, _NEAR, now)
-    for what, writer, number in events:
+def told(
+    me: int, events: list[tuple[str, int, float]], begins: int = 0, turns_s: Sequence[float] = (_MINE_S,)
+) -> tuple[Turns, float, int]:
+    """What a writer knows that has heard all of this from the event with the number `begins` on, when that was, and how
+    many groups there were. `turns_s`: how long the writers' turns take."""
+    turns, now, seq = Turns(me), 0.0, 1
+    paces = [Pace(turns_s[w % len(turns_s)], 2 * _MINE_S) for w in range(7)]
+    if not begins:
+        turns.wrote(1, paces[1], seq, now)
+    for number, (what, writer, amount) in enumerate(events, start=1):
+        if what == "wrote":
+            now += amount
+            seq += 1
+        if number < begins:
+            continue
         if what == "wants":
-            turns.wants(writer, Pace(_MINE_S, number), now)
+            turns.wants(writer, Pace(_MINE_S, amount), seq, now)
         elif what == "passes":
             turns.passes(writer)
         else:
-            now += number
-            turns.wrote(writer, _NEAR, now)
-    return turns, now
+            turns.wrote(writer, paces[writer], seq, now)
+    return turns, now, seq
 
 
 @given(_EVENTS)
@@ -33,13 +44,39 @@ def told(me: int, events: list[tuple[str, int, float]]) -> tuple[Turns, float]:
 @example([("wants", 3, 1.0), ("wrote", 2, 0.0), ("wants", 1, 1.0), ("wrote", 2, 1.0), ("wrote", 1, 1.0)])
 def test_of_those_who_heard_the_same_one_goes_at_once(events: list[tuple[str, int, float]]) -> None:
     heard = {me: told(me, events) for me in range(1, 7)}
-    waits = {me: turns.wait_s(now, _MINE_S) for me, (turns, now) in heard.items() if turns.knows(me)}
+    waits = {me: turns.wait_s(now, _MINE_S) for me, (turns, now, _) in heard.items() if turns.knows(me)}
     assert not waits or min(waits.values()) <= 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["wants", "wrote", "passes"]), _WRITERS, st.floats(0, 0.001)), max_size=40),
+    st.lists(st.integers(1, 41), min_size=6, max_size=6),
+    st.permutations(range(1, 7)),
+    st.lists(st.floats(0.0005, 0.1), min_size=7, max_size=7),
+)
+def test_who_began_to_listen_later_knows_the_same_order_once_everybody_has_told_something(
+    events: list[tuple[str, int, float]], begins: list[int], last: list[int], turns_s: list[float]
+) -> None:
+    """Each counted from what it had heard first: all waited for another one, until somebody's patience was over."""
+    events += [("wrote", writer, 0.0) for writer in last]
+    heard = [told(me, events, min(begins[me - 1], len(events) - 5), turns_s)[0] for me in range(1, 7)]
+    assert len({tuple(turns._in_order()) for turns in heard}) == 1
+
+
+def test_a_few_who_are_gone_are_not_waited_for_one_after_the_other() -> None:
+    """As when the machine of many writers stops: they are waited for at the same time."""
+    turns, now = Turns(9), 0.0
+    for writer in range(1, 10):
+        turns.wrote(writer, _FAR, writer, now)
+    wait_s = turns.wait_s(now, _MINE_S)
+    assert 2 * _FAR.needs_s <= wait_s <= 2 * _FAR.needs_s + 8 * _FAR.turn_s
+    turns.wrote(9, _FAR, 10, now + wait_s)
+    assert not any(turns.knows(writer) for writer in range(1, 9))
 
 
 @given(_EVENTS, _WRITERS)
 def test_nobody_is_waited_for_long(events: list[tuple[str, int, float]], me: int) -> None:
-    turns, now = told(me, events)
+    turns, now, _ = told(me, events)
     wait_s = turns.wait_s(now, _MINE_S)
     assert wait_s <= 6 * max(NEEDS_MAX_S, _MINE_S)
     # Whatever was heard, it is over when nothing more is heard.
@@ -48,54 +85,54 @@ def test_nobody_is_waited_for_long(events: list[tuple[str, int, float]], me: int
 
 @given(_EVENTS, _WRITERS)
 def test_who_wants_to_write_is_next_after_all_who_wait_longer(events: list[tuple[str, int, float]], me: int) -> None:
-    turns, now = told(me, events)
-    turns.wants(me, _NEAR, now)
-    for _ in range(12):
+    turns, now, seq = told(me, events)
+    turns.wants(me, _NEAR, seq, now)
+    for number in range(1, 13):
         first = next(other for other in range(1, 7) if turns.is_first(other))
         if first == me:
             return
         now += 1
-        turns.wrote(first, _NEAR, now)
+        turns.wrote(first, _NEAR, seq + number, now)
     raise AssertionError("it never was its turn")
 
 
 def test_who_lets_his_turn_pass_is_not_waited_for_again() -> None:
-    turns, now = told(3, [("wrote", 1, 0), ("wrote", 2, 0), ("wrote", 3, 0)])
+    turns, now, seq = told(3, [("wrote", 1, 0), ("wrote", 2, 0), ("wrote", 3, 0)])
     assert turns.wait_s(now, _MINE_S) > _MINE_S
-    turns.wrote(2, _NEAR, now + 1)  # before 1, whose turn it was
+    turns.wrote(2, _NEAR, seq + 1, now + 1)  # before 1, whose turn it was
     assert not turns.knows(1)
     assert turns.is_first(3)
 
 
 def test_who_is_not_waited_for_keeps_its_place_until_its_time_has_passed() -> None:
     turns = Turns(3)
-    turns.wrote(1, _NEAR, 0)
-    turns.wrote(2, _FAR, 0)
+    turns.wrote(1, _NEAR, 1, 0)
+    turns.wrote(2, _FAR, 2, 0)
     for number in range(1, 200):
         now = _MINE_S * number
         if turns.is_first(2):
             break
-        turns.wrote(1, _NEAR, now)
+        turns.wrote(1, _NEAR, 2 + number, now)
     assert 140 < number < 160, "who is far away rests for most of a turn of its own"
-    turns.wrote(3, _NEAR, now)
+    turns.wrote(3, _NEAR, 2 + number, now)
     assert turns.is_first(2)
-    turns.wrote(1, _NEAR, now + _FAR.needs_s)
+    turns.wrote(1, _NEAR, 3 + number, now + _FAR.needs_s)
     assert not turns.knows(2)
 
 
 def test_those_who_never_write_are_waited_for_a_share_of_the_time_only() -> None:
     turns, now, stranger = Turns(1), 0.0, 10
-    turns.wrote(1, _NEAR, now)
-    turns.wrote(2, _NEAR, now)
+    turns.wrote(1, _NEAR, 1, now)
+    turns.wrote(2, _NEAR, 2, now)
     waited = 0.0
     while now < 100:
         for _ in range(3):
             stranger += 1
-            turns.wants(stranger, Pace(0.08, 0.25), now)
+            turns.wants(stranger, Pace(0.08, 0.25), stranger // 3, now)
         wait_s = max(turns.wait_s(now, _MINE_S), 0.0)
         waited += wait_s
         now += wait_s + 0.05
-        turns.wrote(1, _NEAR, now)
+        turns.wrote(1, _NEAR, stranger // 3, now)
     assert waited < 20
 
 

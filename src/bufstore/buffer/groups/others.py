@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import struct
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -23,8 +22,9 @@ from bufstore.jetstream.messages import StoredMessage
 _QUIET_S = 1.0
 #: A clock may show less than this as no time at all.
 _AT_ONCE_S = 1e-6
-#: Who tells, and its pace, µs: it wants to write. Where it needs no time, it wants nothing.
-_WISH = struct.Struct(">BIII")
+#: Who tells, its pace, µs, and the last group that it has seen: it wants to write. Where it needs no time, it wants
+#: nothing.
+_WISH = struct.Struct(">BIIIQ")
 #: Who tells, its pace, the sequence of its group, and how long the group's body is. The group's header follows, and
 #: where others need it (`_HAS_STORED_WHOLE`) the body.
 _STORED = struct.Struct(">BIIIQI")
@@ -77,15 +77,16 @@ class Others:
         subjects: Subjects,
         me: int,
         hear: Callable[[int, str, int, bytes | None], int | None],
+        seen: Callable[[], int],
         wanting: Callable[[], bool],
     ) -> None:
         """`hear`: takes note of a group (its sequence, its header, the size of its body, and the body if it is told);
         gives its id, or None.
 
-        `wanting`: whether something waits.
+        `seen`: the last group that was seen. `wanting`: whether something waits.
         """
         self._announcements, self._subjects, self._me = announcements, subjects, me
-        self._hear, self._wanting = hear, wanting
+        self._hear, self._seen, self._wanting = hear, seen, wanting
         self._turns = Turns(me)
         #: How long the server takes to answer.
         self._usual = Usual()
@@ -171,7 +172,8 @@ class Others:
     def _pace(self) -> Pace:
         # To hear whose turn it is, and to tell of the group, takes as long as to store it. When its turn comes, the
         # refusal of the last try may still be on its way.
-        return Pace(2 * self._usual.mean_s, min(3 * self._usual.at_most_s, NEEDS_MAX_S))
+        pace = Pace(2 * self._usual.mean_s, min(3 * self._usual.at_most_s, NEEDS_MAX_S))
+        return _paced(*_in_us(pace))  # as the others hear it
 
     async def wrote(self, message: StoredMessage, *, whole: bool) -> None:
         """A group of this process was stored: tell the others, if they are in each other's way.
@@ -185,7 +187,7 @@ class Others:
         self._tried = False
         if self._listening is not None:
             pace = self._pace
-            self._turns.wrote(self._me, pace, now)
+            self._turns.wrote(self._me, pace, message.seq, now)
             self._look_whose_turn()
             kind = _HAS_STORED_WHOLE if whole else _HAS_STORED
             head = _STORED.pack(kind, self._me, *_in_us(pace), message.seq, len(message.body))
@@ -208,12 +210,12 @@ class Others:
     def _heard(self, words: bytes) -> None:
         # Anybody may publish here.
         if len(words) == _WISH.size and words[0] == _WISHES:
-            _, writer, turn_us, needs_us = _WISH.unpack(words)
-            self._wished(writer, Pace(turn_us / 1e6, needs_us / 1e6))
+            _, writer, turn_us, needs_us, seen = _WISH.unpack(words)
+            self._wished(writer, _paced(turn_us, needs_us), seen)
         elif len(words) > _STORED.size and words[0] in (_HAS_STORED, _HAS_STORED_WHOLE):
             _, writer, turn_us, needs_us, seq, size = _STORED.unpack_from(words)
             if writer != self._me:
-                pace = Pace(turn_us / 1e6, needs_us / 1e6)
+                pace = _paced(turn_us, needs_us)
                 whole = words[0] == _HAS_STORED_WHOLE
                 end = max(len(words) - size, _STORED.size) if whole else len(words)
                 header = words[_STORED.size : end].decode("ascii", "replace")
@@ -222,12 +224,12 @@ class Others:
     def _stored(self, pace: Pace, seq: int, header: str, size: int, body: bytes | None) -> None:
         if (id_ := self._hear(seq, header, size, body)) is not None:
             now = self._others_at = asyncio.get_running_loop().time()
-            self._turns.wrote(writer_of(id_), pace, now)
+            self._turns.wrote(writer_of(id_), pace, seq, now)
             self._look_whose_turn()
 
-    def _wished(self, writer: int, pace: Pace) -> None:
+    def _wished(self, writer: int, pace: Pace, seen: int) -> None:
         if pace.needs_s:
-            self._turns.wants(writer, pace, asyncio.get_running_loop().time())
+            self._turns.wants(writer, pace, seen, asyncio.get_running_loop().time())
             if writer == self._me:
                 self._moved.set()
         else:
@@ -254,7 +256,9 @@ class Others:
         self._spawn(self._wish(turn_us, needs_us or 1))
 
     async def _wish(self, turn_us: int, needs_us: int) -> None:
-        await self._announcements.tell(self._subjects.writers, _WISH.pack(_WISHES, self._me, turn_us, needs_us))
+        await self._announcements.tell(
+            self._subjects.writers, _WISH.pack(_WISHES, self._me, turn_us, needs_us, self._seen())
+        )
 
     async def _stop(self) -> None:
         async with self._one_at_a_time:
@@ -294,5 +298,9 @@ class Others:
         task.add_done_callback(self._tasks.discard)
 
 
+def _paced(turn_us: int, needs_us: int) -> Pace:
+    return Pace(turn_us / 1e6, needs_us / 1e6)
+
+
 def _in_us(pace: Pace) -> tuple[int, int]:
-    return math.ceil(1e6 * min(pace.turn_s, NEEDS_MAX_S)), math.ceil(1e6 * pace.needs_s)
+    return round(1e6 * min(pace.turn_s, NEEDS_MAX_S)), round(1e6 * pace.needs_s)

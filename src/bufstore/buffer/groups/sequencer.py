@@ -106,7 +106,8 @@ class Sequencer:
         #: What tells the groups of this writer from others', and from each other.
         self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
-        self._others = Others(stream, subjects, self._me, self._heard, lambda: bool(self._waiting or self._sending))
+        wanting = lambda: bool(self._waiting or self._sending)  # noqa: E731
+        self._others = Others(stream, subjects, self._me, self._heard, lambda: heads.seen, wanting)
         self._hear = hear
         #: When another writer was found to write to the same threads; None: not lately.
         self._overtaken_at: float | None = None

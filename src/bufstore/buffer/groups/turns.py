@@ -8,11 +8,13 @@ and one that is far, the far one gets about half of the time, and not nearly all
 All this is a hint. Who knows nothing of turns, or is wrong, loses a try. Who lets its turn pass without a word is
 waited for no more, and of all time only a share is spent on waiting for those who were never seen to write.
 
-Pure: no I/O, no clock. Those who heard the same have the same order: it rests on what was told, not on their clocks.
+Pure: no I/O, no clock. The order rests on what everybody has told last, and on nothing that was told before: so those
+who began to listen at different times have the same order as soon as each writer has told something.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ _VAIN_MAX_S = 1.0
 _REST = 3 / 4
 #: What a turn takes at least. Shorter ones would only make those who are far away wait longer.
 _TURN_MIN_S = 0.001
+#: So many groups later all have heard of it.
+_HEARD_BY = 2
 #: Of so many who were never seen to write wishes are kept.
 _STRANGERS_MAX = 64
 
@@ -68,10 +72,13 @@ class Usual:
 
 
 class _Place(NamedTuple):
-    """Where a writer stands in the order: the lowest is next, and of equals the one that came first."""
+    """Where a writer stands in the order."""
 
-    at_us: int
+    #: The sequence of the group that it wrote; of who wants to write, of the last one that it had seen then.
+    behind: int
     pace: Pace
+    #: Whether it has written there, and rests.
+    rests: bool
 
 
 class Turns:
@@ -80,8 +87,8 @@ class Turns:
     def __init__(self, me: int) -> None:
         self._me = me
         self._places: dict[int, _Place] = {}
-        #: What is counted up by each group that is stored, whoever's: so much as the shortest turn takes.
-        self._at_us = 0
+        #: The last group that was stored, whoever's.
+        self._last = 0
         #: Who wrote a group, and has missed no turn since.
         self._trusted: set[int] = set()
         #: When the present turn began: when a group was stored last, or somebody came after nobody was here.
@@ -90,31 +97,32 @@ class Turns:
         self._vain_s = _VAIN_MAX_S
         #: When a group was stored last, whoever's turn it was.
         self._stored_at = float("inf")
+        #: What `_in_order` gives; None: something has changed.
+        self._order: list[int] | None = None
 
-    def wants(self, writer: int, pace: Pace, now: float) -> None:
-        """A writer wants to write. It is next after the one whose turn it is, and after others who came so."""
+    def wants(self, writer: int, pace: Pace, behind: int, now: float) -> None:
+        """A writer wants to write. It is next after the one whose turn it is, and after others who came so.
+
+        `behind`: the last group that it had seen.
+        """
         if not self._places:
             self._began = now
         if (place := self._places.get(writer)) is not None:
-            self._places[writer] = place._replace(pace=pace.within_limits())
+            self._place(writer, place._replace(pace=pace.within_limits()))
         elif writer == self._me or writer in self._trusted or self._strangers() < _STRANGERS_MAX:
-            at_us = min((place.at_us for place in self._places.values()), default=self._at_us)
-            self._places[writer] = _Place(at_us, pace.within_limits())
+            self._place(writer, _Place(behind, pace.within_limits(), rests=False))
 
     def passes(self, writer: int) -> None:
         """A writer wants nothing at the moment."""
-        self._places.pop(writer, None)
+        self._place(writer, None)
 
-    def wrote(self, writer: int, pace: Pace, now: float) -> None:
+    def wrote(self, writer: int, pace: Pace, seq: int, now: float) -> None:
         """A group of this writer was stored. It rests for a while; who did not come in time is left out."""
         self._judge(writer, now)
         first = next(iter(self._in_order()), None)
-        self._places.pop(writer, None)
-        pace = pace.within_limits()
         self._trusted.add(writer)
-        turns = [place.pace.turn_s for other, place in self._places.items() if other in self._trusted]
-        self._at_us += round(1e6 * min([pace.turn_s, *turns]))
-        self._places[writer] = _Place(self._at_us + round(1e6 * _REST * pace.turn_s), pace)
+        self._last = max(self._last, seq)
+        self._place(writer, _Place(seq, pace.within_limits(), rests=True))
         if first is None or first == writer:
             self._began = now
 
@@ -123,17 +131,41 @@ class Turns:
         elapsed_s = now - self._began if self._places else 0.0
         earned_s = _VAIN_SHARE * max(now - self._stored_at, 0.0)
         self._vain_s, self._stored_at = min(self._vain_s + earned_s, _VAIN_MAX_S), now
+        nobody_came = elapsed_s >= self._patience_s(writer)
         for other, allowed_s in list(self._allowed()):
-            if other == writer or elapsed_s < allowed_s:
+            if other == writer or (elapsed_s < allowed_s and not nobody_came):
                 break
-            elapsed_s -= allowed_s
-            self._began += allowed_s
-            self._vain_s -= allowed_s
-            del self._places[other]
+            passed_s = min(allowed_s, max(elapsed_s, 0.0))
+            elapsed_s -= passed_s
+            self._began += passed_s
+            self._vain_s -= passed_s
+            self._place(other, None)
             self._trusted.discard(other)
 
+    def _patience_s(self, writer: int) -> float:
+        """After so long without any group those who come before this writer are waited for no more, however many."""
+        allowed = itertools.takewhile(lambda one: one[0] != writer, self._allowed())
+        return 2 * max((allowed_s for _, allowed_s in allowed), default=0.0)
+
+    def _place(self, writer: int, place: _Place | None) -> None:
+        self._order = None
+        if place is not None:
+            self._places[writer] = place
+        else:
+            self._places.pop(writer, None)
+
     def _in_order(self) -> list[int]:
-        return sorted(self._places, key=lambda writer: self._places[writer].at_us)
+        if self._order is None:
+            resting = {writer: place for writer, place in self._places.items() if place.rests}
+            shortest_s = min((place.pace.turn_s for place in resting.values()), default=_TURN_MIN_S)
+            # A rest as so many of the shortest turns, which are groups of others.
+            order = sorted(resting, key=lambda w: (resting[w].behind + _REST * resting[w].pace.turn_s / shortest_s, w))
+            new = sorted(self._places.keys() - resting.keys(), key=lambda w: (self._places[w].behind, w))
+            # Whose turn it was when somebody came, and who followed him before all had heard of that, are on their way.
+            early = [writer for writer in new if self._places[writer].behind + _HEARD_BY <= self._last]
+            ahead = 0 if early else 1
+            self._order = early + order[:ahead] + new[len(early) :] + order[ahead:]
+        return self._order
 
     def _allowed(self) -> Iterator[tuple[int, float]]:
         """Who comes one after the other, and how long each is waited for."""
@@ -170,9 +202,14 @@ class Turns:
 
         `needs_s`: how long a group takes us, which others are given, too.
         """
-        total_s = 0.0
+        total_s = longest_s = apart_s = 0.0
         for writer, allowed_s in self._allowed():
             if writer == self._me:
                 break
-            total_s += max(allowed_s, needs_s) if allowed_s else 0.0
+            if allowed_s:
+                total_s += max(allowed_s, needs_s)
+                longest_s = max(longest_s, allowed_s, needs_s)
+                apart_s += self._places[writer].pace.turn_s
+        # All who have lost their patience would try at the same moment.
+        total_s = min(total_s, 2 * longest_s + apart_s)
         return self._began + total_s - now if total_s else 0.0
