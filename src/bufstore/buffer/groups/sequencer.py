@@ -106,8 +106,7 @@ class Sequencer:
         #: What tells the groups of this writer from others', and from each other.
         self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
-        wanting = lambda: bool(self._waiting or self._sending)  # noqa: E731
-        self._others = Others(stream, subjects, self._me, self._heard, lambda: heads.seen, wanting)
+        self._others = Others(stream, subjects, self._me, self._heard, lambda: heads.seen, self._is_wanting)
         self._hear = hear
         #: When another writer was found to write to the same threads; None: not lately.
         self._overtaken_at: float | None = None
@@ -200,6 +199,9 @@ class Sequencer:
         if overtaken:
             self._overtaken_at = asyncio.get_running_loop().time()
         return overtaken
+
+    def _is_wanting(self) -> bool:
+        return bool(self._waiting or self._sending)
 
     def _are_shared(self) -> bool:
         """Whether others write to the same threads."""
