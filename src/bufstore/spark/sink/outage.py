@@ -47,6 +47,8 @@ class Patience:
         self._who = who
         self._numbered = numbered
         self._stopped = stopped
+        #: When something got through last, or the first try began: that one may take long before it fails.
+        self._through = float("-inf")
         #: Since when nothing gets through, and when that was said last.
         self._since: float | None = None
         self._said = float("-inf")
@@ -60,6 +62,7 @@ class Patience:
             before_sleep=self._say,
             reraise=True,
         )
+        self._through = asyncio.get_running_loop().time()
         async for attempt in retrying:
             with attempt:
                 found = await work()
@@ -68,8 +71,9 @@ class Patience:
 
     def progressed(self) -> None:
         """Something got through: the time begins anew."""
+        self._through = asyncio.get_running_loop().time()
         if self._since is not None:
-            waited = asyncio.get_running_loop().time() - self._since
+            waited = self._through - self._since
             self.waited_s += waited
             self._since = None
             self._said = float("-inf")
@@ -77,7 +81,7 @@ class Patience:
 
     def _is_over(self, state: RetryCallState) -> bool:
         now = asyncio.get_running_loop().time()
-        self._since = self._since if self._since is not None else now
+        self._since = self._since if self._since is not None else self._through
         over = now - self._since >= self._timeout_s or self._stopped()
         error = state.outcome.exception() if state.outcome is not None else None
         if over and error is not None:

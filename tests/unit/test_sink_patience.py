@@ -1,0 +1,73 @@
+"""How long the sink has waited for servers that are away: in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bufstore import LogFull, StoreUnavailable
+from bufstore.spark.sink.outage import Patience
+from unit.fake_log import run
+
+
+def test_a_try_that_takes_long_before_it_fails_was_waited_for() -> None:
+    """As of a worker process that starts in an outage, which finds out after half a minute."""
+
+    async def main() -> None:
+        patience = Patience(3600.0, "a batch", numbered=True)
+        failures = iter([30.0, 0.0])
+
+        async def work() -> str:
+            for takes in failures:
+                await asyncio.sleep(takes)
+                raise StoreUnavailable("away")
+            return "through"
+
+        began = asyncio.get_running_loop().time()
+        assert await patience.until_through(work) == "through"
+        passed = asyncio.get_running_loop().time() - began
+        assert passed >= 30.0
+        assert patience.waited_s == pytest.approx(passed)
+
+    run(main())
+
+
+def test_what_got_through_meanwhile_was_not_waited_for() -> None:
+    """Rows that are written while others fail: the time begins with the last one that was."""
+
+    async def main() -> None:
+        patience = Patience(25.0, "a batch", numbered=True)
+        tries = iter(range(3))
+
+        async def work() -> None:
+            await asyncio.sleep(20.0)
+            patience.progressed()
+            await asyncio.sleep(5.0)
+            if next(tries) < 2:
+                raise LogFull("full")
+
+        await patience.until_through(work)
+        # Of each failed try its end, the pause behind it, and the next one until something gets through.
+        assert 50.0 <= patience.waited_s < 55.0
+
+    run(main())
+
+
+def test_it_ends_when_nothing_got_through_for_so_long() -> None:
+    async def main() -> None:
+        patience = Patience(10.0, "a batch", numbered=True)
+
+        async def work() -> None:
+            await asyncio.sleep(4.0)
+            raise StoreUnavailable("away")
+
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StoreUnavailable) as over:
+            await patience.until_through(work)
+        assert 10.0 <= asyncio.get_running_loop().time() - began < 10.0 + 4.0 + 5.0
+        assert over.value.__notes__ == [
+            f"waited {asyncio.get_running_loop().time() - began:.0f} s (SinkConfig.outage_timeout_s is 10 s)"
+        ]
+
+    run(main())
