@@ -78,15 +78,17 @@ async def test_archive_and_log_are_one_table(spark: Any, deployment: Deployment,
     assert done.rows == 3
     await check()
 
-    # Neighbours become one part, and what they were made of goes.
+    # Neighbours become one part and one range, and what they were made of goes.
     before = await rows(spark, path)
-    assert (await asyncio.to_thread(compact, spark, path)).parts == 1
-    assert (await asyncio.to_thread(compact, spark, path)).parts == 0
+    done = await asyncio.to_thread(compact, spark, path)
+    assert (done.parts, done.ranges) == (1, 1)
+    done = await asyncio.to_thread(compact, spark, path)
+    assert (done.parts, done.ranges) == (0, 0)
     assert [r.asDict() | {"part": ""} for r in await rows(spark, path)] == [r.asDict() | {"part": ""} for r in before]
     folder = tmp_path / "archive" / "tables" / "entries"
     assert await asyncio.to_thread(expire, spark, path) == 0, "somebody may be reading"
-    assert await asyncio.to_thread(partial(expire, grace=timedelta(0)), spark, path) == 2
-    assert len(list(folder.glob("part=*"))) == 1
+    assert await asyncio.to_thread(partial(expire, grace=timedelta(0)), spark, path) == 2 + 2
+    assert len(list(folder.glob("part=*"))) == len(list((tmp_path / "archive" / "ranges").iterdir())) == 1
     assert len(await rows(spark, path)) == len(before)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark import ArchiveOvertaken, archive, drain, restore
-from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job
+from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore
+from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job, small_ranges
 from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
@@ -102,6 +102,55 @@ async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
     few, many = [await asyncio.to_thread(jobs_of_a_check, spark, path, some) for some in (manifests[:1], manifests)]
     assert few == many, "however many ranges there are"
     assert await come_back(spark, deployment, tmp_path / "archive", threads) == {t: list(range(6)) for t in threads}
+
+
+@pytest.mark.long  # several archives and restores
+async def test_small_ranges_become_one_and_come_back_as_they_were(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when a run that merges dies, two merge at once, one archives meanwhile, or what they replaced is removed."""
+    several, big, path = [fresh() for _ in range(3)], fresh(), tmp_path / "archive"
+    archived_ = partial(asyncio.to_thread, archive, spark, where(deployment), str(path))
+    merged = partial(asyncio.to_thread, compact, spark, str(path))
+    await write(deployment, several, range(2))
+    first = await archived_()
+    await archived_(start=first.end - 1)  # overlaps it
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(big, [{"n": 0, "text": secrets.token_hex(1_000_000)}], run_of(big))  # in parts
+    await archived_()
+    await write(deployment, several, range(2, 4))
+    await archived_()
+    with monkeypatch.context() as dies, pytest.raises(RuntimeError):
+        dies.setattr(small_ranges, "write_manifest", failing)
+        await merged()
+    before = manifests_of(spark, str(path))
+    assert len(before) == 4
+    everything = {t: list(range(4)) for t in several} | {big: [0]}
+
+    await asyncio.gather(merged(), merged())
+    two = manifests_of(spark, str(path))
+    assert [(m.start, m.end, m.count) for m in two] == [(first.start, before[-1].end, before[-1].end - first.start)] * 2
+    assert await come_back(spark, deployment, path, [*several, big]) == everything
+    assert (await merged()).ranges == 1, "these two are neighbours, too"
+    assert len(manifests_of(spark, str(path))) == 1
+    for part in (path / "ranges" / before[0].name).rglob("*.parquet"):
+        part.write_bytes(b"changed")  # of what does not count any more
+    assert await come_back(spark, deployment, path, [*several, big]) == everything
+    assert await asyncio.to_thread(expire, spark, str(path)) == 0, "somebody may be reading"
+    assert await asyncio.to_thread(partial(expire, grace=timedelta(0)), spark, str(path)) == 4 + 2
+    assert [m.merged for m in manifests_of(spark, str(path))] == [tuple(m.name for m in two)]
+    assert await come_back(spark, deployment, path, [*several, big]) == everything
+
+    await write(deployment, several, range(4, 6))
+    assert (await archived_()).count == 6, "it goes on behind the merged one"
+    for part in (path / "ranges" / manifests_of(spark, str(path))[-1].name).rglob("*.parquet"):
+        part.unlink()
+    with pytest.raises(DataLoss, match="was changed"):
+        await merged()
+
+
+def failing(*_: Any) -> None:
+    raise RuntimeError("this process dies")
 
 
 @pytest.mark.long

@@ -79,14 +79,14 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
 @spark.command()
 @click.argument("path")
 @_MASTER
-@click.option("--compact", "merging", is_flag=True, help="Make one part of small neighbours.")
+@click.option("--compact", "merging", is_flag=True, help="Make one of small neighbours: parts, and ranges.")
 @click.option("--expire", "before", type=Time(), help="Remove parts all of which was stored before this time.")
 @click.option("--ranges", is_flag=True, help="With --expire: also the ranges all of which was. They are not restored.")
 @connects()
 def table(options: Options, path: str, master: str, merging: bool, before: datetime | None, ranges: bool) -> None:
     """Add what the table of the archive at PATH lacks of its ranges: what people query.
 
-    Parts of which larger ones were made are removed a day later, by the next run.
+    Parts and ranges of which larger ones were made are removed a day later, by the next run.
     """
     from bufstore.spark.log_archive import tables_job
 

@@ -5,8 +5,9 @@ and parts of large ones, which may be in the range before that of their group. T
 ``<path>/manifests/<start>-<end>-<attempt>`` says what is in a range: folder, stream, count, checksum. The manifest is
 written last: a range without a manifest does not count.
 
-Each attempt has names of its own, and nothing is ever overwritten or removed: what a manifest says is in the archive
-stays there, even if several runs archive at once or one dies half-way. Where ranges overlap, each is whole.
+Each attempt has names of its own, and nothing is ever overwritten: what a manifest says is in the archive stays there,
+even if several runs archive at once or one dies half-way. Where ranges overlap, each is whole. A range that was made of
+small ones names them; they do not count from then on, and may be removed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str = ""
     #: When the newest of its messages was stored, in microseconds of Unix time; 0: it is not known, or there is none.
     newest_us: int = 0
+    #: Names of the ranges that it was made of, and when, in microseconds of Unix time; a range of the log has neither.
+    merged: tuple[str, ...] = ()
+    merged_us: int = 0
 
     @property
     def name(self) -> str:
@@ -62,10 +66,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
-    """The manifests of an archive, in order; none for a folder that is not there.
+    """The manifests of an archive that count, in order; none for a folder that is not there.
 
     Raises ConfigError for a manifest that cannot be read or that a newer release wrote.
     """
+    return counting(all_manifests_of(spark, path))
+
+
+def all_manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
+    """See `manifests_of`; also of the ranges of which others were made."""
     found = []
     for line in texts_of(spark, f"{path}/manifests"):
         try:
@@ -76,6 +85,12 @@ def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
             raise ConfigError(f"{path} was written by a newer release (version {manifest.version}): upgrade bufstore")
         found.append(manifest)
     return sorted(found, key=lambda m: (m.start, m.end))
+
+
+def counting(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Those that no other one was made of."""
+    merged = {name for m in manifests for name in m.merged}
+    return [m for m in manifests if m.name not in merged]
 
 
 def whole(manifests: Sequence[Manifest]) -> None:
@@ -103,6 +118,16 @@ def overlap(one: Manifest, other: Manifest) -> bool:
     return one.created == other.created and one.start < other.end and other.start < one.end
 
 
+def overlapping(manifests: Sequence[Manifest]) -> bool:
+    """Whether any two of them overlap."""
+    ends: dict[str, int] = {}
+    for m in sorted(manifests, key=lambda m: m.start):
+        if m.start < min(m.end, ends.get(m.created, 0)):
+            return True
+        ends[m.created] = max(m.end, ends.get(m.created, 0))
+    return False
+
+
 def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manifest) -> None:
     """Raise ArchiveOvertaken when another run has archived a part of this range since this run began.
 
@@ -111,7 +136,7 @@ def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manif
     """
     known = {manifest.name for manifest in before}
     for manifest in now:
-        if manifest.name not in known and overlap(manifest, mine):
+        if manifest.name not in known and not manifest.merged and overlap(manifest, mine):
             raise ArchiveOvertaken(
                 f"another run has archived {manifest.name} meanwhile. This run's files (ranges/{mine.name}) do "
                 "not count and may be removed. Nothing is lost: the next run continues where that run ended"
@@ -161,7 +186,7 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
 
 
 def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) -> DataFrame:
-    """The messages of these ranges, in one table. Raises DataLoss when they are not those of the manifests.
+    """The messages of these ranges, each once. Raises DataLoss when they are not those of the manifests.
 
     One job reads all ranges, however many they are.
     """
@@ -182,7 +207,12 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
             raise DataLoss(
                 f"{path}/ranges/{m.name} does not hold what its manifest says ({m.count} messages): it was changed"
             )
-    return messages
+    return each_once(messages, manifests)
+
+
+def each_once(messages: DataFrame, manifests: Sequence[Manifest]) -> DataFrame:
+    """The messages of these ranges without repetitions."""
+    return messages.dropDuplicates(["position", "subject", "header"]) if overlapping(manifests) else messages
 
 
 def messages_of(spark: SparkSession, *folders: str) -> DataFrame:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -27,7 +27,7 @@ from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.into_log import IntoLog
 from bufstore.spark.log_archive.into_postgres import IntoPostgres, NoLanes
-from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of, overlap, whole
+from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of, whole
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task, outcome
@@ -90,12 +90,9 @@ def restore(
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     # One job for all ranges of one kind of subjects: a thread's entries in order, whatever range they are in.
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
-        parts = list(ranges)
-        messages = check_ranges(spark, path, parts)
+        messages = check_ranges(spark, path, list(ranges))
         if until is not None:
             messages = _stored_before(messages, until)
-        if any(overlap(before, after) for before, after in pairwise(parts)):  # two archived at the same time
-            messages = messages.dropDuplicates(["position", "subject", "header"])
         pieces = pieces_of(messages, subjects)
         if threads is not None:
             pieces = pieces.where(F.col("subject").isin([subjects.of(thread_id) for thread_id in threads]))

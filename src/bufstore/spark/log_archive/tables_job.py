@@ -29,15 +29,18 @@ from bufstore.spark.log_archive.archived_entries import COLUMNS, items_of_rows, 
 from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, thread_rows
 from bufstore.spark.log_archive.manifests import (
     Manifest,
+    all_manifests_of,
     check_ranges,
+    counting,
+    each_once,
     expired,
     manifests_of,
     messages_of,
-    overlap,
     texts_of,
     whole,
     write_text,
 )
+from bufstore.spark.log_archive.small_ranges import RANGE_MESSAGES, merge_small, replaced_ranges
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task
@@ -60,11 +63,12 @@ _ROWS_AT_ONCE = 256
 
 
 class TablesReport(msgspec.Struct, kw_only=True):
-    """What was done: messages of the stream up to which there are rows now, rows and parts that were written."""
+    """What was done: messages of the stream up to which there are rows; rows, parts and ranges that were written."""
 
     end: int = 0
     rows: int = 0
     parts: int = 0
+    ranges: int = 0
 
 
 def tabulate(spark: SparkSession, path: str) -> TablesReport:
@@ -119,29 +123,30 @@ def entries(spark: SparkSession, path: str, deployment: Deployment | None = None
     return reduce(DataFrame.unionByName, tails)
 
 
-def compact(spark: SparkSession, path: str, *, rows: int = ROWS) -> TablesReport:
-    """Make one part of neighbours that are small, of at most so many rows; who reads notices nothing.
+def compact(spark: SparkSession, path: str, *, rows: int = ROWS, range_messages: int = RANGE_MESSAGES) -> TablesReport:
+    """Make one part of neighbours that are small, of at most so many rows, and one range of small ranges, of at most so
+    many messages; who reads notices nothing.
 
-    What they were made of is removed by `expire`.
+    What they were made of is removed by `expire`. Raises DataLoss when a range was changed.
     """
     from pyspark.sql import functions as F
 
     parts = _parts_of(spark, path)
-    report = TablesReport(end=max((p.end for p in parts), default=0))
+    report = TablesReport(end=max((p.end for p in parts), default=0), ranges=merge_small(spark, path, range_messages))
     for start, end in to_merge(parts, rows):
         found = _table(spark, path, [p for p in parts if p.start < end and start < p.end]).drop("part")
         within = F.col("position").between(first_place(start), first_place(end) - 1)
         ordered = found.where(within).repartition("thread_id").sortWithinPartitions("thread_id", "position")
         merged = _write(spark, path, ordered, start, end)
-        report = TablesReport(end=report.end, rows=report.rows + merged.count, parts=report.parts + 1)
+        report.rows, report.parts = report.rows + merged.count, report.parts + 1
     return report
 
 
 def expire(
     spark: SparkSession, path: str, *, before: datetime | None = None, ranges: bool = False, grace: timedelta = _GRACE
 ) -> int:
-    """Remove parts of which others were made longer than `grace` ago, and parts all of which was stored `before` this
-    time; with `ranges`, also the ranges all of which was. How many were removed.
+    """Remove parts and ranges of which others were made longer than `grace` ago, and parts all of which was stored
+    `before` this time; with `ranges`, also the ranges all of which was. How many were removed.
 
     The last part and the last range stay. What is removed from the ranges cannot be restored any more. Raises
     ConfigError on Spark Connect, which cannot remove files.
@@ -150,14 +155,18 @@ def expire(
     if context is None:
         raise ConfigError("Spark Connect cannot remove files: expire an archive from a session with a driver")
     parts = _parts_of(spark, path)
-    gone = replaced(parts, _us(datetime.now(UTC) - grace))
+    settled = _us(datetime.now(UTC) - grace)
+    gone = replaced(parts, settled)
     if before is not None:
         last = max((p.end for p in parts), default=0)
         gone += [p for p in parts if p not in gone and p.end < last and p.newest_us < _us(before)]
     for part in gone:  # the manifest first: without it the part does not count
         _remove(context, f"{path}/tables/manifests/{part.name}")
         _remove(context, f"{path}/tables/entries/part={part.name}")
-    old = expired(manifests_of(spark, path), _us(before)) if ranges and before is not None else []
+    manifests = all_manifests_of(spark, path)
+    old = replaced_ranges(manifests, settled)
+    if ranges and before is not None:
+        old += expired(counting(manifests), _us(before))
     for manifest in old:
         _remove(context, f"{path}/manifests/{manifest.name}")
         _remove(context, f"{path}/ranges/{manifest.name}")
@@ -217,10 +226,7 @@ def _between(spark: SparkSession, path: str, ranges: Sequence[Manifest], start: 
     some = [m for m in ranges if m.start < end and start < m.end]
     if not some:
         return messages_of(spark)
-    found = check_ranges(spark, path, some).where(F.col("position").between(start, end - 1))
-    if any(overlap(one, other) for n, one in enumerate(some) for other in some[n + 1 :]):
-        found = found.dropDuplicates(["position", "subject", "header"])
-    return found
+    return check_ranges(spark, path, some).where(F.col("position").between(start, end - 1))
 
 
 def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: int) -> DataFrame:
@@ -249,7 +255,7 @@ def _typed(
     subjects, at = Subjects(ranges[0].subject, ranges[0].partitions), max((p.end for p in parts), default=0)
     before = [m for m in ranges if m.start < at and at - _PARTS_WITHIN < m.end]
     if before:
-        large = messages_of(spark, *(f"{path}/ranges/{m.name}" for m in before))
+        large = each_once(messages_of(spark, *(f"{path}/ranges/{m.name}" for m in before)), before)
         messages = messages.union(large.where((F.col("subject") == subjects.parts) & (F.col("position") < at)))
     pieces = pieces_of(messages, subjects)
     if parts:

@@ -1,0 +1,87 @@
+"""Making one range of an archive of many small ones, so that what a restore lists follows from how much there is, not
+from how often it was archived.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bufstore.errors import DataLoss
+from bufstore.spark.job_description import described
+from bufstore.spark.log_archive.manifests import (
+    VERSION,
+    Manifest,
+    check_ranges,
+    manifests_of,
+    overlapping,
+    write_manifest,
+    write_range,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+#: Messages of a range that is not merged with others any more. A message is a group of at most 256 KiB.
+RANGE_MESSAGES = 100_000
+_MESSAGES_A_FILE = 2_000
+
+
+def to_merge(manifests: Sequence[Manifest], messages: int) -> list[list[Manifest]]:
+    """Neighbours that each hold fewer than so many messages, to be made one range of at most so many."""
+    found: list[list[Manifest]] = []
+    run: list[Manifest] = []
+    for m in sorted(manifests, key=lambda m: (m.start, m.end)):
+        if m.version != VERSION or m.count >= messages:
+            continue
+        full = sum(other.count for other in run) + m.count > messages
+        if run and (full or _log_of(run[0]) != _log_of(m) or m.start > max(other.end for other in run)):
+            found.append(run)
+            run = []
+        run.append(m)
+    return [run for run in [*found, run] if len(run) > 1]
+
+
+def replaced_ranges(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
+    """The ones of which others were made before this time, in microseconds of Unix time; the oldest first."""
+    merged = {name for m in manifests if m.merged_us < before_us for name in m.merged}
+    # What an interrupted removal leaves must not count again: so the ones that name others go behind those.
+    return sorted((m for m in manifests if m.name in merged), key=lambda m: m.merged_us)
+
+
+def merge_small(spark: SparkSession, path: str, messages: int) -> int:
+    """Make one range of small neighbours; how many were made.
+
+    It may be stopped and repeated: a range without a manifest does not count, and the ones that it was made of do.
+    Raises DataLoss when one of them is not what its manifest says.
+    """
+    runs = to_merge(manifests_of(spark, path), messages)
+    for run in runs:
+        _merge(spark, path, run)
+    return len(runs)
+
+
+def _merge(spark: SparkSession, path: str, run: Sequence[Manifest]) -> None:
+    count, checksum = sum(m.count for m in run), sum(int(m.checksum, 16) for m in run)
+    found = msgspec.structs.replace(
+        run[0],
+        end=max(m.end for m in run),
+        attempt=secrets.token_hex(8),
+        merged=tuple(m.name for m in run),
+        merged_us=time.time_ns() // 1000,
+    )
+    files = max(1, -(-count // _MESSAGES_A_FILE))
+    messages = check_ranges(spark, path, run).coalesce(files)
+    with described(messages, f"bufstore: merge {len(run)} ranges into {found.name}"):
+        found = write_range(messages, path, found)
+        if not overlapping(run) and (found.count, int(found.checksum, 16)) != (count, checksum % (1 << 128)):
+            raise DataLoss(f"ranges/{found.name} is not what it was made of; nothing was recorded: do it again")
+        write_manifest(spark, path, found)
+
+
+def _log_of(m: Manifest) -> tuple[str, int, str, int]:
+    return m.created, m.epoch, m.subject, m.partitions

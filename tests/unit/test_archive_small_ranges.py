@@ -1,0 +1,81 @@
+"""Which ranges of an archive are merged, which ones count, and which may be removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.spark.log_archive.manifests import VERSION, Manifest, counting, overlapping, whole
+from bufstore.spark.log_archive.small_ranges import replaced_ranges, to_merge
+
+
+def manifest(start: int, end: int, count: int | None = None, *, created: str = "then", attempt: str = "") -> Manifest:
+    return Manifest(
+        version=VERSION, stream="s", created=created, epoch=0, subject="t", partitions=8, start=start, end=end,
+        count=end - start if count is None else count, checksum="", attempt=attempt,
+    )  # fmt: skip
+
+
+def made_of(run: list[Manifest], at: int) -> Manifest:
+    made = manifest(run[0].start, max(m.end for m in run), sum(m.count for m in run), created=run[0].created)
+    attempt, merged = f"m{at}-{run[0].name}", tuple(m.name for m in run)
+    return msgspec.structs.replace(made, attempt=attempt, merged=merged, merged_us=at)
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.sampled_from(["a", "b"])), max_size=8)
+
+
+@given(RANGES, st.integers(1, 30), st.integers(1, 4), st.randoms())
+def test_merging_changes_nothing_that_counts_and_what_it_replaced_may_go_in_any_run(
+    ranges: list[tuple[int, int, str]], messages: int, rounds: int, random: Any
+) -> None:
+    there = [
+        manifest(start, start + length, created=created, attempt=str(n))
+        for n, (start, length, created) in enumerate(ranges)
+    ]
+
+    def held() -> set[tuple[str, int]]:
+        return {(m.created, n) for m in counting(there) for n in range(m.start, m.end)}
+
+    everything = held()
+    for at in range(1, rounds + 1):
+        before = counting(there)
+        for run in to_merge(before, messages):
+            assert len(run) > 1
+            assert sum(m.count for m in run) <= messages
+            assert len({m.created for m in run}) == 1
+            whole(run)
+            there.append(made_of(run, at))
+        assert held() == everything
+        assert len(counting(there)) <= len(before)
+        gone = replaced_ranges(there, random.randint(0, at))
+        for m in gone[: random.randint(0, len(gone))]:  # a removal may be interrupted
+            there.remove(m)
+            assert held() == everything
+
+
+def test_small_neighbours_are_merged_and_others_are_not() -> None:
+    a, b, c = manifest(1, 5), manifest(5, 9), manifest(9, 12)
+    assert to_merge([c, a, b], 100) == [[a, b, c]]
+    assert to_merge([a, b, c], 8) == [[a, b]]
+    assert to_merge([a, b, c], 4) == [], "each is as large as it may be, or alone"
+    assert to_merge([a, c], 100) == [], "something stands between them"
+    assert to_merge([a, manifest(5, 9, created="later")], 100) == []
+    assert to_merge([a, msgspec.structs.replace(b, version=2)], 100) == [], "it holds messages of another kind"
+    assert to_merge([manifest(1, 9), manifest(3, 5)], 100) == [[manifest(1, 9), manifest(3, 5)]]
+
+
+@pytest.mark.parametrize("pairs", [[], [(1, 5)], [(1, 5), (5, 9)], [(1, 5), (5, 5), (5, 9)], [(1, 5), (3, 3), (5, 9)]])
+def test_what_follows_one_another_does_not_overlap(pairs: list[tuple[int, int]]) -> None:
+    assert not overlapping([manifest(*pair) for pair in pairs])
+
+
+@given(RANGES)
+def test_overlapping_is_that_any_two_hold_the_same_sequence(ranges: list[tuple[int, int, str]]) -> None:
+    found = [manifest(start, start + length, created=created) for start, length, created in ranges]
+    held = [(m.created, n) for m in found for n in range(m.start, m.end)]
+    assert overlapping(found) == (len(held) != len(set(held)))
