@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import Deployment
@@ -65,7 +65,8 @@ def bulk_drain(
     began, on = time.perf_counter(), loop()
     store = on.run(_store(deployment, flusher=False))
     try:
-        wanted = max(1, min(tasks or cores_of(spark) or _TASKS, len(on.run(store.lag()))))
+        log = store.lanes.config.log
+        wanted = max(1, min(tasks or cores_of(spark) or _TASKS, log.lanes * log.partitions))
         watching = on.start(_watch(store, on_lag)) if on_lag is not None else None
         try:
             found = _run(spark.range(0, wanted, 1, wanted), deployment, timeout_s)
@@ -108,7 +109,8 @@ def _task(
     async def flush() -> FlusherState:
         async with await _store(deployment, flusher=True) as store:
             await store.force_flush_all(timeout_s=timeout_s)
-            return (await store.statistics()).flusher
+            # Not `statistics`, which also counts what is not flushed: who has not read the log does it for that.
+            return state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None])
 
     for batch in batches:
         if batch.num_rows:

@@ -307,6 +307,24 @@ async def the_last_message_of_each_subject_is_found(logs: Logs) -> None:
 
 
 @_check()
+async def who_comes_to_a_backlog_finds_where_its_partitions_end(logs: Logs) -> None:
+    log = await logs.made()
+    (quiet,), (a, b), (c,) = logs.threads(0), logs.threads(1, 2), logs.threads(2)
+    (first,) = await put(log, quiet)
+    places = [await put(log, a, b, c) for _ in range(30)][-1]
+    of = [logs.subjects.of_partition(p) for p in range(4)]
+    for filters, ends in (
+        (of[1:3], places[1:]),
+        ([logs.subjects.all], places[2:]),
+        (of, [first, *places[1:], 0]),
+        ([*of[1:3], a], [*places[1:], places[0]]),
+    ):
+        new = await logs.made()
+        assert await new.latest_ends(filters, PATIENCE_S) == ends
+        assert await new.ends(filters, PATIENCE_S) == ends
+
+
+@_check()
 async def messages_above_a_position_come_in_order(logs: Logs) -> None:
     log = await logs.made()
     (a, b), (c,) = logs.threads(0, 2), logs.threads(1)

@@ -230,17 +230,37 @@ class GroupLog:
     def _end_of(self, filter_: str) -> int:
         if self._is_thread(filter_):
             return self._head(filter_)
+        return max((self._heads.end(p) for p in self._partitions_of(filter_)), default=0)
+
+    def _partitions_of(self, filter_: str) -> Sequence[int]:
         word = filter_.split(".")[1]
-        partitions = range(self._subjects.partitions) if word == "*" else [int(word)]
-        return max((self._heads.end(p) for p in partitions), default=0)
+        return range(self._subjects.partitions) if word == "*" else [int(word)]
 
     async def latest(self, subject: str, timeout_s: float) -> int:
         await self._see_fresh(timeout_s)
         return self._head(subject)
 
     async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        # Who has seen nothing yet, and stands before a backlog, need not read all of it for this.
+        if not self._heads.life and not any(map(self._is_thread, filters)):
+            ends = await self._ends_in_last_groups(timeout_s)
+            if ends.keys() >= {p for filter_ in filters for p in self._partitions_of(filter_)}:
+                return [max(ends[p] for p in self._partitions_of(filter_)) for filter_ in filters]
         await self._see_fresh(timeout_s)
         return [self._end_of(filter_) for filter_ in filters]
+
+    async def _ends_in_last_groups(self, timeout_s: float) -> dict[int, int]:
+        """Where those partitions end that have entries in the last groups; none if what answers lags."""
+        end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
+        if not end:
+            last = (await self._stream.last([self._subjects.groups], timeout_s)).get(self._subjects.groups)
+            end = last.seq if last is not None else 0
+        above = max(end - _LAST_GROUPS, 0)
+        messages = (await self._stream.part(self._subjects.groups, above, timeout_s, _LAST_GROUPS)).messages
+        if not messages or messages[-1].seq < end:
+            return {}
+        groups = filter(None, map(self._tail.decoded, messages))
+        return {record.partition: place for group in groups for place, record in group.places()}
 
     async def _see_fresh(self, timeout_s: float) -> None:
         """Return once everything has been seen that was acknowledged when this was called. Raises LogUnavailable."""
