@@ -12,7 +12,7 @@ import pytest
 
 from bufstore import NoLog
 from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, restore, tabulate
-from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
+from bufstore.spark.analytics import COLUMNS, activity, coalescing, entries, hot_threads, lag
 from bufstore.spark.log_archive import archive_job
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of
@@ -193,6 +193,8 @@ async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
 
     monkeypatch.setattr(archive_job, "log_of", ending_within)
     first = await asyncio.to_thread(archive, spark, where(deployment), path)
+    await asyncio.to_thread(tabulate, spark, path)
+    await asyncio.to_thread(archive, spark, where(deployment), path, start=parts[0])  # its first part twice
     monkeypatch.setattr(archive_job, "log_of", log_of)
     second = await asyncio.to_thread(archive, spark, where(deployment), path)
     assert (first.end, first.count + second.count) == (parts[1], len(stored))
@@ -206,6 +208,11 @@ async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
         async with elsewhere.inner() as store:
             (whole, _) = await store.load_messages(big) or []
         assert whole["text"] == text
+    await asyncio.to_thread(tabulate, spark, path)
+    of_big = entries(spark, path).where(f"thread_id = '{big}'").orderBy("position")
+    rows = await asyncio.to_thread(of_big.collect)
+    assert [(row.effect, row.version) for row in rows] == [("applied", 1), ("applied", 2)]
+    assert text in rows[0].messages[0].json
 
 
 @pytest.mark.long  # several archives and restores
