@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.spark.log_archive.manifests import VERSION, Manifest, counting, overlapping, whole
-from bufstore.spark.log_archive.small_ranges import replaced_ranges, to_merge
+from bufstore.spark.log_archive.small_ranges import removable, to_merge
 
 
 def manifest(start: int, end: int, count: int | None = None, *, created: str = "then", attempt: str = "") -> Manifest:
@@ -52,10 +53,33 @@ def test_merging_changes_nothing_that_counts_and_what_it_replaced_may_go_in_any_
             there.append(made_of(run, at))
         assert held() == everything
         assert len(counting(there)) <= len(before)
-        gone = replaced_ranges(there, random.randint(0, at))
+        gone = removable(there, random.randint(0, at))
         for m in gone[: random.randint(0, len(gone))]:  # a removal may be interrupted
             there.remove(m)
             assert held() == everything
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 30), st.integers(0, 9), st.randoms())
+def test_what_is_old_goes_with_all_that_it_was_made_of(
+    lengths: list[int], messages: int, before_us: int, random: Any
+) -> None:
+    ends = list(accumulate(lengths, initial=0))
+    there = [
+        msgspec.structs.replace(manifest(start, end, attempt=str(n)), newest_us=n + 1)
+        for n, (start, end) in enumerate(pairwise(ends))
+    ]
+    for at in (1, 2):
+        runs = to_merge(counting(there), messages)
+        there += [msgspec.structs.replace(made_of(run, at), newest_us=max(m.newest_us for m in run)) for run in runs]
+    was = {n for m in counting(there) for n in range(m.start, m.end)}
+    for m in removable(there, random.randint(0, 3), before_us):
+        there.remove(m)
+    left = counting(there)
+    whole(left)
+    assert {n for m in left for n in range(m.start, m.end)} <= was
+    assert max(m.end for m in left) == ends[-1]
+    last = max(left, key=lambda m: (m.end, m.start))
+    assert all(m.newest_us >= before_us for m in left if m is not last)
 
 
 def test_small_neighbours_are_merged_and_others_are_not() -> None:

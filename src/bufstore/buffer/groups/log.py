@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 from bufstore.buffer.groups.backwards import Backwards
 from bufstore.buffer.groups.delivery import StreamFeed
@@ -32,6 +33,8 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
+
+T = TypeVar("T")
 
 _READ_S = 5.0
 #: A replica has what its leader has stored a moment later.
@@ -237,10 +240,13 @@ class GroupLog:
         return range(self._subjects.partitions) if word == "*" else [int(word)]
 
     async def latest(self, subject: str, timeout_s: float) -> int:
-        await self._see_fresh(timeout_s)
+        await _in_time(self._see_fresh(timeout_s), timeout_s)
         return self._head(subject)
 
     async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        return await _in_time(self._fresh_ends(filters, timeout_s), timeout_s)
+
+    async def _fresh_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         # Who has seen nothing yet, and stands before a backlog, need not read all of it for this.
         if not self._heads.life and not any(map(self._is_thread, filters)):
             ends = await self._ends_in_last_groups(timeout_s)
@@ -264,15 +270,11 @@ class GroupLog:
 
     async def _see_fresh(self, timeout_s: float) -> None:
         """Return once everything has been seen that was acknowledged when this was called. Raises LogUnavailable."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
-                await self._see_all()
-                while self._heads.seen < end:  # the replica that answered lags
-                    await asyncio.sleep(_LAG_S)
-                    await self._see_all()
-        except TimeoutError:
-            raise LogUnavailable("the log did not show in time where it ends") from None
+        end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
+        await self._see_all()
+        while self._heads.seen < end:  # the replica that answered lags
+            await asyncio.sleep(_LAG_S)
+            await self._see_all()
 
     async def end(self, timeout_s: float) -> int:
         return last_place(await self._stream.end(timeout_s))
@@ -425,3 +427,11 @@ class GroupLog:
             return await self._tail.last_seen.mismatch() or await mismatch()
 
         self._stream.vouched_by(either)
+
+
+async def _in_time(look: Awaitable[T], timeout_s: float) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await look
+    except TimeoutError:
+        raise LogUnavailable("the log did not show in time where it ends") from None

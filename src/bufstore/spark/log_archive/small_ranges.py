@@ -17,6 +17,7 @@ from bufstore.spark.log_archive.manifests import (
     VERSION,
     Manifest,
     check_ranges,
+    expired,
     manifests_of,
     overlapping,
     write_manifest,
@@ -46,11 +47,15 @@ def to_merge(manifests: Sequence[Manifest], messages: int) -> list[list[Manifest
     return [run for run in [*found, run] if len(run) > 1]
 
 
-def replaced_ranges(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
-    """The ones of which others were made before this time, in microseconds of Unix time; the oldest first."""
-    merged = {name for m in manifests if m.merged_us < before_us for name in m.merged}
+def removable(manifests: Sequence[Manifest], settled_us: int, before_us: int = 0) -> list[Manifest]:
+    """The ranges of which others were made before the first of these times, and those all of which was stored before
+    the second, in the order in which to remove them. Times are in microseconds of Unix time.
+    """
+    merged = {name for m in manifests if m.merged_us < settled_us for name in m.merged}
     # What an interrupted removal leaves must not count again: so the ones that name others go behind those.
-    return sorted((m for m in manifests if m.name in merged), key=lambda m: m.merged_us)
+    replaced = sorted((m for m in manifests if m.name in merged), key=lambda m: m.merged_us)
+    # Of what is old, also what does not count: it would again, without the one that was made of it.
+    return replaced + expired([m for m in manifests if m.name not in merged], before_us)
 
 
 def merge_small(spark: SparkSession, path: str, messages: int) -> int:

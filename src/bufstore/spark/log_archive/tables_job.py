@@ -31,16 +31,14 @@ from bufstore.spark.log_archive.manifests import (
     Manifest,
     all_manifests_of,
     check_ranges,
-    counting,
     each_once,
-    expired,
     manifests_of,
     messages_of,
     texts_of,
     whole,
     write_text,
 )
-from bufstore.spark.log_archive.small_ranges import RANGE_MESSAGES, merge_small, replaced_ranges
+from bufstore.spark.log_archive.small_ranges import RANGE_MESSAGES, merge_small, removable
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task
@@ -163,10 +161,7 @@ def expire(
     for part in gone:  # the manifest first: without it the part does not count
         _remove(context, f"{path}/tables/manifests/{part.name}")
         _remove(context, f"{path}/tables/entries/part={part.name}")
-    manifests = all_manifests_of(spark, path)
-    old = replaced_ranges(manifests, settled)
-    if ranges and before is not None:
-        old += expired(counting(manifests), _us(before))
+    old = removable(all_manifests_of(spark, path), settled, _us(before) if ranges and before is not None else 0)
     for manifest in old:
         _remove(context, f"{path}/manifests/{manifest.name}")
         _remove(context, f"{path}/ranges/{manifest.name}")
