@@ -95,7 +95,9 @@ def table(options: Options, path: str, master: str, merging: bool, before: datet
     with _session(master, progress=not options.as_json) as session:
         report = tables_job.tabulate(session, path)
         if merging:
-            tables_job.compact(session, path)
+            merged = tables_job.compact(session, path)
+            report.rows, report.parts = report.rows + merged.rows, report.parts + merged.parts
+            report.ranges = merged.ranges
         if not master.startswith("sc://"):
             tables_job.expire(session, path, before=before, ranges=ranges)
         elif before is not None:

@@ -2,8 +2,8 @@
 
 ``<path>/tables/entries/part=<start>-<end>-<attempt>/date=…/*.parquet`` hold rows: see
 `bufstore.spark.log_archive.entry_table`. ``<path>/tables/manifests/<start>-<end>-<attempt>`` says what is in a part,
-and is written last: a part without one does not count. No part is ever changed. The ranges stay as they are, so all of
-this can be made again.
+and is written last: a part without one does not count. No part is ever changed. What the ranges hold stays, so all of
+this can be made again. To compact and to expire an archive concerns its ranges, too.
 """
 
 from __future__ import annotations

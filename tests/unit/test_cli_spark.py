@@ -1,0 +1,40 @@
+"""What `bufstore spark` says of the jobs that it runs; the jobs themselves are tested on Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bufstore.cli.app import app as command_line
+from bufstore.cli.operate import spark
+from bufstore.spark import TablesReport
+from bufstore.spark.log_archive import tables_job
+
+
+@contextmanager
+def no_session(master: str, *, progress: bool = False) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(("compact", "written"), [(False, (5, 1, 0)), (True, (12, 3, 4))])
+def test_the_report_of_a_table_has_what_was_merged(
+    monkeypatch: pytest.MonkeyPatch, compact: bool, written: tuple[int, int, int]
+) -> None:
+    made: dict[str, Any] = {
+        "tabulate": TablesReport(end=9, rows=5, parts=1),
+        "compact": TablesReport(end=9, rows=7, parts=2, ranges=4),
+        "expire": 0,
+    }
+    for job, report in made.items():
+        monkeypatch.setattr(tables_job, job, lambda *_, report=report, **__: report)
+    monkeypatch.setattr(spark, "_session", no_session)
+    options = ["--compact"] if compact else []
+    ran = CliRunner().invoke(command_line, ["spark", "table", "/archive", "--json", *options])
+    assert ran.exit_code == 0, ran.output
+    said = json.loads(ran.stdout)
+    assert (said["end"], said["rows"], said["parts"], said["ranges"]) == (9, *written)
