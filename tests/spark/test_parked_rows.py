@@ -9,10 +9,13 @@ from typing import Any
 import psycopg
 import pytest
 
+from bufstore.errors import ConfigError
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.parked_rows import ParkedRows
-from bufstore.spark.sink.row_writer import write_rows
+from bufstore.spark.sink.parts import Part
+from bufstore.spark.sink.row_writer import RowCounts, write_rows
+from bufstore.spark.sink.spark_ledger import Query
 from bufstore.threads.postgres.tables import grants
 from conftest import Deployment
 from helpers import fresh, query, run_of
@@ -117,3 +120,39 @@ async def test_a_discarded_row_is_gone(deployment: Deployment) -> None:
     (row,) = (await cli(deployment, "spark", "quarantine", "list", "--json")).json["rows"]
     assert (await cli(deployment, "spark", "quarantine", "discard", row["id"], "--json")).json["discarded"] == 1
     assert (await cli(deployment, "spark", "quarantine", "discard", row["id"])).code == 1
+
+
+@pytest.mark.parametrize("what", ["replay", "discard", "neither"])
+async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_people(
+    deployment: Deployment, what: str
+) -> None:
+    """The driver was killed before the batch was done; the parent that a row named has come meanwhile."""
+    orphan, parent = fresh(), fresh("parent")
+    await prepared(deployment)
+    config = SinkConfig(app_id="app", bad_rows="quarantine", **settings_of(deployment))
+    app = AppId(config)
+    first = [row | {"parent_thread_id": parent} for row in rows_of([orphan], range(1))]
+    query_ = Query("query", "run")
+
+    async def tried() -> RowCounts:
+        await asyncio.to_thread(app.begin, query_, 0)
+        return (await asyncio.to_thread(write_rows, config, 0, [first], noted=Part(0, 1, 7))).counts
+
+    assert (await tried()).bad == 1
+    async with deployment.store() as store:
+        await store.checkpoint(parent, [], run_of(parent))
+    (parked_row,) = (await cli(deployment, "spark", "quarantine", "list", "--json")).json["rows"]
+    if what != "neither":
+        assert (await cli(deployment, "spark", "quarantine", what, parked_row["id"], "--json")).code == 0
+    again = await tried()
+    assert (again.written, again.repeated, again.bad) == (0, 0, 1)
+    await cli(deployment, "spark", "quarantine", "replay", "--all", "--json")
+    assert (await held(deployment, [orphan]))[orphan] == ([] if what == "discard" else [0])
+    left = f'SELECT count(*) FROM "{deployment.name}".spark_set_aside'
+    dsn = deployment.servers.postgres.dsn
+    assert await query(dsn, left) == [(1,)]
+    with pytest.raises(ConfigError):
+        await asyncio.to_thread(AppId(config).begin, Query("another", "run"), 1)
+    assert await query(dsn, left) == [(1,)]  # another query's batches say nothing of this one's
+    await asyncio.to_thread(app.begin, query_, 1)
+    assert await query(dsn, left) == [(0,)]

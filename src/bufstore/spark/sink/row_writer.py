@@ -31,6 +31,7 @@ from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.outage import Patience, is_outage
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
+from bufstore.spark.sink.spark_ledger import row_key
 from bufstore.spark.task import Counts
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.edits import WantedEdit
@@ -123,6 +124,8 @@ class _Task:
         #: Until it is noted.
         self._to_note = noted
         self._settled = settled
+        #: Rows that an earlier try set aside: they come back as people want it, or not at all.
+        self._set_aside: set[bytes] = set()
         self._only = only
         self._judging = judging
         self._in_flight = _InFlight(config.in_flight)
@@ -160,6 +163,8 @@ class _Task:
         part, self._to_note = self._to_note, None
         try:
             found = await opened.ledger.plan(self._config.app_id, self._batch_id, part, _PING_S)
+            if self._config.bad_rows == "quarantine":
+                self._set_aside = await opened.ledger.set_aside(self._config.app_id, self._batch_id, _PING_S)
         except StoreUnavailable as e:
             # As a batch that begins without Postgres: a running query does not wait for it.
             _log.warning(
@@ -196,9 +201,15 @@ class _Task:
                 self._written.counts.repeated += 1
                 continue
             places[thread_id] = rank + 1, before
-            threads.setdefault(thread_id, []).append(_line(rank, row))
+            threads.setdefault(thread_id, []).append(self._line(rank, row))
         self._places = {thread_id: places[thread_id]} if rows and thread_id in places else {}
         return threads
+
+    def _line(self, rank: int, row: Row) -> _Line:
+        if self._set_aside and row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
+            # It may be written by now (a replay), or become good meanwhile and be replayed later.
+            return _Line(rank, row, InvalidRecord("an earlier try of the batch has set this row aside"))
+        return _line(rank, row)
 
     async def _write_logged(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> None:
         await self._write_in_rounds(opened, {thread_id: _Todo(lines) for thread_id, lines in threads.items()})

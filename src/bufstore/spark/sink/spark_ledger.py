@@ -95,18 +95,14 @@ class SparkLedger:
     async def quarantine(
         self, app_id: str, batch_id: int | None, rank: int, row: Mapping[str, Any], cause: str
     ) -> None:
-        """Keep a row that cannot become a checkpoint; once, however often it comes.
+        """Keep a row that cannot become a checkpoint; once, however often it comes and whatever became of it.
 
         `batch_id`: None for a batch without a number, whose rows cannot be told from those of another one.
         """
         text = msgspec.json.encode(row, enc_hook=str).decode()
         thread_id = row["thread_id"]
         numbered = batch_id is not None
-        key = (
-            blake2b(msgspec.json.encode((app_id, batch_id, thread_id, rank)), digest_size=16).digest()
-            if numbered
-            else os.urandom(16)
-        )
+        key = row_key(app_id, batch_id, thread_id, rank) if numbered else os.urandom(16)
         await self._fetch(
             "quarantine",
             app_id,
@@ -119,11 +115,20 @@ class SparkLedger:
             numbered,
         )
 
+    async def set_aside(self, app_id: str, batch_id: int, timeout_s: float) -> set[bytes]:
+        """The rows of a batch that were set aside (`row_key`), in quarantine or not any more."""
+        return {key for (key,) in await self._fetch("set_aside", app_id, batch_id, timeout_s=timeout_s)}
+
     async def _fetch(self, name: str, *parameters: Any, timeout_s: float = _TIMEOUT_S) -> list[tuple[Any, ...]]:
         async with self._pool.lend(timeout_s) as connection:
             cursor = arrays.ArrayCursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.rows()
+
+
+def row_key(app_id: str, batch_id: int | None, thread_id: str | None, rank: int) -> bytes:
+    """The same for each try of a row: by its place among its thread's rows in the batch."""
+    return blake2b(msgspec.json.encode((app_id, batch_id, thread_id, rank)), digest_size=16).digest()
 
 
 def shown_thread(thread_id: str | None) -> str:

@@ -11,7 +11,12 @@ WHERE s.query_id = $2::text AND s.query_id <> '' AND s.app_id <> $1::text AND s.
 LIMIT 1;
 
 -- name: begin
--- Takes the name for the query, or says who has it. A batch that is repeated finds what was noted of it.
+-- Takes the name for the query, or says who has it. A batch that is repeated finds what was noted of it; those before it
+-- do not come again.
+WITH forgotten AS (
+    DELETE FROM {schema}.spark_set_aside AS a USING {schema}.spark_sources AS s
+    WHERE a.app_id = $1::text AND a.batch_id < $4::bigint AND s.app_id = $1::text AND s.query_id = $2::text
+)
 INSERT INTO {schema}.spark_sources AS s (app_id, query_id, run_id, batch_id)
 VALUES ($1::text, $2::text, $3::text, $4::bigint)
 ON CONFLICT (app_id) DO UPDATE SET
