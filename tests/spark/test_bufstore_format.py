@@ -81,6 +81,8 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
         ({"batchId": "x", "appId": "a"}, "number"),
         ({"surprise": "1"}, "surprise"),
         ({"badRows": "maybe"}, "bad_rows"),
+        ({"outageTimeout": "an hour"}, "outageTimeout must be a number of seconds"),
+        ({"outageTimeout": "-1"}, "outage_timeout_s"),
     ):
         with pytest.raises(ConfigError, match=match):  # as Spark calls it
             BufstoreFormat(options(deployment, **wrong)).writer(df.schema, False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import LogFull, StoreUnavailable
+from bufstore import LogFull, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.progress import ProgressListener, QueryProgress
@@ -21,7 +21,7 @@ from bufstore.spark.sink.row_writer import RowCounts, write_rows
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
-from spark.jobs import ended, environment, held, job, prepared, put, rows_of, settings_of, stream
+from spark.jobs import ended, environment, frame, held, job, prepared, put, rows_of, settings_of, stream
 
 
 def sink(deployment: Deployment, **options: Any) -> SinkConfig:
@@ -219,6 +219,27 @@ async def test_nats_is_waited_for(own_servers: Servers, caplog: pytest.LogCaptur
     found = (await writing).counts
     assert (found.written + found.repeated, found.bad) == (6, 0)
     assert found.waited_ms > 0
+    assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
+
+
+@pytest.mark.long  # of servers of its own, and of tries that fail
+async def test_a_batch_waits_once_and_not_in_each_try_of_each_task(spark: Any, own_servers: Servers) -> None:
+    """Spark would begin a task that fails four times (`local[2,4]`), and has only two at a time."""
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    threads = [fresh() for _ in range(12)]
+    write = checkpoint_sink(sink(deployment, append_timeout_s=1.0, outage_timeout_s=2.0, tasks=6))
+    await asyncio.to_thread(write, frame(spark, rows_of(threads, range(2))), 0)
+    own_servers.nats.stop()
+    tracker = spark.sparkContext.statusTracker()
+    with pytest.raises(LogUnavailable, match="outage_timeout_s is 2 s") as over:
+        await asyncio.to_thread(write, frame(spark, rows_of(threads, range(2, 4))), 1)
+    assert "waited" in str(over.value)
+    (job, *_) = sorted(tracker.getJobIdsForGroup(None), reverse=True)
+    stages = [tracker.getStageInfo(stage) for stage in tracker.getJobInfo(job).stageIds]
+    assert [stage.numFailedTasks for stage in stages if stage is not None] == [0] * len(stages)
+    own_servers.nats.start()
+    await asyncio.to_thread(write, frame(spark, rows_of(threads, range(2, 4))), 1)
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
 
 

@@ -71,7 +71,7 @@ def connection(found: Mapping[str, str]) -> NatsConfig:
         domain=found.get("domain"),
         api_prefix=found.get("apiPrefix"),
         tls_hostname=found.get("tlsHostname"),
-        connect_timeout_s=_seconds(found, "connectTimeout", NatsConfig.connect_timeout_s),
+        connect_timeout_s=seconds(found, "connectTimeout", NatsConfig.connect_timeout_s),
     )
 
 
@@ -104,7 +104,8 @@ def words(found: Mapping[str, str], name: str) -> list[str]:
     return [word.strip() for word in found.get(name, "").split(",") if word.strip()]
 
 
-def _seconds(found: Mapping[str, str], name: str, default: float) -> float:
+def seconds(found: Mapping[str, str], name: str, default: float) -> float:
+    """Raises ConfigError."""
     try:
         return float(found.get(name, default))
     except ValueError:

@@ -35,7 +35,7 @@ from pyspark.sql.types import StructType
 from bufstore.errors import ConfigError
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.connection_options import connection, named
+from bufstore.spark.connection_options import connection, named, seconds
 from bufstore.spark.sink.app_id import AppId, check_bad
 from bufstore.spark.sink.batch import in_passes, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
@@ -59,6 +59,7 @@ NAMES = {
     "appId": "names the query (or job) in every thread that it writes to",
     "batchId": "number of a batch job's batch, growing: what has it is written once",
     "badRows": "fail or quarantine",
+    "outageTimeout": f"seconds that a batch waits for servers (default {SinkConfig.outage_timeout_s:g})",
 }
 
 
@@ -114,6 +115,7 @@ def _sink(found: Mapping[str, str], app_id: str) -> SinkConfig:
         bucket=found.get("bucket", SinkConfig.bucket),
         app_id=found.get("appId", app_id),
         bad_rows=bad_rows,
+        outage_timeout_s=seconds(found, "outageTimeout", SinkConfig.outage_timeout_s),
     )
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from bufstore.errors import BufstoreError
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.job_description import context_of, described
 from bufstore.spark.sink import last_batches
@@ -26,6 +28,7 @@ from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
+from bufstore.spark.sink.outage import GaveUp, is_outage
 from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, key_of, pack, unpack
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
 
-_OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary, part int, planned bigint"
+_OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary, part int, planned bigint, gave_up string"
+#: The stage of which a task in this process has waited as long as it may.
+_gave_up_in: int | None = None
 #: Columns by which a row may name a thread for which it waits.
 _WAITING = {"parent_thread_id", "run", "edit"}
 
@@ -71,7 +76,8 @@ class CheckpointSink:
         Waits for servers that are away and for a full log (`SinkConfig.outage_timeout_s`). Raises ConfigError for a
         column that is missing or of another type, when another query has the app id, or when the batch came before with
         other rows; InvalidRecord for rows that cannot become checkpoints (``bad_rows="fail"``), when all other threads
-        are written.
+        are written; LogFull, LogUnavailable or StoreUnavailable when it has waited as long as it may: the same batch
+        may come again.
         """
         check_columns(df.dtypes)
         query = _query_of(df)
@@ -120,7 +126,9 @@ class _Rows:
     def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
         task = partial(_task, self._config, self._batch_id, self._of, settled, only, judging, noting)
         whole = Written()
-        for counts, deferred, ahead, left, part, planned in self._owned.mapInArrow(task, _OUTCOME).collect():
+        for counts, deferred, ahead, left, part, planned, gave_up in self._owned.mapInArrow(task, _OUTCOME).collect():
+            if gave_up is not None:
+                raise msgspec.json.decode(gave_up, type=GaveUp).as_error()
             whole.counts.add(msgspec.json.decode(counts, type=RowCounts))
             whole.deferred |= set(deferred)
             whole.ahead += ahead
@@ -191,7 +199,7 @@ def _task(
     with in_task():
         parts = parts_of(iter(kept), config.in_flight_bytes)
         noted = part if noting else None
-        found = write_rows(config, batch_id, parts, noted=noted, settled=settled, only=only, judging=judging)
+        found = _written(context.stageId(), config, batch_id, parts, noted, settled, only, judging=judging)
     outcome = {
         "counts": [msgspec.json.encode(found.counts).decode()],
         "deferred": pyarrow.array([sorted(found.deferred)], pyarrow.list_(pyarrow.string())),
@@ -199,8 +207,35 @@ def _task(
         "left": [pack(found.left)],
         "part": pyarrow.array([part.number], pyarrow.int32()),
         "planned": [part.planned],
+        "gave_up": pyarrow.array(
+            [msgspec.json.encode(found.gave_up).decode() if found.gave_up is not None else None], pyarrow.string()
+        ),
     }
     yield pyarrow.RecordBatch.from_pydict(outcome)
+
+
+def _written(
+    stage: int,
+    config: SinkConfig,
+    batch_id: int,
+    parts: Iterator[Sequence[Row]],
+    noted: Part | None,
+    settled: Settled,
+    only: Collection[str] | None,
+    *,
+    judging: bool,
+) -> Written:
+    """What a task of a stage wrote, also when it gave up: then those behind it in this process do not wait again."""
+    global _gave_up_in
+    if stage == _gave_up_in:
+        config = replace(config, outage_timeout_s=0.0)
+    try:
+        return write_rows(config, batch_id, parts, noted=noted, settled=settled, only=only, judging=judging)
+    except BufstoreError as e:
+        if not is_outage(e, numbered=True):
+            raise
+        _gave_up_in = stage
+        return Written(gave_up=GaveUp.of(e))
 
 
 def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:

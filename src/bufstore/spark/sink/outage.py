@@ -11,9 +11,20 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
-from bufstore.errors import Closed, FlushTimeout, LogFull, OutcomeUnknown, ReadNotFresh, Unavailable
+from bufstore.errors import (
+    BufstoreError,
+    Closed,
+    FlushTimeout,
+    LogFull,
+    LogUnavailable,
+    OutcomeUnknown,
+    ReadNotFresh,
+    StoreUnavailable,
+    Unavailable,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +43,25 @@ def is_outage(error: BaseException, *, numbered: bool) -> bool:
     if isinstance(error, OutcomeUnknown):
         return numbered
     return isinstance(error, (Unavailable, LogFull, ReadNotFresh, FlushTimeout)) and not isinstance(error, Closed)
+
+
+class GaveUp(msgspec.Struct, frozen=True):
+    """The outage for which a task waited as long as it may, as it tells the driver.
+
+    A task that fails is begun anew, four times by default, and each try would wait as long again.
+    """
+
+    error: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BufstoreError) -> GaveUp:
+        return cls(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", ())]))
+
+    def as_error(self) -> BufstoreError:
+        """LogFull or StoreUnavailable, if it was that; else LogUnavailable."""
+        kinds: dict[str, type[BufstoreError]] = {kind.__name__: kind for kind in (LogFull, StoreUnavailable)}
+        return kinds.get(self.error, LogUnavailable)(self.text)
 
 
 class Patience:

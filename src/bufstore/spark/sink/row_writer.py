@@ -28,7 +28,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
-from bufstore.spark.sink.outage import Patience, is_outage
+from bufstore.spark.sink.outage import GaveUp, Patience, is_outage
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
 from bufstore.spark.sink.spark_ledger import row_key
@@ -75,6 +75,8 @@ class Written:
     left: list[RowKey] = field(default_factory=list)
     #: Of each part that has rows, a sum over them.
     sums: dict[int, int] = field(default_factory=dict)
+    #: Why the task has ended before its last row.
+    gave_up: GaveUp | None = None
 
 
 def write_rows(
