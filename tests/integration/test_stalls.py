@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from nats.errors import NoRespondersError, TimeoutError as NatsTimeout
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeout
 
 from bufstore import Consistency, PostgresThreadStore, ThreadQuarantined
 from bufstore.buffer.chain import Watermark
