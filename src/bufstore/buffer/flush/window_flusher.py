@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from bufstore.buffer.entry import Item, StoredEntry
 from bufstore.buffer.flush.blame import THREADS_MIN, Blame
 from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, WindowOutcome
-from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
+from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry, oldest
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.queues import Queues
 from bufstore.buffer.flush.takeover import Takeover
@@ -198,17 +198,16 @@ class WindowFlusher:
 
     def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
         """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger."""
-        room = self._room
-        found: Threads = {}
         self._committer.begin_window()
-        for owned in self._owned.values():
-            for item in owned.pending.values():
-                if item.thread_id in owned.queues or not wanted(item.thread_id):
-                    continue
-                if room <= 0:
-                    return found
-                room -= 1
-                found.setdefault(item.thread_id, []).append(item)
+        items = [
+            item
+            for owned in self._owned.values()
+            for item in owned.pending.values()
+            if item.thread_id not in owned.queues and wanted(item.thread_id)
+        ]
+        found: Threads = {}
+        for item in oldest(items, self._room):
+            found.setdefault(item.thread_id, []).append(item)
         return found
 
     # --- what becomes of it -----------------------------------------------------------------------------------
