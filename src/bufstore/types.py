@@ -66,12 +66,12 @@ def check_id(value: object, what: str) -> str:
     (Postgres text has none) or a lone surrogate (UTF-8 has none). Ids that differ in any code point are different
     ids: nothing is normalised.
     """
+    if type(value) is str and value.isascii() and 0 < len(value) <= MAX_ID_BYTES and "\0" not in value:
+        return value  # almost always
     if type(value) is not str:
         raise InvalidId(f"{what} must be a str, not {type(value).__name__}")
     if not value:
         raise InvalidId(f"{what} is empty")
-    if value.isascii() and len(value) <= MAX_ID_BYTES and "\0" not in value:
-        return value
     try:
         size = len(value.encode())
     except UnicodeEncodeError:

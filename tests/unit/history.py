@@ -136,7 +136,7 @@ def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, da
             )
             if readable and chance.random() < 0.5:
                 new = [f"m{seq}.{i}" for i in range(chance.randint(0, 3))]
-                draft = call_of(new, run).appending(None)(tip)
+                draft = call_of(new, run).appending(tip)
                 content = [*content, *new]
             else:
                 cut = chance.randint(0, len(content))

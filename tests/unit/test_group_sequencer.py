@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,15 +167,13 @@ class Faulty(MemoryLog):
             pass
 
 
-class Unit(AppendUnit):
+class Unit(AppendUnit, kw_only=True, eq=False):
     """A unit that counts its ends."""
 
-    def __init__(self, messages: list[Outgoing], payloads: list[bytes]) -> None:
-        super().__init__(messages)
-        self.payloads = payloads
-        self.ends: list[int | Exception] = []
-        self.done = asyncio.Event()
-        self.gone = False
+    payloads: list[bytes]
+    ends: list[int | Exception] = msgspec.field(default_factory=list)
+    done: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    gone: bool = False
 
     @property
     def given_up(self) -> bool:
@@ -222,7 +221,7 @@ class Process:
         self.payloads += count
         subject = SUBJECTS.of(thread_id)
         messages = [Outgoing(subject, p, "1.h", expected if not n else None) for n, p in enumerate(payloads)]
-        unit = Unit(messages, payloads)
+        unit = Unit(messages, payloads=payloads)
         self.units.append(unit)
         return unit
 
@@ -947,7 +946,9 @@ def test_a_unit_that_failed_is_not_kept() -> None:
 
     ended = asyncio.Event()
 
-    class Kept(AppendUnit):
+    class Kept(AppendUnit, weakref=True, eq=False):
+        outcome: object = None
+
         def ended(self, outcome: object) -> None:
             self.outcome = outcome
             ended.set()

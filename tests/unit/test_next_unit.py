@@ -255,9 +255,9 @@ def test_what_the_first_write_needs_is_asked_for_after_those_before_it_are_answe
         (Waits(2, "is refused for the version"), Need.VERSION),
         (Waits(2, "is refused"), Need.TIP),
     ):
-        outcomes, needs = decide([repeat, write, Waits(3)], known, looked_up=False)
-        assert [type(o) for o in outcomes] == [Receipt]
-        assert needs is need
+        taken = decide([repeat, write, Waits(3)], known, looked_up=False)
+        assert [type(o) for o in taken.outcomes] == [Receipt]
+        assert taken.needs is need
 
 
 def test_a_write_that_needs_more_than_the_tip_waits_for_the_unit_before_it() -> None:
@@ -270,15 +270,15 @@ def test_a_write_that_needs_more_than_the_tip_waits_for_the_unit_before_it() -> 
         Waits(2, "breaks"),
         Waits(2, size=101),
     ):
-        outcomes, needs = decide([Waits(1), write], known, looked_up=False)
-        assert [type(o) for o in outcomes] == [Drafted]
-        assert needs is None
+        taken = decide([Waits(1), write], known, looked_up=False)
+        assert [type(o) for o in taken.outcomes] == [Drafted]
+        assert taken.needs is None
 
 
 def test_a_unit_ends_before_the_write_that_would_be_too_much() -> None:
     for sizes, fit in (([25, 10, 6], 2), ([45, 1], 1), ([1] * 10, UNIT_ENTRIES)):
         queue = [Waits(id_, size=size) for id_, size in enumerate(sizes, 1)]
-        outcomes, _ = decide(queue, a_tip(), looked_up=False)
+        outcomes = decide(queue, a_tip(), looked_up=False).outcomes
         assert [type(o) for o in outcomes] == [Drafted] * fit
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, items_of
@@ -175,7 +177,8 @@ class Instance:
     ) -> Receipt:  # fmt: skip
         call, content = self._call(messages, thread_id, run_id)
         content = content if key else b""
-        return await self.appender.append(thread_id, call.appending(expected), key=key, content=content, mark=mark)
+        call = msgspec.structs.replace(call, expected_version=expected)
+        return await self.appender.append(thread_id, call.appending, key=key, content=content, mark=mark)
 
     async def series(
         self, steps: Sequence[tuple[Sequence[Any], str, bytes | None]], thread_id: str = "t"
@@ -184,7 +187,7 @@ class Instance:
         wanted = []
         for messages, run_id, mark in steps:
             call, _ = self._call(messages, thread_id, run_id)
-            wanted.append((call.appending(None), mark))
+            wanted.append((call.appending, mark))
         return await self.appender.append_series(thread_id, wanted)
 
     def _call(self, messages: Sequence[Any], thread_id: str, run_id: str | None) -> tuple[Call, bytes]:

@@ -10,10 +10,9 @@ The checksum covers body and header fields: what was written is what is read, or
 from __future__ import annotations
 
 import enum
-import zlib
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable
-from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -91,7 +90,7 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
     entry: Entry
 
 
-_meta_encoder = msgspec.msgpack.Encoder()
+_encode = msgspec.msgpack.Encoder().encode
 _meta_decoder = msgspec.msgpack.Decoder(_MetaWithSources)
 _BASES = dict(enumerate(Base))
 #: What the header says of pieces: an earlier form of the log had entries in several messages.
@@ -100,7 +99,7 @@ _ONE_PIECE = (0, 1)
 
 def encode(entry: Entry) -> tuple[str, bytes]:
     """The message that carries `entry`: header value and body."""
-    fields: tuple[Any, ...] = (
+    header = header_of(
         entry.id,
         entry.prev_id,
         entry.base,
@@ -108,13 +107,30 @@ def encode(entry: Entry) -> tuple[str, bytes]:
         entry.version,
         entry.self_contained,
         entry.keys,
-        *_ONE_PIECE,
         entry.keys_complete,
+        entry.producers,
+        entry.payload,
     )
-    # As `_Meta` (and `_MetaWithSources`) is encoded, without making one.
-    meta = _meta_encoder.encode((*fields, entry.producers) if entry.producers else fields)
-    text = b2a_base64(meta, newline=False)
-    return f"{VERSION}.{zlib.crc32(entry.payload, zlib.crc32(text)):08x}.{text.decode()}", entry.payload
+    return header, entry.payload
+
+
+def header_of(
+    id_: int,
+    prev_id: int,
+    base: Base,
+    seen: int,
+    version: int,
+    self_contained: bool,
+    keys: bytes,
+    keys_complete: bool,
+    producers: bytes | None,
+    payload: bytes,
+) -> str:
+    """The header value of the entry with these fields (`Entry`): who only writes it need not make one."""
+    # As `_Meta` (and `_MetaWithSources`) is encoded, likewise.
+    meta = (id_, prev_id, base, seen, version, self_contained, keys, 0, 1, keys_complete)
+    text = b2a_base64(_encode((*meta, producers) if producers else meta), newline=False)
+    return f"{VERSION}.{crc32(payload, crc32(text)):08x}.{text.decode()}"
 
 
 def decode(message: StoredMessage) -> Entry:
@@ -129,7 +145,7 @@ def decode(message: StoredMessage) -> Entry:
         raise MalformedEntry(f"envelope version {version[:20]!r}; this release reads version {VERSION}")
     crc, _, text = rest.partition(".")
     try:
-        if int(crc, 16) != zlib.crc32(message.body, zlib.crc32(text.encode())):
+        if int(crc, 16) != crc32(message.body, crc32(text.encode())):
             raise MalformedEntry("checksum mismatch")
         meta = _meta_decoder.decode(a2b_base64(text, strict_mode=True))
         base = _BASES[meta.base]

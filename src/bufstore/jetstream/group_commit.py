@@ -30,6 +30,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.messages import (
     BATCH_MESSAGES_MAX,
@@ -58,17 +60,17 @@ _BEGIN_AT = 8
 _GROUP_TIMEOUT_S = 5.0
 
 
-class AppendUnit:
+# The collector has to see it: an error's frames may lead back to the unit that has the error.
+class AppendUnit(msgspec.Struct, eq=False):
     """What is stored as neighbours or not at all. Subclasses say what happens then."""
 
-    __slots__ = ("messages", "over", "thread_id")
-
-    def __init__(self, messages: list[Outgoing], thread_id: str | None = None) -> None:
-        """`thread_id`: the thread of all messages, where that is known: nobody has to find it out of their subject."""
-        self.messages = messages
-        self.thread_id = thread_id
-        #: `ended` was called.
-        self.over = False
+    messages: Sequence[Outgoing]
+    #: The thread of all messages, where that is known: nobody has to find it out of their subject.
+    thread_id: str | None = None
+    #: What its messages take where they go, if whoever made them has summed it up; else 0.
+    size: int = 0
+    #: `ended` was called.
+    over: bool = False
 
     @property
     def given_up(self) -> bool:
@@ -86,14 +88,14 @@ class AppendUnit:
         raise NotImplementedError
 
 
-class Awaited(AppendUnit):
+def _future() -> asyncio.Future[int]:
+    return asyncio.get_running_loop().create_future()
+
+
+class Awaited(AppendUnit, kw_only=True, eq=False):
     """A unit whose end is a future: see `GroupCommit.submit`."""
 
-    __slots__ = ("stored",)
-
-    def __init__(self, messages: Sequence[Outgoing]) -> None:
-        super().__init__(list(messages))
-        self.stored: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    stored: asyncio.Future[int] = msgspec.field(default_factory=_future)
 
     @property
     def given_up(self) -> bool:

@@ -116,23 +116,25 @@ class CheckpointEngine:
         Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
         StoreUnavailable for a thread that only Postgres could tell about.
         """
-        seen = partial(self._last_seen, thread_id) if self._seen is not None else None
+        watched = self._seen is not None
+        seen = partial(self._last_seen, thread_id) if watched else None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
         del operation  # what waits for the log holds no more than it must
-        prepare = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind)
+        appending = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind)
         cost = self.backlog.enter(len(payload))
         try:
-            receipt = await self.buffer.appender.append(thread_id, prepare)
+            receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         except StoreUnavailable:
             if not self._assume_new:
                 raise
             # Now it is known that the store is away.
-            receipt = await self.buffer.appender.append(thread_id, prepare)
+            receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         finally:
             self.backlog.leave(cost)
-        self._recent.wrote(thread_id, prepare.behind, End(receipt.id, receipt.thread_seq), payload)
-        # Behind what was seen, or behind our own: when the thread is looked up again, this is what it must end with.
-        self._saw(thread_id, receipt.thread_seq, receipt.id)
+        self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), payload)
+        if watched:
+            # Behind what was seen, or our own: when the thread is looked up again, this is what it must end with.
+            self._saw(thread_id, receipt.thread_seq, receipt.id)
         return receipt
 
     async def checkpoint(

@@ -12,7 +12,7 @@ from bufstore.langgraph.domain import Known
 
 
 class Appending(msgspec.Struct, gc=False):
-    """Makes the entry that may stand behind any other, as a checkpoint may be saved by anybody; see `Prepare`.
+    """Makes the entry that may stand behind any other, as a checkpoint may be saved by anybody.
 
     Whether the thread's chain is whole is looked up before a process writes to it; with the store away it is enough
     that the log shows the thread.
@@ -39,7 +39,8 @@ class Appending(msgspec.Struct, gc=False):
     #: The id of the entry that the last draft stands behind, if it was drafted on that.
     behind: int | None = None
 
-    def __call__(self, tip: Tip[Known]) -> Draft[Known]:
+    def prepare(self, tip: Tip[Known]) -> Draft[Known]:
+        """See `Prepare`."""
         memory, alone, seen = tip.memory, self.deletes, self.seen
         if memory is None and (not alone or seen is not None or self.only_behind is not None):
             if not self.store_is_down() or not (tip.seq or self.assume_new):

@@ -162,8 +162,8 @@ class BufferedThreadStore(EditedStore):
             thread_id,
             call.whole_list,
             key=idempotency_key,
-            content=_content("whole", call, idempotency_key),
-            mark=producers.item_of(producer),
+            content=_content("whole", call) if idempotency_key is not None else b"",
+            mark=producers.item_of(producer) if producer is not None else None,
         )
 
     async def checkpoint_append(
@@ -180,16 +180,17 @@ class BufferedThreadStore(EditedStore):
 
         Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
         """
-        call = call_of(thread_id, delta, run, idempotency_key, producer)
-        call.check_new_ids()
+        call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
+        if len(delta) > 1:
+            call.check_new_ids()
         if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._admit(run)
         return await self.lanes.of(thread_id).appender.append(
             thread_id,
-            call.appending(expected_version),
+            call.appending,
             key=idempotency_key,
-            content=_content("append", call, idempotency_key),
-            mark=producers.item_of(producer),
+            content=_content("append", call) if idempotency_key is not None else b"",
+            mark=producers.item_of(producer) if producer is not None else None,
         )
 
     async def create_run(self, run: Run) -> Receipt:
@@ -391,5 +392,5 @@ class BufferedThreadStore(EditedStore):
         return {lane * len(lag) + partition: n for lane, lag in enumerate(lags) for partition, n in lag.items()}
 
 
-def _content(kind: str, call: Call, key: str | None) -> bytes:
-    return content_hash(kind, call.encoded, call.run) if key is not None else b""
+def _content(kind: str, call: Call) -> bytes:
+    return content_hash(kind, call.encoded, call.run)

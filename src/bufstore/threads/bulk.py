@@ -89,7 +89,7 @@ class BulkWriter:
                 refused = e
                 break
             before = step.run, call
-            wanted.append((call.whole_list if step.whole else call.appending(None), producers.item_of(step.producer)))
+            wanted.append((call.whole_list if step.whole else call.appending, producers.item_of(step.producer)))
         receipts, error = await self._lanes.of(thread_id).appender.append_series(thread_id, wanted)
         if error is not None and not isinstance(error, BufstoreError):
             raise error

@@ -304,7 +304,9 @@ def encode_value(value: Any, where: str) -> bytes:
 
 def encode_messages(messages: Sequence[Message]) -> list[bytes]:
     """Each message as msgpack. Raises InvalidRecord, naming the place, when one would not come back exactly."""
-    if isinstance(messages, (str, bytes, bytearray, memoryview)) or not isinstance(messages, Sequence):
+    if type(messages) is not list and (
+        isinstance(messages, (str, bytes, bytearray, memoryview)) or not isinstance(messages, Sequence)
+    ):
         raise InvalidRecord(f"messages must be a list, not {type(messages).__name__}")
     encoded = []
     encode = _encode

@@ -25,64 +25,47 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
     ids: array[int]
     run: bytes
     save: RunSave
+    #: What the thread must have for `appending`.
+    expected_version: int | None = None
 
     def check_new_ids(self) -> None:
         """Raise AlreadyExists when two of the new messages have the same id."""
-        if len(self.ids) > 1:
-            present = [i for i in self.ids if i]
-            if len(set(present)) < len(present):
-                raise AlreadyExists(f"thread {self.thread_id!r}: two of the new messages have the same id")
+        present = [i for i in self.ids if i]
+        if len(set(present)) < len(present):
+            raise AlreadyExists(f"thread {self.thread_id!r}: two of the new messages have the same id")
 
-    def _draft(
-        self, keep: int, skip: int, memory: MessageMemory | None, *, self_contained: bool
-    ) -> Draft[MessageMemory]:
+    def _draft(self, keep: int, skip: int, memory: MessageMemory | None, self_contained: bool) -> Draft[MessageMemory]:
         """Keep `keep` messages of the thread, then this call's from number `skip` on."""
         encoded, digests, ids = self.encoded, self.digests, self.ids
         if skip:
             encoded, digests, ids = encoded[skip:], digests[skip:], ids[skip:]
         undo = _nothing if memory is None else Undo(memory, keep, *memory.replace(keep, digests, ids))
-        payload = Payload(keep, encoded, self.run, self.save)
-        return Draft(
-            payload=encode_payload(payload),
-            self_contained=self_contained,
-            version=keep + len(digests),
-            memory=memory,
-            undo=undo,
-        )
+        payload = encode_payload(Payload(keep, encoded, self.run, self.save))
+        return Draft(payload, self_contained, keep + len(digests), memory, undo)
 
     def whole_list(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
         """A full list: a delta against the predecessor if its content is known and shares a beginning."""
         if tip.memory is None or tip.broken:
-            return self._draft(0, 0, MessageMemory(), self_contained=True)
+            return self._draft(0, 0, MessageMemory(), True)
         keep = tip.memory.common(self.digests)
-        return self._draft(keep, keep, tip.memory, self_contained=keep == 0)
+        return self._draft(keep, keep, tip.memory, keep == 0)
 
-    def appending(self, expected_version: int | None) -> Appending:
+    def appending(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
         """A delta behind whatever the thread holds, or behind exactly `expected_version` messages.
 
         What it holds need not be known to append messages without ids.
         """
-        return Appending(self, expected_version)
-
-
-class Appending(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """See `Call.appending`, and `Prepare`."""
-
-    call: Call
-    expected_version: int | None
-
-    def __call__(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
-        call = self.call
+        memory, version, expected = tip.memory, tip.version, self.expected_version
         if tip.broken:
-            raise ThreadQuarantined(call.thread_id, tip.seq)
-        if tip.memory is None and (not tip.judged or any(call.ids)):
+            raise ThreadQuarantined(self.thread_id, tip.seq)
+        if memory is None and (not tip.judged or any(self.ids)):
             raise NeedBase
-        if self.expected_version is not None and self.expected_version != tip.version:
-            raise VersionConflict(call.thread_id, expected=self.expected_version, actual=tip.version)
-        for i, id_ in enumerate(call.ids):
-            if id_ and tip.memory is not None and tip.memory.has_id(id_):
-                raise AlreadyExists(f"thread {call.thread_id!r} has the id of new message {i} already")
-        return call._draft(tip.version, 0, tip.memory, self_contained=False)
+        if expected is not None and expected != version:
+            raise VersionConflict(self.thread_id, expected=expected, actual=version)
+        for i, id_ in enumerate(self.ids):
+            if id_ and memory is not None and memory.has_id(id_):
+                raise AlreadyExists(f"thread {self.thread_id!r} has the id of new message {i} already")
+        return self._draft(version, 0, memory, False)
 
 
 class Undo(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -103,6 +86,7 @@ def call_of(
     run: Run,
     key: str | None = None,
     producer: ProducerSequence | None = None,
+    expected_version: int | None = None,
 ) -> Call:
     """Check and encode everything before any I/O; afterwards the caller may change its objects.
 
@@ -114,7 +98,7 @@ def call_of(
         check_id(key, "idempotency_key")
     if producer is not None:
         check_producer(producer, key)
-    return _call(thread_id, messages, encode_run(run), save_of(run))
+    return _call(thread_id, messages, encode_run(run), save_of(run), expected_version)
 
 
 def call_after(before: Call, messages: Sequence[Message], producer: ProducerSequence | None) -> Call:
@@ -124,9 +108,11 @@ def call_after(before: Call, messages: Sequence[Message], producer: ProducerSequ
     return _call(before.thread_id, messages, before.run, before.save)
 
 
-def _call(thread_id: str, messages: Sequence[Message], run: bytes, save: RunSave) -> Call:
+def _call(
+    thread_id: str, messages: Sequence[Message], run: bytes, save: RunSave, expected_version: int | None = None
+) -> Call:
     encoded = encode_messages(messages)
-    return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), run, save)
+    return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), run, save, expected_version)
 
 
 class Moved(Exception):

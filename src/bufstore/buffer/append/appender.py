@@ -78,7 +78,7 @@ class Appender(Generic[S, M]):
         self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
         #: As the server had them when it was last asked.
-        self._limits_now = Limits(config.log.max_entry_bytes, 0)
+        self._limits = Limits(config.log.max_entry_bytes, 0)
         self._loop = asyncio.get_running_loop()
         #: For every unit the same object.
         self._on_end = self._ended
@@ -91,7 +91,7 @@ class Appender(Generic[S, M]):
         self._anew = 0
         log.on_forget(self._let_go)
         # Seeded by the system, which is not asked again for each: ids must not collide, and need not be secret.
-        self._random = random.Random()  # noqa: S311
+        self._bits = random.Random().getrandbits  # noqa: S311
         self.appended = 0
         self.conflicts = 0
 
@@ -152,7 +152,7 @@ class Appender(Generic[S, M]):
         """
         if self._closed:
             raise Closed("the store is closed")
-        id_ = self._new_id()
+        id_ = self._bits(63) or 1
         item = recent_keys.item_of(id_) if key is None else recent_keys.item(key, content)
         deadline = self._loop.time() + self._config.append_timeout_s
         write = Write(prepare, item, key is not None, mark, id_, self._loop.create_future(), deadline)
@@ -160,7 +160,7 @@ class Appender(Generic[S, M]):
             found = await self._find_unresolved(thread_id, key or "", write)
             if found is not None:
                 return found
-        self._enter(thread_id, (write,))
+        self._enter(thread_id, [write])
         try:
             return await write.done
         except (TimeoutError, AppendUnknown) as e:
@@ -185,14 +185,14 @@ class Appender(Generic[S, M]):
         writes: list[Write[M]] = []
         last: Write[M] | None = None
         for prepare, mark in wanted:
-            id_ = self._new_id()
+            id_ = self._bits(63) or 1
             last = Write(
                 prepare, recent_keys.item_of(id_), False, mark, id_, self._loop.create_future(), deadline, last
             )
             writes.append(last)
         if last is None:
             return [], None
-        self._enter(thread_id, writes)
+        self._enter(thread_id, [*writes])
         try:
             await asyncio.wait((last.done,))  # and so all of them: they end in order
         finally:
@@ -222,12 +222,13 @@ class Appender(Generic[S, M]):
         self._full = self._loop.time(), self.appended
         return error if self._explain is None else await self._explain(error)
 
-    def _enter(self, thread_id: str, writes: Sequence[Write[M]]) -> None:
-        """Queue writes that have one deadline."""
-        self._outstanding.enter(writes)
+    def _enter(self, thread_id: str, writes: list[Write[M]]) -> None:
+        """Queue writes, in a list that nobody else has."""
+        for write in writes:
+            self._outstanding.enter(write)
         lane = self._lanes.get(thread_id)
         if lane is None:
-            lane = self._lanes[thread_id] = Lane(thread_id, [*writes])
+            lane = self._lanes[thread_id] = Lane(thread_id, writes)
             self._advance(lane)
         else:
             lane.queue.extend(writes)
@@ -265,9 +266,6 @@ class Appender(Generic[S, M]):
             raise other_content(thread_id)
         return Receipt(thread_id, entry.seq, entry.entry.id, entry.entry.version, repeated=True)
 
-    def _new_id(self) -> int:
-        return self._random.getrandbits(63) or 1
-
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
     def _advance(self, lane: Lane[M], tip: Tip[M] | None = None, *, looked_up: int = 0) -> None:
@@ -275,35 +273,32 @@ class Appender(Generic[S, M]):
 
         `looked_up`: so many that are queued had come when this tip was read: a refusal of theirs may rest on it.
         """
-        while lane.queue and lane.queue[0].done.done():
-            del lane.queue[0]
+        thread_id, queue = lane.thread_id, lane.queue
+        while queue and queue[0].done.done():
+            del queue[0]
             looked_up -= 1
-        if not lane.queue:
-            self._lanes.pop(lane.thread_id, None)
+        if not queue:
+            self._lanes.pop(thread_id, None)
             return
-        tip = tip or self._tips.get(lane.thread_id)
+        tip = tip or self._tips.get(thread_id)
         if tip is None:
             # Not before this process has looked at the log at all: what it finds meanwhile, it looks for once more.
-            if self._life and (need := needs(lane.queue[0])) is not None:
-                self._spawn(self._find(lane, self._search(need, lane.thread_id, None), for_head=True))
+            if self._life and (need := needs(queue[0])) is not None:
+                self._spawn(self._find(lane, self._search(need, thread_id, None), for_head=True))
             else:
-                self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
+                self._spawn(self._find(lane, lambda: self._finder.look_up(thread_id)))
             return
-        try:
-            limits = self._limits()
-        except LogUnavailable as e:  # not connected
-            self._end_queued(lane, e, len(lane.queue))
-            self._lanes.pop(lane.thread_id, None)
-            return
-        subject = self._subjects.of(lane.thread_id)
-        taken = next_unit(lane.thread_id, subject, lane.queue, tip, limits, looked_up=looked_up)
+        if self._limits.unit_bytes_max != (unit_bytes_max := self._log.unit_bytes_max):
+            self._limits = Limits(self._config.log.max_entry_bytes, unit_bytes_max)
+        taken = next_unit(thread_id, self._subjects.of(thread_id), queue, tip, self._limits, looked_up)
         unit = lane.take(taken, tip, self._on_end)
         if taken.needs is not None:
-            self._spawn(self._find(lane, self._search(taken.needs, lane.thread_id, tip), for_head=True))
+            self._spawn(self._find(lane, self._search(taken.needs, thread_id, tip), for_head=True))
         elif unit is None:
             self._advance(lane)
         else:
-            self._send(unit)
+            unit.drafted_at, unit.drafted_in = self._loop.time(), self._anew
+            self._group.add(unit)
 
     def _search(self, need: Need, thread_id: str, tip: Tip[M] | None) -> Callable[[], Awaitable[Tip[M]]]:
         match need:
@@ -317,24 +312,11 @@ class Appender(Generic[S, M]):
             case Need.ROW:
                 return lambda: self._finder.of_row(thread_id)
 
-    def _limits(self) -> Limits:
-        unit_bytes_max = self._log.unit_bytes_max
-        if unit_bytes_max != self._limits_now.unit_bytes_max:
-            self._limits_now = Limits(self._config.log.max_entry_bytes, unit_bytes_max)
-        return self._limits_now
-
-    def _send(self, unit: Unit[M]) -> None:
-        unit.drafted_at, unit.drafted_in = self._loop.time(), self._anew
-        self._group.add(unit)
-
     def _ended(self, unit: Unit[M], outcome: int | Exception) -> None:
-        if isinstance(outcome, int):
-            self._on_stored(unit, outcome)
-        else:
+        if not isinstance(outcome, int):
             self._spawn(self._recover_or_fail(unit, outcome))
-
-    def _on_stored(self, unit: Unit[M], seq: int) -> None:
-        lane = unit.lane
+            return
+        lane, seq = unit.lane, outcome
         reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
@@ -355,7 +337,10 @@ class Appender(Generic[S, M]):
                     write.done.set_result(Receipt(lane.thread_id, seq, write.id, write.draft.version))
             seq -= 1  # they are neighbours in one group
         self.appended += len(unit.writes)
-        self._advance(lane)
+        if lane.queue:
+            self._advance(lane)
+        else:
+            self._lanes.pop(lane.thread_id, None)
 
     # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
 
@@ -444,7 +429,7 @@ class Appender(Generic[S, M]):
                 self._advance(lane)
                 return
             if isinstance(outcome, int):
-                self._on_stored(unit, outcome)
+                self._ended(unit, outcome)
                 return
             error = outcome
         unit.undo()  # of all its writes: what is stored is observed anew

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic
+
+import msgspec
 
 from bufstore.buffer.append.next_unit import Drafted, Taken
 from bufstore.buffer.append.tip import Draft, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.jetstream import group_commit
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.types import Receipt
 
 
@@ -22,9 +23,9 @@ def _nothing() -> None:
 _NOT_DRAFTED: Draft[Any] = Draft(b"", False, 0, None, _nothing)
 
 
-@dataclass(eq=False, slots=True)
-class Write(Generic[M]):
-    """One caller's write; see `bufstore.buffer.append.next_unit.Waiting`."""
+# The collector has to see it: an error that its future has may lead back to it.
+class Write(msgspec.Struct, Generic[M], eq=False):
+    """One caller's write; see `bufstore.buffer.append.next_unit.QueuedWrite`."""
 
     prepare: Prepare[M]
     item: bytes
@@ -51,29 +52,18 @@ class Write(Generic[M]):
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
-class Unit(group_commit.AppendUnit, Generic[M]):
+class Unit(group_commit.AppendUnit, Generic[M], kw_only=True, eq=False):
     """Writes of one thread on their way, and what is undone if they fail."""
 
-    __slots__ = (
-        "_on_end",
-        "after",
-        "before",
-        "drafted_at",
-        "drafted_in",
-        "lane",
-        "writes",
-    )
-
-    def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
-        super().__init__([], lane.thread_id)
-        self.lane = lane
-        self.writes: list[Write[M]] = []
-        self.before = before
-        #: The loop's time when it went out, and how often the log had begun anew by then.
-        self.drafted_at, self.drafted_in = 0.0, 0
-        #: The tip once it is stored.
-        self.after = before
-        self._on_end = on_end
+    lane: Lane[M]
+    writes: list[Write[M]]
+    before: Tip[M]
+    #: The tip once it is stored.
+    after: Tip[M]
+    on_end: Callable[[Unit[M], int | Exception], None]
+    #: The loop's time when it went out, and how often the log had begun anew by then.
+    drafted_at: float = 0.0
+    drafted_in: int = 0
 
     @property
     def given_up(self) -> bool:
@@ -92,14 +82,7 @@ class Unit(group_commit.AppendUnit, Generic[M]):
             write.maybe_behind = None
 
     def ended(self, outcome: int | Exception) -> None:
-        self._on_end(self, outcome)
-
-    def add(self, write: Write[M], drafted: Drafted[M]) -> None:
-        """Add a write, whose entry stands behind the present ones."""
-        self.writes.append(write)
-        write.draft = drafted.draft
-        self.messages.append(drafted.message)
-        self.after = drafted.after
+        self.on_end(self, outcome)
 
     def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
         """The positions of its stored writes, judged by what the log has behind `before`; None: more may come.
@@ -121,12 +104,11 @@ class Unit(group_commit.AppendUnit, Generic[M]):
             write.draft.undo()
 
 
-@dataclass(eq=False, slots=True)
-class Lane(Generic[M]):
+class Lane(msgspec.Struct, Generic[M], eq=False):
     """What waits to be written to one thread: one unit of it is on its way at a time."""
 
     thread_id: str
-    queue: list[Write[M]] = field(default_factory=list)
+    queue: list[Write[M]]
     #: Set when the base of the writes on their way can no longer be trusted.
     stale: bool = False
     #: The thread's last entry that the log has forgotten since a lookup began: what that finds must not be older.
@@ -138,11 +120,16 @@ class Lane(Generic[M]):
         self, taken: Taken[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]
     ) -> Unit[M] | None:
         """Take the first writes off the queue as was decided: a unit of those that go out, an answer for the others."""
-        unit: Unit[M] | None = None
+        writes: list[Write[M]] = []
+        messages: list[Outgoing] = []
+        size, after = 0, before
         for write, outcome in zip(self.queue, taken.outcomes, strict=False):
             if isinstance(outcome, Drafted):
-                unit = unit or Unit(self, before, on_end)
-                unit.add(write, outcome)
+                write.draft = outcome.draft
+                writes.append(write)
+                messages.append(outcome.message)
+                size += outcome.size
+                after = outcome.after
             elif outcome is None or write.done.done():
                 continue
             elif isinstance(outcome, Receipt):
@@ -150,4 +137,6 @@ class Lane(Generic[M]):
             else:
                 write.done.set_exception(outcome)
         del self.queue[: len(taken.outcomes)]
-        return unit
+        if not writes:
+            return None
+        return Unit(messages, self.thread_id, size, lane=self, writes=writes, before=before, after=after, on_end=on_end)

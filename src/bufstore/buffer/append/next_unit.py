@@ -11,10 +11,10 @@ import msgspec
 from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
 from bufstore.buffer.domain import M
-from bufstore.buffer.entry import Base, Entry, encode
+from bufstore.buffer.entry import Base, header_of
 from bufstore.buffer.groups.group import size_of
 from bufstore.buffer.places import ENTRIES_MAX
-from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLarge
+from bufstore.errors import IdempotencyConflict, Rejected, TooLarge
 from bufstore.jetstream.messages import Outgoing
 from bufstore.types import Receipt
 
@@ -90,11 +90,13 @@ class Drafted(msgspec.Struct, Generic[M], gc=False, eq=False):
 
     draft: Draft[M]
     message: Outgoing
+    #: What the message takes of a group, at most.
+    size: int
     #: The thread's tip once it is stored.
     after: Tip[M]
 
 
-class Taken(NamedTuple, Generic[M]):
+class Taken(msgspec.Struct, Generic[M]):
     """What happens to the first writes of a queue."""
 
     #: One for each, in order: it goes out with the unit, its caller is told that it repeats another or why it is
@@ -105,7 +107,7 @@ class Taken(NamedTuple, Generic[M]):
 
 
 def next_unit(
-    thread_id: str, subject: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, *, looked_up: int
+    thread_id: str, subject: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, looked_up: int
 ) -> Taken[M]:
     """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
 
@@ -128,9 +130,9 @@ def next_unit(
         # of its base (`chain.superseded`) gives it away; entries behind it have no such note.
         if count and not before.seq:
             break
-        outcome = _judge(thread_id, subject, write, tip, limits, first=not count, looked_up=number < looked_up)
+        outcome = _judge(thread_id, subject, write, tip, limits, not count, number < looked_up)
         if isinstance(outcome, Drafted):
-            size += size_of(outcome.message)
+            size += outcome.size
             if count and (size > min(limits.unit_bytes_max, UNIT_BYTES_MAX) or count == ENTRIES_MAX):
                 outcome.draft.undo()
                 break
@@ -180,7 +182,7 @@ def _needs_behind(write: QueuedWrite[M], tip: Tip[M]) -> Need:
 
 
 def _judge(
-    thread_id: str, subject: str, write: QueuedWrite[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
+    thread_id: str, subject: str, write: QueuedWrite[M], tip: Tip[M], limits: Limits, first: bool, looked_up: bool
 ) -> Drafted[M] | Receipt | Exception | Need:
     """What happens to a write behind `tip`; a draft is undone unless the write goes out."""
     if write.keyed:
@@ -200,49 +202,20 @@ def _judge(
         return _needs_behind(write, tip)
     except Exception as e:
         return Need.TIP if isinstance(e, Rejected) and not looked_up else e
-    entry = _entry(write, tip, draft)
-    try:
-        message = _message(subject, entry, tip.seq if first else None, limits)
-    except BufstoreError as e:
+    payload = draft.payload
+    if len(payload) > limits.entry_bytes_max:
         draft.undo()
-        return e
-    after = Tip(
-        -1,
-        write.id,
-        Base.CHAINED,
-        0,
-        draft.version,
-        entry.keys,
-        draft.memory,
-        False,
-        entry.keys_complete,
-        entry.producers,
-        judged=tip.judged,
-    )
-    return Drafted(draft, message, after)
-
-
-def _entry(write: QueuedWrite[M], tip: Tip[M], draft: Draft[M]) -> Entry:
+        return TooLarge(len(payload), limits.entry_bytes_max)
+    version, memory = draft.version, draft.memory
     keys = recent_keys.add(tip.keys, write.item)
-    return Entry(
-        id=write.id,
-        prev_id=tip.id,
-        base=tip.base,
-        seen=tip.seen,
-        version=draft.version,
-        self_contained=draft.self_contained,
-        keys=keys,
-        keys_complete=tip.keys_complete or recent_keys.full(keys),
-        producers=tip.producers if write.mark is None else producers.add(tip.producers or b"", write.mark),
-        payload=draft.payload,
+    complete = tip.keys_complete or recent_keys.full(keys)
+    known = tip.producers if write.mark is None else producers.add(tip.producers or b"", write.mark)
+    header = header_of(
+        write.id, tip.id, tip.base, tip.seen, version, draft.self_contained, keys, complete, known, payload
     )
-
-
-def _message(subject: str, entry: Entry, expected: int | None, limits: Limits) -> Outgoing:
-    if len(entry.payload) > limits.entry_bytes_max:
-        raise TooLarge(len(entry.payload), limits.entry_bytes_max)
-    header, body = encode(entry)
-    return Outgoing(subject, body, header, expected)
+    message = Outgoing(subject, payload, header, tip.seq if first else None)
+    after = Tip(-1, write.id, Base.CHAINED, 0, version, keys, memory, False, complete, known, judged=tip.judged)
+    return Drafted(draft, message, size_of(message), after)
 
 
 def _repeat(thread_id: str, tip: Tip[M]) -> Receipt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Generic
 
 from bufstore.buffer.append.lane import Write
@@ -19,14 +18,15 @@ class Outstanding(Generic[M]):
         #: In order of arrival, so that the first is the first to give up.
         self._writes: dict[Write[M], None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        #: When that is due.
+        self._next = float("inf")
         self._loop = asyncio.get_running_loop()
 
-    def enter(self, writes: Sequence[Write[M]]) -> None:
-        """These wait from now on; they have one deadline."""
-        for write in writes:
-            self._writes[write] = None
-        if self._timer is None or writes[0].deadline < self._timer.when():
-            self._expire_at(writes[0].deadline)
+    def enter(self, write: Write[M]) -> None:
+        """It waits from now on."""
+        self._writes[write] = None
+        if self._timer is None or write.deadline < self._next:
+            self._expire_at(write.deadline)
 
     def leave(self, write: Write[M]) -> None:
         """Its caller has what it waited for, or has gone."""
@@ -51,7 +51,7 @@ class Outstanding(Generic[M]):
         # One timer for all: a timer per write is a seventh of what a write costs.
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._expire)
+        self._timer, self._next = self._loop.call_at(deadline, self._expire), deadline
 
     def _expire(self) -> None:
         """Fail the writes whose time is over, and schedule the next look."""

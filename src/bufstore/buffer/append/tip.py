@@ -54,7 +54,7 @@ class NeedBase(Exception):
     """Raised by `prepare`: this write cannot be built without the thread's content."""
 
 
-class Draft(msgspec.Struct, Generic[M], gc=False, eq=False):
+class Draft(msgspec.Struct, Generic[M], frozen=True, gc=False, eq=False):
     """What `prepare` makes of a tip."""
 
     payload: bytes
@@ -159,15 +159,14 @@ class TipCache(Generic[M]):
 
     def put(self, thread_id: str, tip: Tip[M]) -> None:
         """Remember the tip, forget what was written longest ago."""
-        weight = tip.memory.weight if tip.memory is not None else 1
-        before = self._tips.get(thread_id)
-        self._tips[thread_id] = tip, weight
-        if before is not None:
-            self._tips.move_to_end(thread_id)
-            weight -= before[1]
+        tips, weight = self._tips, tip.memory.weight if tip.memory is not None else 1
+        if (before := tips.get(thread_id)) is not None:
+            tips.move_to_end(thread_id)
+            self._weight -= before[1]
+        tips[thread_id] = tip, weight
         self._weight += weight
-        while len(self._tips) > self._threads_max or self._weight > self._weight_max:
-            self.drop(next(iter(self._tips)))
+        while len(tips) > self._threads_max or self._weight > self._weight_max:
+            self.drop(next(iter(tips)))
 
     def drop(self, thread_id: str) -> None:
         """Forget the thread's tip."""

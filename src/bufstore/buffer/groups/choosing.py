@@ -49,7 +49,9 @@ class Chosen(NamedTuple):
 
 def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     """Decide which of these units can follow what was seen of the log, and as what entries."""
-    chosen, moved, entries = list[Queued](), list[Queued](), list[NewEntry]()
+    chosen: list[Queued] = []
+    moved: list[Queued] = []
+    entries: list[NewEntry] = []
     #: The number in the group of each thread's last entry in it.
     here: dict[str, int] = {}
     for queued in units:
@@ -58,15 +60,12 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
         for number, message in enumerate(queued.messages):
             thread_id = of_all if of_all is not None else subjects.thread_id(message.subject)
             before, expected = here.get(thread_id), message.expected
-            if before is not None:
-                prev = in_group(before)
-            elif expected is None:
-                prev = heads.head(hash_of(thread_id))
-            else:
+            hash_ = hash_of(thread_id)
+            if expected is None:
+                prev = in_group(before) if before is not None else heads.head(hash_)
+            elif before is None and queued.life == heads.life and heads.admits(hash_, expected):
                 prev = expected
-            if expected is not None and not (
-                before is None and queued.life == heads.life and heads.admits(hash_of(thread_id), expected)
-            ):
+            else:
                 moved.append(queued)
                 if number:  # what stands before it in its unit is not chosen either
                     del entries[begin:]

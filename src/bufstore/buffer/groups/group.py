@@ -125,18 +125,14 @@ class Draft:
         packed: list[bytes] = []
         begins = 0
         for entry in entries:
-            thread = entry.thread_id.encode()
+            thread_id, payload, prev, partition = entry.thread_id, entry.payload, entry.prev, entry.partition
+            thread, hash_ = thread_id.encode(), hash_of(thread_id)
             head = entry.header.encode("ascii") if entry.header is not None else b""
-            hash_ = hash_of(entry.thread_id)
-            self.records.append(Record(hash_, entry.prev, begins, entry.partition))
-            packed.append(_RECORD.pack(hash_, entry.prev, begins, entry.partition))
-            parts += (
-                _LENGTHS.pack(len(thread), len(head) | (_ELSEWHERE if entry.elsewhere else 0)),
-                thread,
-                head,
-                entry.payload,
-            )
-            begins += _LENGTHS.size + len(thread) + len(head) + len(entry.payload)
+            lengths = _LENGTHS.pack(len(thread), len(head) | _ELSEWHERE if entry.elsewhere else len(head))
+            self.records.append(Record(hash_, prev, begins, partition))
+            packed.append(_RECORD.pack(hash_, prev, begins, partition))
+            parts += (lengths, thread, head, payload)
+            begins += len(lengths) + len(thread) + len(head) + len(payload)
         self._packed = b"".join(packed)
         self.body = b"".join(parts)
 

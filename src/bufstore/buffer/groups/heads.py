@@ -109,7 +109,7 @@ class Heads:
         self.purged = max(self.purged, group.purged)
         newest, entries = self._generations[-1], self._entries
         each = size / max(1, len(group.records))
-        for at, record in group.places():
+        for at, record in enumerate(group.records, first_place(group.seq)):
             newest[record.hash] = at
             of = entries[record.partition]
             of.places.append(at)
@@ -162,7 +162,7 @@ class Heads:
         """
         if not expected:
             return not self.head(hash_)
-        remembered = self.remembered(hash_)
+        remembered = self._generations[-1].get(hash_) or self.remembered(hash_)
         if expected < self.purged:
             return False
         return expected == remembered if remembered else expected < self.floor

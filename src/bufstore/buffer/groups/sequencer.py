@@ -43,7 +43,6 @@ _log = logging.getLogger(__name__)
 
 #: Who was overtaken by others within this time on a thread of theirs may be so again.
 _SHARED_S = 1.0
-_NOWHERE = frozenset[int]()
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 
@@ -99,8 +98,8 @@ class Sequencer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: The server's max_payload, as it was last known.
-        self._bytes_max = BYTES_MAX
+        #: The server's max_payload, as it was last known; how many bytes of entries fit into one message of it.
+        self._bytes_max, self.room = BYTES_MAX, BYTES_MAX - HEAD_BYTES_MAX
         #: Below this place the log may be purged.
         self._purged = 0
         #: What tells the groups of this writer from others', and from each other.
@@ -158,25 +157,25 @@ class Sequencer:
         if self._closed:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
-        size, room = sum(map(size_of, unit.messages)), self.room
-        fits = size <= room and len(unit.messages) <= ENTRIES_MAX
-        elsewhere = _NOWHERE if fits else too_large(unit.messages, room)
-        if elsewhere is None:
-            refused = LogUnavailable(f"{len(unit.messages)} entries do not fit into one message of this server")
-            asyncio.get_running_loop().call_soon(end_all, [unit], refused)
-            return
-        queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages, size)
-        if elsewhere:
+        messages, heads = unit.messages, self._heads
+        size = unit.size or sum(map(size_of, messages))
+        queued = Queued(unit, heads.seen, heads.life, messages, size)
+        if size <= self.room and len(messages) <= ENTRIES_MAX:
+            self._queue(queued)
+        elif elsewhere := too_large(messages, self.room):
             self._store_parts(msgspec.structs.replace(queued, elsewhere=elsewhere))
         else:
-            self._queue(queued)
+            refused = LogUnavailable(f"{len(messages)} entries do not fit into one message of this server")
+            asyncio.get_running_loop().call_soon(end_all, [unit], refused)
 
     def _queue(self, queued: Queued) -> None:
-        if self._is_overtaken(queued):
+        # Looked at only while others write to the same threads: it costs.
+        if self._overtaken_at is not None and self._is_overtaken(queued):
             asyncio.get_running_loop().call_soon(_end_all, [queued], Conflict("another entry was stored first"))
             return
         self._waiting.append(queued)
-        self._work_soon()
+        if self._task is None:
+            self._work_soon()
 
     def _heard(self, seq: int, header: str, size: int, body: bytes | None) -> int | None:
         """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
@@ -188,7 +187,7 @@ class Sequencer:
         return heard
 
     def _is_overtaken(self, queued: Queued) -> bool:
-        """Whether it cannot be stored any more. Looked at only while others write to the same threads: it costs."""
+        """Whether it cannot be stored any more, if others write to the same threads."""
         if not (queued.messages and self._are_shared()):
             return False
         first = queued.messages[0]
@@ -213,11 +212,7 @@ class Sequencer:
     def _look_at_limit(self) -> None:
         with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
             self._bytes_max = self._stream.message_bytes_max
-
-    @property
-    def room(self) -> int:
-        """How many bytes of entries fit into one message of this server, as it was last known."""
-        return self._bytes_max - HEAD_BYTES_MAX
+            self.room = self._bytes_max - HEAD_BYTES_MAX
 
     @property
     def oldest(self) -> int | None:
