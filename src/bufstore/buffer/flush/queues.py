@@ -69,6 +69,8 @@ class Queues:
     def next_in(self, room: int, now: float) -> list[WaitingEntry]:
         """What is to be written into the ledger next: at most so many entries."""
         chosen: list[WaitingEntry] = []
+        if not self._waiting:  # as nearly always: nothing need be looked at
+            return chosen
         size = 0
         for partition, owned in self._owned.items():
             space = self._bytes_max - owned.queued_bytes

@@ -84,7 +84,7 @@ class WindowFlusher:
 
     async def settle_pending(self) -> None:
         """Flush what has arrived, except of threads that have to wait. Raises Later when it cannot be flushed now."""
-        pending = self._gather(lambda thread_id: thread_id not in self.waiting)
+        pending = self._gather((lambda thread_id: thread_id not in self.waiting) if self.waiting else None)
         self.more = sum(map(len, pending.values())) >= self._room
         if pending:
             await self._settle(pending)
@@ -196,15 +196,22 @@ class WindowFlusher:
             text += f"; so much waits that partitions {full} stop"
         return text, bool(self._told)
 
-    def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
-        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger."""
+    def _gather(self, wanted: Callable[[str | None], bool] | None) -> Threads:
+        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger.
+
+        `wanted`: of which threads; None: of all.
+        """
         self._committer.begin_window()
-        items = [
-            item
-            for owned in self._owned.values()
-            for item in owned.pending.values()
-            if item.thread_id not in owned.queues and wanted(item.thread_id)
-        ]
+        items: list[Item] = []
+        for owned in self._owned.values():
+            if wanted is None and not owned.queues:
+                items += owned.pending.values()
+            else:
+                items += (
+                    i
+                    for i in owned.pending.values()
+                    if i.thread_id not in owned.queues and (wanted is None or wanted(i.thread_id))
+                )
         found: Threads = {}
         for item in oldest(items, self._room):
             found.setdefault(item.thread_id, []).append(item)
