@@ -118,8 +118,12 @@ class Turns:
 
     def wrote(self, writer: int, pace: Pace, seq: int, now: float) -> None:
         """A group of this writer was stored. It rests for a while; who did not come in time is left out."""
-        self._judge(writer, now)
-        first = next(iter(self._in_order()), None)
+        if self._in_order()[:1] == [writer]:  # as nearly always: nobody is left out
+            self._earn(now)
+            first: int | None = writer
+        else:
+            self._judge(writer, now)
+            first = next(iter(self._in_order()), None)
         self._trusted.add(writer)
         self._last = max(self._last, seq)
         self._place(writer, _Place(seq, pace.within_limits(), rests=True))
@@ -129,8 +133,7 @@ class Turns:
     def _judge(self, writer: int, now: float) -> None:
         """Leave out those whose time has passed. Whoever another one did not wait for keeps its place."""
         elapsed_s = now - self._began if self._places else 0.0
-        earned_s = _VAIN_SHARE * max(now - self._stored_at, 0.0)
-        self._vain_s, self._stored_at = min(self._vain_s + earned_s, _VAIN_MAX_S), now
+        self._earn(now)
         nobody_came = elapsed_s >= self._patience_s(writer)
         for other, allowed_s in list(self._allowed()):
             if other == writer or (elapsed_s < allowed_s and not nobody_came):
@@ -141,6 +144,10 @@ class Turns:
             self._vain_s -= passed_s
             self._place(other, None)
             self._trusted.discard(other)
+
+    def _earn(self, now: float) -> None:
+        earned_s = _VAIN_SHARE * max(now - self._stored_at, 0.0)
+        self._vain_s, self._stored_at = min(self._vain_s + earned_s, _VAIN_MAX_S), now
 
     def _patience_s(self, writer: int) -> float:
         """After so long without any group those who come before this writer are waited for no more, however many."""
@@ -156,15 +163,15 @@ class Turns:
 
     def _in_order(self) -> list[int]:
         if self._order is None:
-            resting = {writer: place for writer, place in self._places.items() if place.rests}
-            shortest_s = min((place.pace.turn_s for place in resting.values()), default=_TURN_MIN_S)
+            turns = [(place.behind, place.pace.turn_s, w) for w, place in self._places.items() if place.rests]
+            shortest_s = min([turn_s for _, turn_s, _ in turns], default=_TURN_MIN_S)
             # A rest as so many of the shortest turns, which are groups of others.
-            order = sorted(resting, key=lambda w: (resting[w].behind + _REST * resting[w].pace.turn_s / shortest_s, w))
-            new = sorted(self._places.keys() - resting.keys(), key=lambda w: (self._places[w].behind, w))
+            order = [w for _, w in sorted([(behind + _REST * turn_s / shortest_s, w) for behind, turn_s, w in turns])]
+            new = sorted([(place.behind, w) for w, place in self._places.items() if not place.rests])
             # Whose turn it was when somebody came, and who followed him before all had heard of that, are on their way.
-            early = [writer for writer in new if self._places[writer].behind + _HEARD_BY <= self._last]
+            early = [w for behind, w in new if behind + _HEARD_BY <= self._last]
             ahead = 0 if early else 1
-            self._order = early + order[:ahead] + new[len(early) :] + order[ahead:]
+            self._order = early + order[:ahead] + [w for _, w in new[len(early) :]] + order[ahead:]
         return self._order
 
     def _allowed(self) -> Iterator[tuple[int, float]]:
