@@ -253,3 +253,20 @@ async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deplo
     finally:
         await query(dsn, f"DROP OWNED BY {app} CASCADE")
         await query(dsn, f"DROP ROLE {app}")
+
+
+async def test_a_lane_with_the_bucket_of_another_log_stops_all_before_a_log_is_made(
+    laned: Deployment, deployment: Deployment
+) -> None:
+    """It would go on naming the buckets that it was made with."""
+    own = laned.log
+    laned.log = dataclasses.replace(own, bucket=fresh("hot"))
+    taken = with_log(deployment, dataclasses.replace(deployment.log, bucket=lane_configs(laned.config())[1].log.bucket))
+    async with taken.store(flusher=False):
+        pass
+    with pytest.raises(ConfigDrift, match=rf"bucket {taken.log.bucket}: log is '{taken.log.stream}'"):
+        async with laned.store():
+            pass
+    laned.log = own  # as the error says
+    async with laned.store(flusher=False):
+        pass

@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.append.lookups import Lookups
+from bufstore.buffer.lanes import lane_logs
 from bufstore.buffer.ports.log import Floor
 from bufstore.buffer.ports.shared_state import RUN_TTL_S
 from bufstore.config import LogConfig
@@ -64,8 +65,9 @@ class NatsSharedState:
         connection.on_connect(self._listen)
 
     async def check(self) -> None:
-        with contextlib.suppress(StreamMissing):
-            await check_bucket_that_is_there(self._stream, self._config)
+        for log in lane_logs(self._config) if not self._config.lane else [self._config]:
+            with contextlib.suppress(StreamMissing):
+                await check_bucket_that_is_there(self._stream, log)
 
     async def setup(self) -> None:
         await ensure_bucket(self._stream, self._config)

@@ -15,7 +15,10 @@ class SharedState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
 
     async def check(self) -> None:
-        """Raise ConfigDrift when what is there is another log's. Creates nothing. Raises LogUnavailable."""
+        """Raise ConfigDrift when what is there is another log's; that of the first of several lanes looks for all.
+
+        Creates nothing. Raises LogUnavailable.
+        """
         ...
 
     async def setup(self) -> None:
