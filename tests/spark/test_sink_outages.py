@@ -7,17 +7,24 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pyarrow
 import pytest
+from pyspark import TaskContext
 
 from bufstore import LogFull, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.progress import ProgressListener, QueryProgress
+from bufstore.spark.sink import foreach_batch
 from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.parked_rows import ParkedRows
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
+from bufstore.spark.sink.settled import Settled, summed
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -173,6 +180,43 @@ async def test_a_bad_row_waits_for_postgres_and_is_set_aside_once(
     parked = await query(own_servers.postgres.dsn, f'SELECT thread_id, row FROM "{deployment.name}".spark_quarantine')
     assert [(t, json.loads(row)["position"]) for t, row in parked] == [(bad, 3)]
     assert await held(deployment, [bad, good]) == {bad: [0, 1, 2, 4, 5], good: list(range(6))}
+
+
+@pytest.mark.parametrize("begun_away", [False, True])
+async def test_a_task_that_begins_anew_waits_to_hear_which_rows_were_set_aside(
+    own_servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, begun_away: bool
+) -> None:
+    """Postgres went away behind its first try. A row that this one set aside was replayed meanwhile."""
+    caplog.set_level(logging.INFO, "bufstore.spark")
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    orphan, parent = fresh(), fresh("parent")
+    config = sink(deployment, bad_rows="quarantine")
+    await asyncio.to_thread(AppId(config).begin, Query("query", "run"), 0)
+    rows = [row | {"parent_thread_id": parent} for row in rows_of([orphan], range(1))]
+
+    def attempt(number: int) -> RowCounts:
+        """As Spark would begin it."""
+        context = SimpleNamespace(partitionId=lambda: 0, attemptNumber=lambda: number, stageId=lambda: 7)
+        monkeypatch.setattr(TaskContext, "get", lambda: context)
+        batch = pyarrow.RecordBatch.from_pylist([row | summed(row) for row in rows])
+        outcome = foreach_batch._task(config, 0, 1, Settled(), None, True, not begun_away, False, iter([batch]))
+        (counts,) = [text for part in outcome for text in part.column("counts").to_pylist()]
+        return msgspec.json.decode(counts, type=RowCounts)
+
+    assert (await asyncio.to_thread(attempt, 0)).bad == 1
+    async with deployment.store() as store:
+        await store.checkpoint(parent, [], run_of(parent))
+        async with ParkedRows(own_servers.postgres.dsn, deployment.name) as parked:
+            assert [replay.refused for replay in await parked.replay(store, orphan, None)] == [None]
+    own_servers.postgres.stop()
+    writing = asyncio.create_task(asyncio.to_thread(attempt, 1))
+
+    await it_waits(caplog)
+    own_servers.postgres.start()
+    found = await writing
+    assert (found.written, found.repeated, found.bad) == (0, 1, 0)
+    assert await held(deployment, [orphan]) == {orphan: [0]}
 
 
 @pytest.mark.long  # it rides out a restart of half a minute before it says that it waits

@@ -73,6 +73,8 @@ class AppId:
         self._holder: Holder | None = None
         #: Seconds that the present batch waited here.
         self.waited_s = 0.0
+        #: Whether rows of the present batch may have been tried before: not of one behind others of the same run.
+        self.again = False
         self._away = False
 
     @property
@@ -90,6 +92,7 @@ class AppId:
         batch any more. Waits for Postgres when only that can tell.
         """
         known = self._known(query, batch_id)
+        self.again = known is None or known is self._holder
         self._away = False
 
         async def taking(ledger: SparkLedger) -> Holder:

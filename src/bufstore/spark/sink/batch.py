@@ -28,7 +28,9 @@ class Rows(Protocol):
         """A sum over the rows of each part that has any."""
         ...
 
-    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
+    def write(
+        self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
+    ) -> Written:
         """See `bufstore.spark.sink.row_writer.write_rows`. `noting`: of each part it is noted what it is."""
         ...
 
@@ -69,7 +71,7 @@ def write_batch(
     before = unpack(holder.settled) if holder.settled is not None else []
     if before:
         Settled(before).check(rows.keys())
-    found = in_passes(rows, Settled(before), noting=not app.away)
+    found = in_passes(rows, Settled(before), noting=not app.away, again=app.again)
     counts = found.counts
     counts.waited_ms += round(app.waited_s * 1000)
     _log.info("batch %d of %s: %s", batch_id, config.app_id, counts, extra={"action": "spark_batch"})
@@ -83,7 +85,7 @@ def write_batch(
     return BatchReport(batch_id, counts, repeated=False)
 
 
-def in_passes(rows: Rows, settled: Settled, *, noting: bool) -> Written:
+def in_passes(rows: Rows, settled: Settled, *, noting: bool, again: bool = False) -> Written:
     """Write all rows; those that wait for a parent among the rows of other tasks in passes of their own.
 
     When a pass brings nothing further, the rows that still wait have no parent, and are bad.
@@ -93,7 +95,7 @@ def in_passes(rows: Rows, settled: Settled, *, noting: bool) -> Written:
     judging = False
     ahead = 0
     while True:
-        found = rows.write(settled, only, judging=judging, noting=noting)
+        found = rows.write(settled, only, judging=judging, noting=noting, again=again)
         if found.sums != (whole.sums or found.sums):
             raise _changed()
         whole.sums = found.sums

@@ -183,11 +183,13 @@ class _InMemory:
     def sums(self) -> Mapping[int, int]:
         return {self._part.number: self._part.planned}
 
-    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
+    def write(
+        self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
+    ) -> Written:
         parts = cut(self._rows, self._config.in_flight_bytes)
         noted = self._part if noting else None
         found = write_rows(
-            self._config, self._batch_id, parts, noted=noted, settled=settled, only=only, judging=judging
+            self._config, self._batch_id, parts, noted=noted, again=again, settled=settled, only=only, judging=judging
         )
         found.sums = dict(self.sums())
         return found

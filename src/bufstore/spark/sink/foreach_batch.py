@@ -123,8 +123,10 @@ class _Rows:
         numbered = self._owned.select(F.spark_partition_id().alias("part"), F.col(ROW).cast("decimal(38,0)"))
         return {part: sum_of([int(found)]) for part, found in numbered.groupBy("part").agg(F.sum(ROW)).collect()}
 
-    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
-        task = partial(_task, self._config, self._batch_id, self._of, settled, only, judging, noting)
+    def write(
+        self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
+    ) -> Written:
+        task = partial(_task, self._config, self._batch_id, self._of, settled, only, judging, noting, again)
         whole = Written()
         for counts, deferred, ahead, left, part, planned, gave_up in self._owned.mapInArrow(task, _OUTCOME).collect():
             if gave_up is not None:
@@ -185,6 +187,7 @@ def _task(
     only: Collection[str] | None,
     judging: bool,
     noting: bool,
+    again: bool,
     batches: Iterator[pyarrow.RecordBatch],
 ) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
@@ -198,8 +201,9 @@ def _task(
     part = Part(context.partitionId(), of, kept.planned)
     with in_task():
         parts = parts_of(iter(kept), config.in_flight_bytes)
-        noted = part if noting else None
-        found = _written(context.stageId(), config, batch_id, parts, noted, settled, only, judging=judging)
+        again = again or context.attemptNumber() > 0
+        noted = part if noting or again else None
+        found = _written(context.stageId(), config, batch_id, parts, noted, settled, only, again=again, judging=judging)
     outcome = {
         "counts": [msgspec.json.encode(found.counts).decode()],
         "deferred": pyarrow.array([sorted(found.deferred)], pyarrow.list_(pyarrow.string())),
@@ -223,6 +227,7 @@ def _written(
     settled: Settled,
     only: Collection[str] | None,
     *,
+    again: bool,
     judging: bool,
 ) -> Written:
     """What a task of a stage wrote, also when it gave up: then those behind it in this process do not wait again."""
@@ -230,7 +235,9 @@ def _written(
     if stage == _gave_up_in:
         config = replace(config, outage_timeout_s=0.0)
     try:
-        return write_rows(config, batch_id, parts, noted=noted, settled=settled, only=only, judging=judging)
+        return write_rows(
+            config, batch_id, parts, noted=noted, again=again, settled=settled, only=only, judging=judging
+        )
     except BufstoreError as e:
         if not is_outage(e, numbered=True):
             raise

@@ -85,6 +85,7 @@ def write_rows(
     parts: Iterable[Sequence[Row]],
     *,
     noted: Part | None = None,
+    again: bool = False,
     settled: Settled | None = None,
     only: Collection[str] | None = None,
     judging: bool = True,
@@ -92,14 +93,15 @@ def write_rows(
     """Write rows that are sorted by thread, part by part.
 
     `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. `noted`: what the rows are, which
-    is noted before the first one is written. `settled`: rows that an earlier
-    try has written, for rows with `bufstore.spark.sink.settled`'s columns. `only`: leave out all other threads.
-    `judging`: a row whose thread cannot have the parent that it names is bad; else its thread is deferred.
+    is noted before the first one is written. `again`: an earlier try may have set rows aside, and only Postgres knows
+    which. `settled`: rows that an earlier try has written, for rows with `bufstore.spark.sink.settled`'s columns.
+    `only`: leave out all other threads. `judging`: a row whose thread cannot have the parent that it names is bad; else
+    its thread is deferred.
 
     Waits for servers that are away (`SinkConfig.outage_timeout_s`). Raises BufstoreError when it is not the rows'
     fault: Spark tries the task again; ConfigError when the rows contradict `settled`, or what was noted of them before.
     """
-    task = _Task(config, batch_id, noted, settled or Settled(), only, judging=judging)
+    task = _Task(config, batch_id, noted, settled or Settled(), only, again=again, judging=judging)
     for part in parts:
         if part:
             loop().run(task.write(part))
@@ -118,6 +120,7 @@ class _Task:
         settled: Settled,
         only: Collection[str] | None,
         *,
+        again: bool,
         judging: bool,
     ) -> None:
         self._written = Written()
@@ -125,6 +128,7 @@ class _Task:
         self._batch_id = batch_id
         #: Until it is noted.
         self._to_note = noted
+        self._again = again
         self._settled = settled
         #: Rows that an earlier try set aside: they come back as people want it, or not at all.
         self._set_aside: set[bytes] = set()
@@ -162,24 +166,26 @@ class _Task:
     async def _note(self, opened: OpenSink) -> None:
         if self._to_note is None or self._batch_id is None:
             return
-        part, self._to_note = self._to_note, None
+        (part, self._to_note), batch_id = (self._to_note, None), self._batch_id
+
+        async def noting() -> tuple[int, Part]:
+            found = await opened.ledger.plan(self._config.app_id, batch_id, part, _PING_S)
+            self._set_aside = await opened.ledger.set_aside(self._config.app_id, batch_id, _PING_S)
+            return found
+
         try:
-            found = await opened.ledger.plan(self._config.app_id, self._batch_id, part, _PING_S)
-            if self._config.bad_rows == "quarantine":
-                self._set_aside = await opened.ledger.set_aside(self._config.app_id, self._batch_id, _PING_S)
+            found = await (self._patience.until_through(noting) if self._again else noting())
         except StoreUnavailable as e:
+            if self._again:
+                raise
             # As a batch that begins without Postgres: a running query does not wait for it.
             _log.warning(
-                "part %d of batch %d of %s goes on without Postgres: %s",
-                part.number,
-                self._batch_id,
-                self._config.app_id,
-                e,
+                "part %d of batch %d of %s goes on without Postgres: %s", part.number, batch_id, self._config.app_id, e
             )
             return
-        if found != (self._batch_id, part):
+        if found != (batch_id, part):
             raise ConfigError(
-                f"part {part.number} of batch {self._batch_id} of app id {self._config.app_id!r} was begun before with "
+                f"part {part.number} of batch {batch_id} of app id {self._config.app_id!r} was begun before with "
                 "other rows, or a later batch was begun: the source cannot be replayed, or the query runs twice"
             )
 
@@ -210,7 +216,7 @@ class _Task:
     def _line(self, rank: int, row: Row) -> _Line:
         if self._set_aside and row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
             # It may be written by now (a replay), or become good meanwhile and be replayed later.
-            return _Line(rank, row, InvalidRecord("an earlier try of the batch has set this row aside"))
+            return _Line(rank, row, _SetAside("an earlier try of the batch has set this row aside"))
         return _line(rank, row)
 
     async def _write_logged(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> None:
@@ -358,6 +364,10 @@ class _Task:
     async def _refuse(self, opened: OpenSink, thread_id: str, todo: _Todo, error: Rejected) -> BufstoreError | None:
         """Set the first row aside, or stop its thread there. Returns the outage that keeps it from being set aside."""
         line = todo.lines[0]
+        if isinstance(error, _SetAside):
+            todo.lines = todo.lines[1:]
+            todo.counts.repeated += 1
+            return None
         if self._config.bad_rows == "fail":
             self._failed.add(thread_id)
             self._leave([line])
@@ -405,6 +415,10 @@ class _Task:
         if not isinstance(line.wanted, CheckpointRow):
             raise line.wanted if isinstance(line.wanted, Rejected) else InvalidRecord("an edit goes through the log")
         return line.wanted, producers.item_of(self._mark(line.rank))
+
+
+class _SetAside(InvalidRecord):
+    """A row that people have, whatever it says by now."""
 
 
 class _Line(NamedTuple):
