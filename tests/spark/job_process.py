@@ -16,7 +16,21 @@ from typing import Any
 
 import msgspec
 
-from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, session
+from bufstore import ConfigError
+from bufstore.spark import (
+    Deployment,
+    SinkConfig,
+    archive,
+    bulk_drain,
+    checkpoint_sink,
+    compact,
+    ensure_java,
+    expire,
+    restore,
+    session,
+    tabulate,
+)
+from bufstore.spark.analytics import entries
 from bufstore.spark.sink.row_writer import write_rows
 from spark.jobs import frame, read_options_of, rows_of, stream
 
@@ -89,7 +103,24 @@ def connect(settings: dict[str, Any]) -> None:
     except Exception as e:
         refused = str(e)
     found = spark.read.format("threadlog").options(**read_options_of(settings["sink"])).load()
-    print(json.dumps({"entries": found.count(), "refused": "app id of its own" in refused}))
+    print(json.dumps({"entries": found.count(), "refused": "app id of its own" in refused} | _jobs(spark, settings)))
+
+
+def _jobs(spark: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """All jobs there are, one after the other; what each did."""
+    where, path = Deployment(**{k: v for k, v in settings["sink"].items() if k != "app_id"}), settings["archive"]
+    done: dict[str, Any] = {"archived": archive(spark, where, path).count > 0, "rows": tabulate(spark, path).rows}
+    done["both"] = entries(spark, path, where).count()
+    done["drained"] = bulk_drain(spark, where, tasks=2).entries
+    options = read_options_of(settings["sink"]) | {"postgresUrl": where.postgres, "schema": where.schema}
+    done["messages"] = spark.read.format("bufstore").options(**options, table="messages").load().count()
+    done["present"] = restore(spark, path, where, dry_run=True).present
+    done["merged"] = compact(spark, path).parts
+    try:
+        expire(spark, path)
+    except ConfigError as e:
+        done["expire"] = str(e)
+    return done
 
 
 def speculating(settings: dict[str, Any]) -> None:

@@ -81,12 +81,16 @@ async def test_on_spark_connect(deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
     threads = [fresh() for _ in range(3)]
     for batch in range(2):
-        put(tmp_path / "in", f"{batch}.json", rows_of(threads, range(2 * batch, 2 * batch + 2)))
+        put(tmp_path / "input", f"{batch}.json", rows_of(threads, range(2 * batch, 2 * batch + 2)))
     settings = {"sink": settings_of(deployment) | {"app_id": "query"}}
-    code, found = await job(
-        "connect", environment(), **settings, input=str(tmp_path / "in"), checkpoints=str(tmp_path / "ck")
-    )
-    assert (code, found) == (0, {"entries": 12, "refused": True})
+    places = {name: str(tmp_path / name) for name in ("input", "checkpoints", "archive")}
+    code, found = await job("connect", environment(), **settings, **places)
+    assert code == 0
+    assert "Connect cannot remove files" in found.pop("expire")
+    assert found == {
+        "entries": 12, "refused": True, "archived": True, "rows": 12, "both": 12, "drained": 12, "messages": 12,
+        "present": 12, "merged": 0,
+    }  # fmt: skip
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
 
 
