@@ -21,6 +21,7 @@ from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.progress import ProgressListener, QueryProgress
 from bufstore.spark.sink import foreach_batch
 from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.sink.parked_rows import ParkedRows
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
@@ -285,6 +286,36 @@ async def test_a_batch_waits_once_and_not_in_each_try_of_each_task(spark: Any, o
     own_servers.nats.start()
     await asyncio.to_thread(write, frame(spark, rows_of(threads, range(2, 4))), 1)
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
+
+
+@pytest.mark.long  # of tries that fail
+async def test_a_commit_waits_as_long_as_its_option_says(
+    spark: Any, own_servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of `format("bufstore")`, which needs Postgres for each batch."""
+    caplog.set_level(logging.INFO, "bufstore.spark")
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    threads = [fresh() for _ in range(3)]
+    rows = rows_of(threads, range(2))
+    schema, batch = frame(spark, rows).schema, pyarrow.RecordBatch.from_pylist(rows)
+
+    def commit(outage_timeout_s: float) -> None:
+        options = settings_of(deployment) | {"appId": "app", "batchId": "0", "outageTimeout": str(outage_timeout_s)}
+        writer: Any = BufstoreFormat(options).writer(schema, False)
+        writer.commit([writer.write(iter([batch]))])
+
+    own_servers.postgres.stop()
+    with pytest.raises(StoreUnavailable) as over:
+        await asyncio.to_thread(commit, 1.0)
+    assert "outage_timeout_s is 1 s" in over.value.__notes__[0]
+    caplog.clear()
+    writing = asyncio.create_task(asyncio.to_thread(commit, 60.0))
+
+    await it_waits(caplog)
+    own_servers.postgres.start()
+    await writing
+    assert await held(deployment, threads) == {t: [0, 1] for t in threads}
 
 
 @pytest.mark.long  # of three tries that fail
