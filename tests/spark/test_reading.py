@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
 from pyspark.sql.datasource import InputPartition
 
+from bufstore import LogUnavailable
+from bufstore.embedded import Servers
 from bufstore.spark import DataLoss
 from bufstore.spark.source import log_scan
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from conftest import Deployment
-from helpers import fresh
+from helpers import eventually, fresh
 from spark.jobs import prepared, read_options, write
 
 
@@ -132,3 +136,72 @@ async def test_a_micro_batch_waits_for_rows_and_not_for_ever(deployment: Deploym
     assert await asyncio.to_thread(latest, at_once, first) == second, "with availableNow nothing waits"
     behind = await asyncio.to_thread(waiting.reportLatestOffset)
     assert (behind["messagesBehind"], behind["bytesBehind"], behind["unreadSince"]) == (0, 0, None)
+
+
+@pytest.mark.long  # a server is away for as long as it takes to notice
+async def test_a_stream_waits_for_a_server_that_is_away(own_servers: Servers) -> None:
+    """It is told that there is nothing new, and shows that it waits; what it reads goes on where it was."""
+    deployment = Deployment(own_servers)
+    thread = fresh()
+    await write(deployment, [thread], range(3))
+    options = read_options(deployment, startingPosition="earliest", numPartitions=1)
+
+    def stream(**more: Any) -> Any:
+        source = ThreadLogSource(options | more)
+        return source.streamReader(source.schema())
+
+    def latest(reader: Any, start: Any) -> Any:
+        return reader.latestOffset(start, reader.getDefaultReadLimit())
+
+    patient, hasty = stream(), stream(outageTimeout="0")
+    start = await asyncio.to_thread(patient.initialOffset)
+    end = await asyncio.to_thread(latest, patient, start)
+    told = await asyncio.to_thread(patient.reportLatestOffset)
+    (part,) = await asyncio.to_thread(patient.partitions, start, end)
+    own_servers.nats.stop()
+
+    assert await asyncio.to_thread(latest, patient, end) == end
+    with pytest.raises(LogUnavailable):
+        await asyncio.to_thread(latest, hasty, end)
+    waits = await asyncio.to_thread(patient.reportLatestOffset)
+    assert waits.pop("unavailableSince") is not None
+    assert waits == told
+    reading = asyncio.create_task(asyncio.to_thread(lambda: list(patient.read(part))))
+    own_servers.nats.start()
+    assert sum(batch.num_rows for batch in await reading) == 3
+    await write(deployment, [thread], range(3, 5))
+    assert await asyncio.to_thread(latest, patient, end) != end
+    assert "unavailableSince" not in await asyncio.to_thread(patient.reportLatestOffset)
+
+
+@pytest.mark.long  # a server is away for as long as it takes to notice
+async def test_a_query_outlives_an_outage_of_its_source(spark: Any, own_servers: Servers, tmp_path: Path) -> None:
+    deployment = Deployment(own_servers)
+    thread = fresh()
+    await write(deployment, [thread], range(3))
+    df = spark.readStream.format("threadlog").options(**read_options(deployment, startingPosition="earliest")).load()
+    writer = df.writeStream.format("parquet").option("path", str(tmp_path / "out"))
+    query = writer.option("checkpointLocation", str(tmp_path / "ck")).start()
+
+    async def done(rows: int) -> bool:
+        return query.exception() is not None or await asyncio.to_thread(found) == rows
+
+    def found() -> int:
+        return sum(p.numInputRows for p in query.recentProgress)
+
+    async def waits() -> bool:
+        last = query.lastProgress
+        return query.exception() is not None or "unavailableSince" in last.sources[0].latestOffset
+
+    try:
+        await eventually(partial(done, 3), 60)
+        own_servers.nats.stop()
+        await eventually(waits, 90)
+        assert query.exception() is None
+        own_servers.nats.start()
+        await write(deployment, [thread], range(3, 5))
+        await eventually(partial(done, 5), 60)
+        assert query.exception() is None
+    finally:
+        await asyncio.to_thread(query.stop)
+    assert await asyncio.to_thread(spark.read.parquet(str(tmp_path / "out")).count) == 5

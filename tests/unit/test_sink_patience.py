@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bufstore import LogFull, StoreUnavailable
-from bufstore.spark.sink.outage import Patience
+from bufstore.spark.outage import Patience
 from unit.fake_log import run
 
 
@@ -67,7 +67,7 @@ def test_it_ends_when_nothing_got_through_for_so_long() -> None:
             await patience.until_through(work)
         assert 10.0 <= asyncio.get_running_loop().time() - began < 10.0 + 4.0 + 5.0
         assert over.value.__notes__ == [
-            f"waited {asyncio.get_running_loop().time() - began:.0f} s (SinkConfig.outage_timeout_s is 10 s)"
+            f"waited {asyncio.get_running_loop().time() - began:.0f} s (outage_timeout_s is 10 s)"
         ]
 
     run(main())

@@ -48,6 +48,7 @@ from bufstore.spark.source.options import read_options
         {"minPartitions": "0"},
         {"maxTriggerDelay": "late"},
         {"minMessagesPerTrigger": "-1"},
+        {"outageTimeout": "an hour"},
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(given: dict[str, str]) -> None:

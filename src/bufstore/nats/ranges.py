@@ -156,12 +156,13 @@ class LogReader:
         headers_only: bool = False,
         at_once: int = _PULL,
         since_ns: int | None = None,
+        silence_s: float = _SILENCE_S,
     ) -> AsyncGenerator[list[Read]]:
         """The messages of these subjects from sequence `start` to before `end`, in order, some at a time.
 
         `headers_only`: without bodies. `since_ns`: from the first that was stored then or later, instead of `start`.
-        Whoever asks for the next messages may take any time. Raises LogUnavailable after 10 s in which nothing came and
-        there is more; a stream that was made anew meanwhile is for the caller to notice.
+        Whoever asks for the next messages may take any time. Raises LogUnavailable after `silence_s` in which nothing
+        came and there is more; a stream that was made anew meanwhile is for the caller to notice.
         """
         at, clock = start, asyncio.get_running_loop().time
         came = clock()
@@ -178,7 +179,7 @@ class LogReader:
                 raise
             except LogUnavailable:
                 # The consumer is gone after a pause of the caller's, or is not known to all servers of a cluster yet.
-                if clock() - came > _SILENCE_S:
+                if clock() - came > silence_s:
                     raise
                 await asyncio.sleep(_AGAIN_S)
 

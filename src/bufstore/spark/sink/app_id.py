@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from bufstore.errors import ConfigError, InvalidRecord, StoreUnavailable
 from bufstore.spark.config import SinkConfig
+from bufstore.spark.outage import Patience
 from bufstore.spark.process_loop import loop
-from bufstore.spark.sink.outage import Patience
 from bufstore.spark.sink.parts import differ, sum_of
 from bufstore.spark.sink.row_writer import RowCounts
 from bufstore.spark.sink.spark_ledger import Holder, Query, SparkLedger

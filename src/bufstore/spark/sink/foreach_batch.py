@@ -23,12 +23,12 @@ import msgspec
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.job_description import context_of, described
+from bufstore.spark.outage import GaveUp, is_outage
 from bufstore.spark.sink import last_batches
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
-from bufstore.spark.sink.outage import GaveUp, is_outage
 from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, key_of, pack, unpack

@@ -24,11 +24,11 @@ from bufstore.errors import (
     StoreUnavailable,
 )
 from bufstore.spark.config import SinkConfig
+from bufstore.spark.outage import GaveUp, Patience, is_outage
 from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
-from bufstore.spark.sink.outage import GaveUp, Patience, is_outage
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
 from bufstore.spark.sink.spark_ledger import row_key

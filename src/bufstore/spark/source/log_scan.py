@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 import pyarrow
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.buffer.groups.group import decode_header
-from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
+from bufstore.errors import DataLoss, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
+from bufstore.spark.outage import Patience
 from bufstore.spark.process_loop import loop
 from bufstore.spark.source.log_columns import entry_rows, message_rows
 from bufstore.spark.source.log_entries import LogEntries, Wanted
 from bufstore.spark.source.offsets import Holes, Offset, Range
 from bufstore.spark.source.options import ReadOptions
 
-#: How long a streaming query waits for a server that is away.
-_PATIENCE_S = 30.0
+#: How long a read of a batch waits for a server that is away.
+PATIENCE_S = 30.0
 
 T = TypeVar("T")
 
@@ -36,26 +37,14 @@ async def reader_of(options: ReadOptions) -> LogReader:
     return await loop().opened((options.nats, options.stream), open_)
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """The result of `call`; a server that is away for a while ends no streaming query. Raises LogUnavailable."""
-    async for attempt in AsyncRetrying(
-        wait=wait_random_exponential(multiplier=0.1, max=5),
-        stop=stop_after_delay(_PATIENCE_S),
-        retry=retry_if_exception_type(LogUnavailable),
-        reraise=True,
-    ):
-        with attempt:
-            return await call()
-    raise AssertionError("tenacity raises or returns")
+async def patiently(call: Callable[[], Awaitable[T]], timeout_s: float = PATIENCE_S) -> T:
+    """The result of `call`, which may be repeated. Raises LogUnavailable when it does not get through for so long."""
+    return await Patience(timeout_s, "a read of the log", numbered=True).until_through(call)
 
 
 async def look(options: ReadOptions) -> LogState:
     """The log as it is now."""
-
-    async def once() -> LogState:
-        return await (await reader_of(options)).look()
-
-    return await patiently(once)
+    return await (await reader_of(options)).look()
 
 
 async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:
@@ -128,29 +117,34 @@ async def stored_at_ns(options: ReadOptions, log: LogState, start: int) -> int |
 
 async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:
     """The rows of a range. Raises DataLoss when some of it was purged since the reader began."""
+    timeout_s = options.outage_timeout_s if options.outage_timeout_s is not None else PATIENCE_S
+    log = await patiently(partial(look, options), timeout_s)
     reader = await reader_of(options)
-    log = await reader.look()
     entries = LogEntries(reader, log, options, part)
-    found = messages(reader, log, part, Holes(part.start), fails=options.fail_on_data_loss)
+    found = messages(reader, log, part, Holes(part.start), fails=options.fail_on_data_loss, timeout_s=timeout_s)
     async with aclosing(found) as parts:
         async for reads in parts:
             yield await _rows(options, log, entries, reads)
 
 
 async def messages(
-    reader: LogReader, log: LogState, part: Range, holes: Holes, *, fails: bool
+    reader: LogReader, log: LogState, part: Range, holes: Holes, *, fails: bool, timeout_s: float = PATIENCE_S
 ) -> AsyncGenerator[Sequence[Read]]:
-    """The messages of a range. Raises DataLoss when the stream is another one, or (`fails`) groups of it are gone."""
+    """The messages of a range; waits for servers that are away.
+
+    Raises DataLoss when the stream is another one, or (`fails`) groups of it are gone, LogUnavailable.
+    """
     _check_same(log, part)
     # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
-    async with aclosing(reader.read(part.start, part.end, log.subjects.stored)) as found:
+    read = reader.read(part.start, part.end, log.subjects.stored, silence_s=timeout_s)
+    async with aclosing(read) as found:
         async for reads in found:
             for message in (read.message for read in reads):
                 holes.passed(message.seq)
                 if message.subject == log.subjects.groups:
                     holes.group(message.seq, _before(message) if holes.open else 0)
             yield reads
-    _check_same(await reader.look(), part)
+    _check_same(await patiently(reader.look, timeout_s), part)
     if fails and (lost := await _lost(reader, log, holes, part.end)) is not None:
         raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
 

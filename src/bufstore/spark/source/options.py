@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
-from bufstore.spark.connection_options import check_masked, connection, named, words
+from bufstore.spark.connection_options import check_masked, connection, named, seconds, words
 from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.log_columns import ENTRY_COLUMNS, MESSAGE_COLUMNS
 
@@ -36,6 +36,8 @@ class ReadOptions(Secretive):
     tasks: int | None = None
     min_tasks: int = os.cpu_count() or 2
     fail_on_data_loss: bool = True
+    #: How long a read waits for servers that are away. None: as long as a batch or a stream does.
+    outage_timeout_s: float | None = None
     threads: Sequence[str] = ()
     partitions: Sequence[int] = ()
 
@@ -55,6 +57,7 @@ NAMES = {
     "numPartitions": "tasks that a read is divided into (default: one for each 64 MiB, but at least minPartitions)",
     "minPartitions": "tasks at least (default: the driver's cores)",
     "failOnDataLoss": "whether messages that are gone unread fail the query (default true)",
+    "outageTimeout": "seconds that a read waits for servers that are away (default: 30; of a stream 3600)",
     "threads": "only entries of these, as a JSON list of ids",
     "partitions": "only entries of these partitions of the log, with commas",
 }
@@ -101,6 +104,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         tasks=count(found, "numPartitions"),
         min_tasks=count(found, "minPartitions") or ReadOptions.min_tasks,
         fail_on_data_loss=_truth(found, "failOnDataLoss", default=True),
+        outage_timeout_s=seconds(found, "outageTimeout", 0.0) if "outageTimeout" in found else None,
         threads=ids(found, "threads"),
         partitions=[number("partitions", word) for word in words(found, "partitions")],
     )

@@ -9,9 +9,12 @@ Options: `bufstore.spark.source.options`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import pyarrow
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -24,6 +27,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from bufstore.errors import LogUnavailable
 from bufstore.nats.ranges import LogState
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.process_loop import loop
@@ -31,6 +35,11 @@ from bufstore.spark.source import log_scan
 from bufstore.spark.source.log_columns import types_of
 from bufstore.spark.source.offsets import Offset, Range, begin_at, check, offset_of, parts_of, split
 from bufstore.spark.source.options import ReadOptions, read_options
+
+T = TypeVar("T")
+
+#: How long a stream waits for a server that is away: as the sink does.
+_OUTAGE_S = 3600.0
 
 
 class ThreadLogSource(DataSource):
@@ -76,20 +85,28 @@ class _Reads:
         assert isinstance(partition, _RangePartition)
         return _batches(self.options, partition.part)
 
-    def _look(self) -> LogState:
-        return loop().run(log_scan.look(self.options))
+    def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        timeout_s = self.options.outage_timeout_s
+        return loop().run(log_scan.patiently(call, log_scan.PATIENCE_S if timeout_s is None else timeout_s))
 
-    def _first_offset(self, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
-        at, since = _place(self.options, log, position, timestamp_ns, default)
+    async def _look(self) -> LogState:
+        return await log_scan.look(self.options)
+
+    async def _start(self, log: LogState, default: str) -> Offset:
+        options = self.options
+        at, since = await _place(options, log, options.starting_position, options.starting_timestamp_ns, default)
         return Offset(created=log.created, position=at, since=since)
 
 
 class _Batch(_Reads, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
-        options, log = self.options, self._look()
-        start = self._first_offset(log, options.starting_position, options.starting_timestamp_ns, "earliest")
-        end, until = _place(options, log, options.ending_position, options.ending_timestamp_ns, "latest")
-        return _planned(options, log, start, min(end + bool(until), log.end), until)
+        return self._patiently(self._parts)
+
+    async def _parts(self) -> list[InputPartition]:
+        options, log = self.options, await self._look()
+        start = await self._start(log, "earliest")
+        end, until = await _place(options, log, options.ending_position, options.ending_timestamp_ns, "latest")
+        return await _planned(options, log, start, min(end + bool(until), log.end), until)
 
 
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -97,14 +114,21 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     #: Up to where a micro-batch was planned.
     _reached = 0
     _waiting: _Waiting | None = None
+    #: Since when the log cannot be read (what the clock said, and Unix time), and what was last told of it.
+    _away: tuple[float, float] | None = None
+    _told: dict[str, Any] | None = None
+
+    def __init__(self, options: ReadOptions) -> None:
+        super().__init__(replace(options, outage_timeout_s=_OUTAGE_S) if options.outage_timeout_s is None else options)
 
     def initialOffset(self) -> dict[str, Any]:
-        options = self.options
-        found = self._first_offset(self._look(), options.starting_position, options.starting_timestamp_ns, "latest")
-        return found.as_dict()
+        async def found() -> Offset:
+            return await self._start(await self._look(), "latest")
+
+        return self._patiently(found).as_dict()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = self._look().end
+        self._target = self._patiently(self._look).end
 
     def getDefaultReadLimit(self) -> ReadLimit:
         # Spark takes one limit; `latestOffset` keeps to both, unless all there is shall go into one batch.
@@ -113,22 +137,38 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadMaxBytes(self.options.max_bytes) if self.options.max_bytes is not None else ReadAllAvailable()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        options, log, before = self.options, self._look(), offset_of(start)
+        latest = partial(self._latest, start, limit)
+        if self._target is not None:  # nothing new would be the query's end
+            return self._patiently(latest)
+        try:
+            found = loop().run(latest())
+        except LogUnavailable:
+            # Nothing new: Spark asks again, tells of the query's progress, and can stop it, while it is not waited for.
+            now = time.monotonic()
+            since, _ = self._away = self._away or (now, time.time())
+            if now - since >= (self.options.outage_timeout_s or 0.0):
+                raise
+            return start
+        self._away = None
+        return found
+
+    async def _latest(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        options, log, before = self.options, await self._look(), offset_of(start)
         if options.fail_on_data_loss:
-            _check(options, log, before)
+            await _check(options, log, before)
         begin = _begin(log, before)
         end = max(log.end if self._target is None else self._target, begin)
         self._reached = begin
-        if self._waits(log, begin, end):
+        if await self._waits(log, begin, end):
             return start
         if not isinstance(limit, ReadAllAvailable) and begin < end:
-            end = loop().run(log_scan.within(options, log, begin, end))
+            end = await log_scan.within(options, log, begin, end)
         self._reached = end
         if end == begin and log.created == before.created:
             return start
         return Offset(created=log.created, position=end).as_dict()
 
-    def _waits(self, log: LogState, begin: int, end: int) -> bool:
+    async def _waits(self, log: LogState, begin: int, end: int) -> bool:
         """Whether there are not yet as many rows as a micro-batch waits for."""
         wanted = self.options.min_messages
         if wanted is None or self._target is not None or begin == end:
@@ -139,25 +179,32 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             waiting = self._waiting = _Waiting(begin)
             if first:  # what a query finds when it starts does not wait
                 return False
-        waiting.rows += loop().run(log_scan.rows_between(self.options, log, waiting.counted, end))
+        waiting.rows += await log_scan.rows_between(self.options, log, waiting.counted, end)
         waiting.counted = end
         return waiting.rows < wanted and time.monotonic() - waiting.since < self.options.max_trigger_delay_s
 
-    def reportLatestOffset(self) -> dict[str, Any]:
-        log, at = self._look(), self._reached
-        unread = loop().run(log_scan.stored_at_ns(self.options, log, at)) if at < log.end else None
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        if self._away is None:
+            with suppress(LogUnavailable):
+                self._told = loop().run(self._behind())
+        away = {"unavailableSince": _iso(self._away[1])} if self._away is not None else {}
+        return self._told and self._told | away
+
+    async def _behind(self) -> dict[str, Any]:
+        log, at = await self._look(), self._reached
+        unread = await log_scan.stored_at_ns(self.options, log, at) if at < log.end else None
         return Offset(created=log.created, position=log.end).as_dict() | {
             "headroom": max(0, at - log.first),
             "messagesBehind": max(0, log.end - at),
             "bytesBehind": log.bytes_between(at, log.end),
-            "unreadSince": datetime.fromtimestamp(unread / 1e9, UTC).isoformat() if unread is not None else None,
+            "unreadSince": _iso(unread / 1e9) if unread is not None else None,
         }
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        log, begin = self._look(), offset_of(start)
-        if self.options.fail_on_data_loss:
-            _check(self.options, log, begin)
-        return _planned(self.options, log, begin, offset_of(end).position)
+        async def found() -> list[InputPartition]:
+            return await _planned(self.options, await self._look(), offset_of(start), offset_of(end).position)
+
+        return self._patiently(found)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
@@ -174,9 +221,11 @@ class _Waiting:
         self.rows = 0
 
 
-def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until: int = 0) -> list[InputPartition]:
+async def _planned(
+    options: ReadOptions, log: LogState, start: Offset, end: int, until: int = 0
+) -> list[InputPartition]:
     if options.fail_on_data_loss:
-        _check(options, log, start)
+        await _check(options, log, start)
     begin = _begin(log, start)
     since = start.since if start.created == log.created else 0
     whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
@@ -185,10 +234,10 @@ def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until
     return [_RangePartition(part) for part in split(whole, parts) or [whole]]
 
 
-def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
+async def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
     check(start, log.created, log.end)
-    loop().run(log_scan.check_first(options, log, start))
+    await log_scan.check_first(options, log, start)
 
 
 def _begin(log: LogState, start: Offset) -> int:
@@ -196,13 +245,17 @@ def _begin(log: LogState, start: Offset) -> int:
     return max(start.position, log.first) if start.created == log.created else log.first
 
 
-def _place(
+async def _place(
     options: ReadOptions, log: LogState, position: str | None, timestamp_ns: int | None, default: str
 ) -> tuple[int, int]:
     """See `begin_at`."""
     if timestamp_ns is not None:
-        return loop().run(log_scan.at_time(options, log, timestamp_ns)), 0
+        return await log_scan.at_time(options, log, timestamp_ns), 0
     return begin_at(position or default, log.first, log.end, options.form)
+
+
+def _iso(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()
 
 
 def _batches(options: ReadOptions, part: Range) -> Iterator[pyarrow.RecordBatch]:

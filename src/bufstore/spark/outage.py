@@ -1,4 +1,4 @@
-"""An outage slows the sink down, and does not end its query: what failed is tried again until it gets through.
+"""An outage slows a query down, and does not end it: what failed is tried again until it gets through.
 
 The log takes writes while Postgres is away, and a full log has room again when Postgres is back. A batch that failed
 meanwhile would end the query, which somebody would have to start again.
@@ -115,7 +115,7 @@ class Patience:
         over = now - self._since >= self._timeout_s or self._stopped()
         error = state.outcome.exception() if state.outcome is not None else None
         if over and error is not None:
-            error.add_note(f"waited {now - self._since:.0f} s (SinkConfig.outage_timeout_s is {self._timeout_s:.0f} s)")
+            error.add_note(f"waited {now - self._since:.0f} s (outage_timeout_s is {self._timeout_s:.0f} s)")
         return over
 
     def _say(self, state: RetryCallState) -> None:
