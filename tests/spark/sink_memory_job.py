@@ -50,7 +50,7 @@ def batch(count: int, name: str) -> Any:
     )
 
 
-write = checkpoint_sink(SinkConfig(app_id="memory", tasks=1, mode="postgres", **settings["where"]))
+write = checkpoint_sink(SinkConfig(app_id="memory", tasks=1, mode=settings["mode"], **settings["where"]))
 write(batch(100, "small"), 0)
 before = workers()
 write(batch(rows, "large"), 1)

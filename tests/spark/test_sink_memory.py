@@ -25,10 +25,13 @@ _ROWS, _TEXT_BYTES = 10_000, 20_480
 
 
 @pytest.mark.long  # 200 MB of messages
-async def test_a_large_batch_takes_little_more_than_itself(deployment: Deployment) -> None:
+@pytest.mark.parametrize("mode", ["log", "postgres"])
+async def test_a_large_batch_takes_little_more_than_itself(deploy: Any, mode: str) -> None:
     """Decoded as a whole, 193 MiB took 1.3 GB."""
+    deployment = deploy(max_bytes=1 << 30)
     await prepared(deployment)
-    settings = {"where": settings_of(deployment), "spark": QUICK, "rows": _ROWS, "text_bytes": _TEXT_BYTES}
+    settings = {"where": settings_of(deployment), "mode": mode, "spark": QUICK}
+    settings |= {"rows": _ROWS, "text_bytes": _TEXT_BYTES}
     job = str(Path(__file__).with_name("sink_memory_job.py"))
     process = await asyncio.create_subprocess_exec(
         sys.executable, job, json.dumps(settings), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

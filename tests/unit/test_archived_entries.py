@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from zlib import crc32
 
+import msgspec
 import pyarrow
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore import Run
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, encode
 from bufstore.buffer.groups.group import Draft, NewEntry
 from bufstore.buffer.groups.oversize import parts_of, reference
@@ -19,8 +24,11 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.group_entries import EntryMessage, entries_of
 from bufstore.spark.log_archive import portions as module
+from bufstore.spark.log_archive.applicable import applicable
 from bufstore.spark.log_archive.archived_entries import _entries, threads_of
 from bufstore.spark.log_archive.portions import portions, size_of
+from bufstore.threads.model import RunSave, encode_run
+from bufstore.threads.payload import Payload, encode_payload
 
 SUBJECTS = Subjects("thread", 4)
 THEN = datetime(2026, 11, 22, tzinfo=UTC)
@@ -174,3 +182,29 @@ def test_a_restore_takes_each_entry_once_and_not_too_many_at_a_time(
             assert len(some) < 2 * entries_max + 1
             assert sum(map(size_of, some)) < 2 * (bytes_max + largest)
     assert together == held
+
+
+def test_of_an_archive_of_an_earlier_version_entries_in_several_pieces_are_refused_with_what_follows_them() -> None:
+    """There an entry is a message of its thread, or several, which say so; the rest is as it is now."""
+    of, written = SUBJECTS.of("t0"), Run(run_id="r", thread_id="t0")
+    payload = encode_payload(Payload(0, [], encode_run(written), RunSave("r", written.status, None)))
+    messages: list[dict[str, Any]] = []
+
+    def store(id_: int, prev_id: int, pieces: int = 1) -> None:
+        base = Base.CHAINED if prev_id else Base.NONE
+        for number in range(pieces):
+            fields = (id_, prev_id, base, 0, 0, False, b"", number, pieces, True)
+            text = b64encode(msgspec.msgpack.encode(fields)).decode()
+            header = f"1.{crc32(payload, crc32(text.encode())):08x}.{text}"
+            position = len(messages) + 1
+            messages.append({"position": position, "stored_at": THEN, "subject": of, "header": header, "body": payload})
+
+    store(1, 0)
+    store(2, 1)
+    store(3, 2, pieces=2)
+    store(4, 3)
+    ((thread_id, items),) = restored(messages).items()
+    found = applicable(thread_id, Watermark(), 0, items)
+    assert [step.seq for step in found.plan.apply] == [1, 2]
+    assert found.refused == 3
+    assert found.reason == "thread 't0', position 3: piece 0 of 2; this release reads whole entries"
