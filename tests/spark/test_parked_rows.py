@@ -105,6 +105,41 @@ async def test_rows_come_back_once(deployment: Deployment) -> None:
     assert gone.code == 2
 
 
+async def test_edits_and_whole_threads_come_back_once(deployment: Deployment) -> None:
+    """Of each kind of row one that could not be carried out when it came."""
+    await prepared(deployment)
+    family, edited, whole, parent = fresh("family"), fresh("edited"), fresh("whole"), fresh("parent")
+    child = f"{family}-child"
+
+    def row(thread: str, **what: Any) -> dict[str, Any]:
+        edit = {name: json.dumps(value) for name, value in what.items() if name == "edit"}
+        return {"thread_id": thread, "run_id": f"run-{thread}", "position": 0} | what | edit
+
+    rows = [
+        row(family, edit={"delete_thread": "reject"}),
+        row(edited, edit={"delete_messages": ["b"]}),
+        row(whole, messages=['{"n": 1}'], parent_thread_id=parent),
+    ]
+    async with deployment.store() as store:
+        await store.checkpoint(family, [], run_of(family))
+        await store.checkpoint(child, [], run_of(child, parent_thread_id=family))
+        await store.checkpoint(edited, [{"id": "a"}], run_of(edited))
+        await parked(deployment, sorted(rows, key=lambda r: r["thread_id"]))
+        async with ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside:
+            assert await inside.count() == 3
+            refused = [(await inside.replay(store, t, None))[0].refused for t in (family, edited, whole)]
+            assert all(refused), refused
+            await store.delete_thread(child)
+            await store.checkpoint(edited, [{"id": "a"}, {"id": "b"}], run_of(edited, 1))
+            await store.checkpoint(parent, [], run_of(parent))
+            for found in ([None], []):
+                for thread in (family, edited, whole):
+                    assert [r.refused for r in await inside.replay(store, thread, None)] == found
+        assert await store.load_thread(family) is None
+        assert await store.load_messages(edited) == [{"id": "a"}]
+        assert await store.load_messages(whole) == [{"n": 1}]
+
+
 async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
     await parked(deployment, [{"thread_id": "t", "run_id": "r", "delta": ["{"], "position": 0}])
     dsn, role = deployment.servers.postgres.dsn, fresh("role")
