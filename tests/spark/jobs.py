@@ -149,6 +149,13 @@ def read_options_of(settings: dict[str, Any], **more: Any) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
+def write_options(deployment: Deployment, **more: Any) -> dict[str, str]:
+    """Options of format("bufstore"), to write."""
+    found = settings_of(deployment)
+    masked = {"natsUrl": found.pop("nats"), "postgresUrl": found.pop("postgres")}
+    return masked | found | {name: str(value) for name, value in more.items()}
+
+
 #: A JVM that starts quickly and says little.
 QUICK = {
     "spark.sql.shuffle.partitions": "2",

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from bufstore import ConfigError
 from conftest import Deployment
 from helpers import fresh, query
-from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, settings_of, uncommit
-
-
-def options(deployment: Deployment, **more: Any) -> dict[str, str]:
-    return settings_of(deployment) | {name: str(value) for name, value in more.items()}
+from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, uncommit, write_options
 
 
 def save(df: Any, options: dict[str, str]) -> None:
@@ -39,14 +36,14 @@ async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployme
     threads = [fresh() for _ in range(4)]
     df = frame(spark, rows_of(threads, range(5))).repartition(3)  # a thread's rows in several tasks
     for _ in range(2):
-        save(df, options(deployment, appId="nightly", batchId=7))
+        save(df, write_options(deployment, appId="nightly", batchId=7))
     assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
     other = frame(spark, rows_of(threads, range(9)))
     with pytest.raises(Exception, match="was done before with other rows"):
-        save(other, options(deployment, appId="nightly", batchId=7))
+        save(other, write_options(deployment, appId="nightly", batchId=7))
     with pytest.raises(Exception, match="an app id of its own"):
-        save(df, options(deployment, appId="nightly", batchId=6))
-    save(df, options(deployment))
+        save(df, write_options(deployment, appId="nightly", batchId=6))
+    save(df, write_options(deployment))
     assert (await held(deployment, threads))[threads[0]] == [*range(5), *range(5)], "without a number it is new"
 
 
@@ -57,7 +54,7 @@ async def test_a_stream_whose_commit_fails_is_gone_on_with(spark: Any, deploymen
     rows = rows_of([good], range(3, 6)) + rows_of([bad], range(3))
     rows[4]["delta"] = ["{"]
     put(tmp_path / "in", "1.json", rows)
-    given = options(deployment, appId="stream")
+    given = write_options(deployment, appId="stream")
     with pytest.raises(Exception, match=r"1 rows cannot become checkpoints \(1 rows behind them"):
         await ended(streamed(spark, tmp_path, **given))
     assert await held(deployment, [good, bad]) == {good: list(range(6)), bad: [0]}
@@ -85,11 +82,12 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
         ({"badRows": "maybe"}, "bad_rows"),
         ({"outageTimeout": "an hour"}, "outageTimeout must be a number of seconds"),
         ({"outageTimeout": "-1"}, "outage_timeout_s"),
+        ({"postgres": "host=h"}, "one of the options postgres and postgresUrl"),
     ):
         with pytest.raises(ConfigError, match=match):  # as Spark calls it
-            BufstoreFormat(options(deployment, **wrong)).writer(df.schema, False)
+            BufstoreFormat(write_options(deployment, **wrong)).writer(df.schema, False)
     with pytest.raises(Exception, match="thread_id"):
-        save(df.drop("thread_id"), options(deployment))
+        save(df.drop("thread_id"), write_options(deployment))
 
 
 @pytest.mark.parametrize("kind", ["timestamp", "timestamp_ntz"])
@@ -97,5 +95,31 @@ async def test_rows_go_in_the_order_of_their_times(spark: Any, deployment: Deplo
     await prepared(deployment)
     threads = [fresh() for _ in range(2)]
     df = frame(spark, rows_of(threads, range(3, 0, -1)))
-    save(df.withColumn("position", df.position.cast("timestamp").cast(kind)), options(deployment))
+    save(df.withColumn("position", df.position.cast("timestamp").cast(kind)), write_options(deployment))
     assert await held(deployment, threads) == {t: [1, 2, 3] for t in threads}
+
+
+async def test_a_plan_of_a_write_shows_no_login(spark: Any, deployment: Deployment) -> None:
+    """Spark shows the options of a batch in its logical plan: in its UI if asked for, to listeners, in its logs."""
+    from bufstore.spark.sink.bufstore_format import BufstoreFormat
+
+    await prepared(deployment)
+    df, given = frame(spark, rows_of([fresh()], range(1))), write_options(deployment)
+    logins = [urlsplit(given[name]).password or "" for name in ("natsUrl", "postgresUrl")]
+    for shown, url in (("nats", "natsUrl"), ("postgres", "postgresUrl")):
+        open_ = given | {shown: given[url]}
+        del open_[url]
+        with pytest.raises(ConfigError, match="which plans would show") as refused:
+            BufstoreFormat(open_).writer(df.schema, False)
+        assert not [login for login in logins if login in str(refused.value)]
+    spark.conf.set("spark.sql.ui.explainMode", "extended")
+    try:
+        save(df, given)
+    finally:
+        spark.conf.unset("spark.sql.ui.explainMode")
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
+    executions = spark._jsparkSession.sharedState().statusStore().executionsList()
+    plans = [executions.apply(n).physicalPlanDescription() for n in range(executions.size())]
+    ours = [plan for plan in plans if f"stream={deployment.log.stream}" in plan]
+    assert len(ours) == 1
+    assert [login for login in logins if login in ours[0]] == []

@@ -29,7 +29,7 @@ from bufstore.spark.sink.settled import Settled, summed
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
-from spark.jobs import ended, environment, frame, held, job, prepared, put, rows_of, settings_of, stream
+from spark.jobs import ended, environment, frame, held, job, prepared, put, rows_of, settings_of, stream, write_options
 
 
 def sink(deployment: Deployment, **options: Any) -> SinkConfig:
@@ -301,7 +301,7 @@ async def test_a_commit_waits_as_long_as_its_option_says(
     schema, batch = frame(spark, rows).schema, pyarrow.RecordBatch.from_pylist(rows)
 
     def commit(outage_timeout_s: float) -> None:
-        options = settings_of(deployment) | {"appId": "app", "batchId": "0", "outageTimeout": str(outage_timeout_s)}
+        options = write_options(deployment, appId="app", batchId=0, outageTimeout=outage_timeout_s)
         writer: Any = BufstoreFormat(options).writer(schema, False)
         writer.commit([writer.write(iter([batch]))])
 

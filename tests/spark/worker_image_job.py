@@ -50,8 +50,7 @@ checkpoint_sink(SinkConfig(app_id="image", **where))(spark.createDataFrame(rows,
 more = spark.createDataFrame([("t-5", "run-5", ["1"], 0)], schema)
 connection = {"natsUrl": where["nats"], "stream": where["stream"]}
 tables = connection | {"postgresUrl": where["postgres"], "schema": where["schema"]}
-sink = {name: where[name] for name in ("nats", "postgres", "schema", "stream", "bucket")}
-more.write.format("bufstore").options(**sink).mode("append").save()
+more.write.format("bufstore").options(**tables, bucket=where["bucket"]).mode("append").save()
 entries = spark.read.format("threadlog").options(**connection).load().count()
 archived = archive(spark, Deployment(**where), settings["archive"]).count
 drained = bulk_drain(spark, Deployment(**where), tasks=2).entries

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bufstore import ConfigError
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.connection_options import named
+from bufstore.spark.sink.bufstore_format import NAMES as SINK_NAMES
 from bufstore.spark.source.log_columns import types_of
 from bufstore.spark.source.options import NAMES as LOG_NAMES
 from bufstore.spark.tables.table_options import NAMES as TABLE_NAMES
@@ -95,7 +96,7 @@ def test_servers_that_nobody_names_are_the_environments(monkeypatch: pytest.Monk
     login = {"credentialsFile": "/a.creds", "user": "me", "password": "hush"}
     assert named({"stream": "A"}, LOG_NAMES) == {"stream": "A", "natsUrl": "nats://a"} | login
     assert named({}, TABLE_NAMES)["postgresUrl"] == "postgresql://me:hush@b/db"
-    assert named({}, {"postgres": "of the sink"})["postgres"] == "postgresql://me:hush@b/db"
+    assert named({}, SINK_NAMES)["postgresUrl"] == "postgresql://me:hush@b/db"
     # A server that somebody else names does not get a login that was meant for another one.
     elsewhere = {"nats": "nats://elsewhere", "postgres": "host=elsewhere"}
     assert named(elsewhere, TABLE_NAMES) == elsewhere

@@ -51,7 +51,7 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
         logins = {name: os.environ[variable] for name, variable in _LOGIN_VARIABLES.items() if variable in os.environ}
         found = {"natsUrl": os.environ[NATS_VARIABLE]} | logins | found
     if POSTGRES_VARIABLE in os.environ and "postgres" in names and not found.keys() & {"postgres", "postgresUrl"}:
-        found["postgresUrl" if "postgresUrl" in names else "postgres"] = os.environ[POSTGRES_VARIABLE]
+        found["postgresUrl"] = os.environ[POSTGRES_VARIABLE]
     return found
 
 

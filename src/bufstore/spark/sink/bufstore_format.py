@@ -35,7 +35,7 @@ from pyspark.sql.types import StructType
 from bufstore.errors import ConfigError
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.connection_options import connection, named, seconds
+from bufstore.spark.connection_options import check_masked, connection, named, seconds
 from bufstore.spark.sink.app_id import AppId, check_bad
 from bufstore.spark.sink.batch import in_passes, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
@@ -43,7 +43,7 @@ from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Written, write_rows
 from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_of, summed
 from bufstore.spark.sink.spark_ledger import Query
-from bufstore.spark.tables.table_options import table_options
+from bufstore.spark.tables.table_options import postgres_of, table_options
 from bufstore.spark.tables.table_reader import reader_of
 from bufstore.spark.tables.table_rows import TABLES
 
@@ -53,7 +53,8 @@ _AT_ONCE = 1000
 
 #: Option → what it says; beside those of the connection.
 NAMES = {
-    "postgres": "the database, as URL or key=value",
+    "postgresUrl": "the database, as URL or key=value; Spark masks it in plans",
+    "postgres": "instead of postgresUrl: the same without a password",
     "schema": "of bufstore's tables (default bufstore)",
     "bucket": "the bucket beside the log",
     "appId": "names the query (or job) in every thread that it writes to",
@@ -104,12 +105,12 @@ class BufstoreFormat(DataSource):
 
 
 def _sink(found: Mapping[str, str], app_id: str) -> SinkConfig:
-    if "postgres" not in found:
-        raise ConfigError("option postgres is missing")
+    nats = connection(found)
+    check_masked(nats, found)
     bad_rows: Any = found.get("badRows", "fail")
     return SinkConfig(
-        nats=connection(found),
-        postgres=found["postgres"],
+        nats=nats,
+        postgres=postgres_of(found),
         schema=found.get("schema", SinkConfig.schema),
         stream=found.get("stream", SinkConfig.stream),
         bucket=found.get("bucket", SinkConfig.bucket),

@@ -83,7 +83,7 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
         raise ConfigError("option postgresSnapshot is not the name of a snapshot")
     return TableOptions(
         nats=nats,
-        postgres=_postgres(found),
+        postgres=postgres_of(found),
         schema=check_schema(found.get("schema", TableOptions.schema)),
         stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
         table=table,
@@ -101,7 +101,8 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
     )
 
 
-def _postgres(found: Mapping[str, str]) -> str:
+def postgres_of(found: Mapping[str, str]) -> str:
+    """The database. Raises ConfigError, also for a password where plans show it."""
     if ("postgres" in found) == ("postgresUrl" in found):
         raise ConfigError(
             f"give one of the options postgres and postgresUrl, or {POSTGRES_VARIABLE} in the driver's environment: "
