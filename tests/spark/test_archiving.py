@@ -22,7 +22,7 @@ from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore
 from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job, small_ranges
-from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of
+from bufstore.spark.log_archive.manifests import _LISTING_TASKS, Manifest, check_ranges, manifests_of, texts_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
 from conftest import Deployment
@@ -82,6 +82,34 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     report = await asyncio.to_thread(archive, spark, where(deployment), str(path))
     assert report.count == 2
     assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
+
+
+async def test_folders_are_listed_by_as_many_tasks_as_there_are_cores(spark: Any, tmp_path: Path) -> None:
+    """Spark begins a task for each, of which an archive has many, where there are more than this many."""
+    folders, threshold = 9, "spark.sql.sources.parallelPartitionDiscovery.threshold"
+    for n in range(folders):
+        folder = tmp_path / "manifests" / str(n)
+        folder.mkdir(parents=True)
+        (folder / "part").write_text(f"{n}\n")
+
+    def listed() -> tuple[list[str], int]:
+        context, group = spark.sparkContext, secrets.token_hex(4)
+        context.setJobGroup(group, "list")
+        texts = texts_of(spark, str(tmp_path / "manifests"))
+        tracker = context.statusTracker()
+        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
+        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+        return texts, max(stage.numTasks for stage in stages)
+
+    before = spark.conf.get(threshold), spark.conf.get(_LISTING_TASKS)
+    spark.conf.set(threshold, "1")
+    try:
+        texts, tasks = await asyncio.to_thread(listed)
+    finally:
+        spark.conf.set(threshold, before[0])
+    assert sorted(texts) == [str(n) for n in range(folders)]
+    assert tasks <= spark.sparkContext.defaultParallelism
+    assert spark.conf.get(_LISTING_TASKS) == before[1]
 
 
 @pytest.mark.long  # several archives and restores

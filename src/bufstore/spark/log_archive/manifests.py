@@ -12,13 +12,16 @@ small ones names them; they do not count from then on, and may be removed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss
+from bufstore.spark.job_description import cores_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 VERSION = 3
 _SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
+
+_LISTING_TASKS = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
+_listing_at_a_time = threading.Lock()
 
 #: Count and checksum of a range without messages.
 _NOTHING = (0, f"{0:032x}")
@@ -177,12 +183,29 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
     from pyspark.errors import AnalysisException
 
     try:
-        lines = spark.read.option("recursiveFileLookup", "true").text(folder).collect()
+        with listing(spark):
+            lines = spark.read.option("recursiveFileLookup", "true").text(folder)
+        return [line for (line,) in lines.collect()]
     except AnalysisException as e:
         if e.getCondition() == "PATH_NOT_FOUND":
             return []
         raise
-    return [line for (line,) in lines]
+
+
+@contextmanager
+def listing(spark: SparkSession) -> Iterator[None]:
+    """List folders with as many tasks as there are cores: Spark would take one for each, which does little."""
+    cores = cores_of(spark)
+    if cores is None:
+        yield
+        return
+    with _listing_at_a_time:
+        before = str(spark.conf.get(_LISTING_TASKS))
+        spark.conf.set(_LISTING_TASKS, str(min(int(before), cores)))
+        try:
+            yield
+        finally:
+            spark.conf.set(_LISTING_TASKS, before)
 
 
 def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) -> DataFrame:
@@ -220,7 +243,9 @@ def messages_of(spark: SparkSession, *folders: str) -> DataFrame:
     if not folders:
         return spark.createDataFrame([], _SCHEMA)
     # Spark takes several folders with dates below for a mistake, unless it is told not to make columns of folders.
-    return spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders).select(*_COLUMNS)
+    with listing(spark):
+        found = spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders)
+    return found.select(*_COLUMNS)
 
 
 def _totals_of(messages: DataFrame) -> tuple[int, str]:

@@ -32,6 +32,7 @@ from bufstore.spark.log_archive.manifests import (
     all_manifests_of,
     check_ranges,
     each_once,
+    listing,
     manifests_of,
     messages_of,
     texts_of,
@@ -206,7 +207,8 @@ def _table(spark: SparkSession, path: str, parts: Sequence[Part]) -> DataFrame:
     if not pieces:
         return spark.createDataFrame([], schema)
     folders = [f"{root}/part={piece.part.name}" for piece in pieces]
-    found = spark.read.schema(schema).option("basePath", root).parquet(*folders)
+    with listing(spark):
+        found = spark.read.schema(schema).option("basePath", root).parquet(*folders)
     for part, start, end in pieces:
         if (start, end) != (part.start, part.end):
             within = F.col("position").between(first_place(start), first_place(end) - 1)
