@@ -60,7 +60,7 @@ async def _drop_signal(store: MailboxStore, thread_id: str) -> None:
         subject = backend._keys.signal(thread_id).subject
         while signal is not None:  # a replica that lags may still have one that another has replaced
             try:
-                await backend._bucket.remove(subject, signal.mark.seq)
+                await backend._stream.purge(subject, signal.mark.seq)
                 signal = await _signal(store, thread_id, 0.3)
             except LogUnavailable:
                 await asyncio.sleep(0.05)  # it connects again

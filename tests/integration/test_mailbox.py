@@ -269,7 +269,7 @@ async def test_a_signal_is_removed_when_it_was_answered_and_no_sooner(on_nats: M
         (signal,) = await a.pull_signals(timeout_s=5)
         for store in (a, b):
             assert isinstance(store.backend, NatsBackend)
-            await store.backend._signals.forget_answered()
+            await store.backend.forget_answered()
         await signal.nack(0)
         (signal,) = await b.pull_signals(timeout_s=5)
         assert signal.thread_id == "one"
@@ -280,7 +280,7 @@ async def test_a_signal_is_removed_when_it_was_answered_and_no_sooner(on_nats: M
 
         async def gone() -> bool:
             assert isinstance(a.backend, NatsBackend)
-            await a.backend._signals.forget_answered()
+            await a.backend.forget_answered()
             subject = a.backend._keys.of("s", token("one"))
             return not await a.backend._stream.last([subject], 5)
 

@@ -17,11 +17,10 @@ from msgspec.structs import replace
 
 from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
+from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.stream import Shown
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
-from bufstore.mailbox.nats_bucket import Bucket
-from bufstore.mailbox.nats_keys import Keys
 from bufstore.mailbox.store import MailboxStore
 from helpers import eventually, fresh
 from mailboxes import Mailboxes
@@ -419,17 +418,17 @@ async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
     """A leader that is to prove that it leads may go meanwhile; a purge of nothing has done nothing."""
 
     class Stream:
+        replicated = True
+
         async def last(self, subjects: list[str], _: float) -> dict[str, Any]:
             return {}
 
         async def prove(self, *_: Any) -> None:
             raise AppendUnknown("the connection was lost")
 
-    keys = Keys("bucket")
-    reads = Bucket(None, Stream(), keys, replicated=True, timeout_s=1.0)  # type: ignore[arg-type]
-    reads._open = True
-    written = Outgoing(keys.thread("t"), b"state")
-    reads._wrote([written], 7)
+    reads = FreshReads(Stream(), 1.0, "unused")  # type: ignore[arg-type]
+    written = Outgoing("$KV.bucket.t.t", b"state")
+    reads.wrote([written], 7)
     with pytest.raises(LogUnavailable):
         await reads.last([written.subject])
 
@@ -440,6 +439,8 @@ async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> 
     asked = 0
 
     class Stream:
+        replicated = True
+
         async def last(self, subjects: list[str], _: float) -> dict[str, Any]:
             return {}
 
@@ -454,8 +455,7 @@ async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> 
         async def read(self, *_: Any) -> list[Any]:
             return []
 
-    reads = Bucket(None, Stream(), Keys("bucket"), replicated=True, timeout_s=30.0)  # type: ignore[arg-type]
-    reads._open = True
+    reads = FreshReads(Stream(), 30.0, "unused")  # type: ignore[arg-type]
     async with asyncio.timeout(10):
         assert await reads.last(["$KV.bucket.r.t.*"]) == {}
         asked = 0

@@ -91,7 +91,7 @@ async def test_a_step_goes_on_when_others_held_the_last_room_for_a_moment(
             refused += 1
             return await (full(*arguments) if refused < 3 else publish(*arguments))
 
-        monkeypatch.setattr(backend._bucket._writes, "submit", full)
+        monkeypatch.setattr(backend._bucket.writes, "submit", full)
         monkeypatch.setattr(backend._stream, "publish_batch", full_at_first)
         claim = await store.claim(thread_id, "w")
         assert claim is not None

@@ -165,7 +165,7 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
             with suppress(BufstoreError, Conflict, AppendUnknown):
                 async with place.boxes.store() as store:
                     assert isinstance(store.backend, NatsBackend)
-                    await store.backend._bucket.remove(store.backend._keys.of("zz", ">"), 1 << 60)
+                    await store.backend._stream.purge(store.backend._keys.of("zz", ">"), 1 << 60)
                     break
             await asyncio.sleep(0.2)
 

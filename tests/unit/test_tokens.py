@@ -126,6 +126,8 @@ MINE = Record("me", "mark")
 class Lossy:
     """One subject; answers are lost as told: before or after the write was stored."""
 
+    name, replicated = "S", False
+
     def __init__(self, *outcomes: str) -> None:
         self.outcomes = list(outcomes)
         self.seq = 0
@@ -152,14 +154,14 @@ class Lossy:
 @pytest.mark.parametrize("outcomes", [[], ["lost before"], ["lost after"], ["away", "lost before", "lost after"]])
 async def test_a_write_ends_as_stored_whatever_answers_are_lost(outcomes: list[str]) -> None:
     stream: Any = Lossy(*outcomes)
-    register = Register(stream, "S", 5)
+    register = Register(stream, 5)
     assert await register.write("s", MINE, 0) == 1
     assert (stream.seq, stream.body) == (1, encode(MINE))
 
 
 async def test_a_write_that_came_too_late_is_a_conflict_also_after_lost_answers() -> None:
     stream: Any = Lossy("lost before")
-    register = Register(stream, "S", 5)
+    register = Register(stream, 5)
     writing = asyncio.ensure_future(register.write("s", MINE, 0))
     await asyncio.sleep(0)
     stream.seq, stream.body = 1, b"another's"
@@ -168,10 +170,38 @@ async def test_a_write_that_came_too_late_is_a_conflict_also_after_lost_answers(
     assert stream.body == b"another's"
 
 
+async def test_what_was_written_is_not_read_as_it_was_before() -> None:
+    """A leader that the others have left answers for seconds."""
+
+    class Left(Lossy):
+        replicated = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shown: dict[str, StoredMessage] = {}
+            self.proofs = 0
+
+        async def last(self, subjects: list[str], timeout_s: float) -> dict[str, StoredMessage]:
+            return self.shown
+
+        async def ends(self, filters: list[str], timeout_s: float) -> list[int]:
+            return [0 for _ in filters]
+
+        async def prove(self, unused: str, timeout_s: float) -> None:
+            self.proofs += 1
+            self.shown = await Lossy.last(self, ["s"], timeout_s)
+
+    stream: Any = Left()
+    register = Register(stream, 5)
+    await register.write("s", MINE, 0)
+    assert await register.read("s") == (1, MINE)
+    assert stream.proofs == 1
+
+
 async def test_a_write_that_nobody_answers_says_so() -> None:
     stream: Any = Lossy(*["away"] * 10_000)
     with pytest.raises(LogUnavailable):
-        await Register(stream, "S", 0.1).write("s", MINE, 0)
+        await Register(stream, 0.1).write("s", MINE, 0)
 
 
 def test_all_errors_are_ours() -> None:

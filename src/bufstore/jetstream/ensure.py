@@ -32,15 +32,15 @@ async def ensure_stream(
     Its sequences are never below those of an earlier one of its name. Raises ConfigDrift, which names `ours` as the
     place of its settings, ConfigError and LogUnavailable.
     """
-    name = wanted["name"]
+    name = stream.name
     try:
-        info = await stream.api(f"STREAM.INFO.{name}")
+        info = await stream.info()
     except StreamMissing:
         made = {**wanted, "first_seq": first_token(time.time_ns() // 1_000_000), "metadata": metadata}
         try:
             info = await stream.api(f"STREAM.CREATE.{name}", made)
         except StreamTaken:  # by another process just now
-            info = await stream.api(f"STREAM.INFO.{name}")
+            info = await stream.info()
     check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
     # Of two clocks the later: the creator's may be behind that of who created the stream before. Everybody sees to
     # this before its first write, so it removes nothing.
@@ -50,13 +50,28 @@ async def ensure_stream(
     return info
 
 
-async def ensure_consumer(stream: NatsStream, of: str, wanted: dict[str, Any], ours: str) -> None:
-    """Create the durable consumer of the stream `of`, or check that it is as `wanted`. Raises as `ensure_stream`."""
-    name = f"{of}.{wanted['durable_name']}"
+def shared_consumer(name: str, ack_wait_s: float, pending_max: int, **more: Any) -> dict[str, Any]:
+    """A durable consumer that all workers pull from: whoever is idle gets what comes, until it is acknowledged."""
+    return {
+        "name": name,
+        "durable_name": name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": round(ack_wait_s * 1e9),
+        "max_deliver": -1,
+        "max_ack_pending": pending_max,
+        "replay_policy": "instant",
+        **more,
+    }
+
+
+async def ensure_consumer(stream: NatsStream, wanted: dict[str, Any], ours: str) -> None:
+    """Create the durable consumer of the stream, or check that it is as `wanted`. Raises as `ensure_stream`."""
+    name = wanted["durable_name"]
     try:
-        info = await stream.api(f"CONSUMER.INFO.{name}")
+        info = await stream.consumer(name)
     except ConsumerMissing:
-        request = {"stream_name": of, "config": wanted, "action": "create"}
-        info = await stream.api(f"CONSUMER.CREATE.{name}", request)
-    edit = f"nats consumer edit {name.replace('.', ' ')}"
-    check(f"consumer {wanted['durable_name']} of {of}", wanted, info["config"], ours, edit)
+        request = {"stream_name": stream.name, "config": wanted, "action": "create"}
+        info = await stream.api(f"CONSUMER.CREATE.{stream.name}.{name}", request)
+    edit = f"nats consumer edit {stream.name} {name}"
+    check(f"consumer {name} of {stream.name}", wanted, info["config"], ours, edit)

@@ -56,9 +56,9 @@ class NatsStream:
     def __init__(self, connection: Connection, api: str, name: str, replicas: int) -> None:
         self._connection = connection
         self._api = api
-        self._name = name
-        # Any replica may answer a direct get, and may lag: on a replicated stream only the leader is asked.
-        self._leader_only = replicas > 1
+        self.name = name
+        #: Any replica may answer a direct get, and may lag: on a replicated stream only the leader is asked.
+        self.replicated = replicas > 1
         self._gets: dict[str, _Get] = {}
         self._inbox = ""
         self._tokens = itertools.count()
@@ -75,7 +75,7 @@ class NatsStream:
             get.fail(LogUnavailable("the connection was lost while reading"))
 
     def _forbid_gets(self, subject: str, error: ConfigError) -> None:
-        if subject == f"{self._api}.DIRECT.GET.{self._name}".lower():
+        if subject == f"{self._api}.DIRECT.GET.{self.name}".lower():
             for get in self._gets.values():
                 get.fail(error)
 
@@ -121,7 +121,7 @@ class NatsStream:
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
         found: dict[str, StoredMessage] = {}
-        if self._leader_only and not any("*" in s or ">" in s for s in subjects):
+        if self.replicated and not any("*" in s or ">" in s for s in subjects):
             for message in await asyncio.gather(*(self._leader_get({"last_by_subj": s}, timeout_s) for s in subjects)):
                 if message is not None:
                     found[message.subject] = message
@@ -133,7 +133,7 @@ class NatsStream:
         return found
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        if not self._leader_only:
+        if not self.replicated:
             return await self.read(subject, seq, timeout_s, limit)
         messages: list[StoredMessage] = []
         while not limit or len(messages) < limit:
@@ -184,7 +184,7 @@ class NatsStream:
         A leader that the others have left answers reads for seconds. A purge needs their votes, as a write does;
         but a purge of a subject without messages stores nothing, leaves no hole, and works on a full stream.
         """
-        asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
+        asked = Outgoing(f"{self._api}.STREAM.PURGE.{self.name}", json.dumps({"filter": unused}).encode())
         # As a write: a leader without followers does not answer, and then its connection is given up.
         self._result(await self._connection.write([asked], None, timeout_s, again=True))
 
@@ -201,6 +201,23 @@ class NatsStream:
             raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
         return self._result(answer)
 
+    async def info(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """What the server says of the stream."""
+        return await self.api(f"STREAM.INFO.{self.name}", timeout_s=timeout_s)
+
+    async def consumer(self, name: str) -> dict[str, Any]:
+        """What the server says of a consumer of it. Raises ConsumerMissing."""
+        return await self.api(f"CONSUMER.INFO.{self.name}.{name}")
+
+    async def delete(self, seq: int) -> None:
+        """Remove one message. Raises MessageMissing."""
+        await self.api(f"STREAM.MSG.DELETE.{self.name}", {"seq": seq, "no_erase": True})
+
+    async def purge(self, subject: str, seq: int | None = None) -> None:
+        """Remove what a filter has, up to a sequence if one is given. It stores nothing."""
+        up_to = {} if seq is None else {"seq": seq + 1}
+        await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to})
+
     def _result(self, answer: bytes) -> dict[str, Any]:
         error = _answer_decoder.decode(answer).error
         if error is not None:
@@ -211,7 +228,7 @@ class NatsStream:
     async def _leader_get(self, request: dict[str, Any], timeout_s: float) -> StoredMessage | None:
         try:
             answer = await self._connection.request(
-                f"{self._api}.STREAM.MSG.GET.{self._name}", json.dumps(request).encode(), timeout_s, again=True
+                f"{self._api}.STREAM.MSG.GET.{self.name}", json.dumps(request).encode(), timeout_s, again=True
             )
         except AppendUnknown as e:
             raise LogUnavailable(f"the log's leader does not answer: {e}") from None
@@ -241,7 +258,7 @@ class NatsStream:
         get = self._gets[token] = _Get()
         try:
             await frames.post(
-                client, f"{self._api}.DIRECT.GET.{self._name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
+                client, f"{self._api}.DIRECT.GET.{self.name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
             )
             async with asyncio.timeout(timeout_s):
                 return await get.done

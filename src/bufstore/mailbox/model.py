@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 
 import msgspec
+from msgspec.structs import replace
 
 from bufstore.errors import InvalidRecord
 from bufstore.types import check_id
@@ -97,6 +98,15 @@ class MailboxThread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     step: str = ""
     #: Signals up to this number found nothing to do (where a signal that was answered may still be seen).
     answered: int = 0
+
+
+def numbered(state: MailboxThread, number: int) -> MailboxThread:
+    """The state that the write of this number has made, which its new epoch and token are as well."""
+    epoch = number if state.epoch == OWN else state.epoch
+    active = state.active
+    if active is not None and active.token == OWN:
+        active = replace(active, token=number)
+    return replace(state, version=number, epoch=epoch, active=active)
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):

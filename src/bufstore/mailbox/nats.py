@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -22,21 +22,22 @@ from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.buckets import bucket
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
-from bufstore.jetstream.ensure import ensure_stream, seconds
+from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import TooManyResults
+from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.counters import MailboxGauges
-from bufstore.mailbox.decisions import Claiming, Step
+from bufstore.mailbox.decisions import Step, as_seen
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
-from bufstore.mailbox.nats_bucket import PAGE, Bucket
+from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.nats_keys import Keys
 from bufstore.mailbox.nats_room import Room
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
-from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
+from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
 
@@ -52,29 +53,27 @@ _THREADS_AHEAD = 2000
 _SOON_S = 1.0
 
 
-class NatsBackend:
-    """See `bufstore.mailbox.ports.Backend`."""
+class NatsBackend(NatsSweeps, Backend):
+    """Queues and steps in a bucket, beside its sweeps, signals and live deliveries."""
 
     def __init__(self, nats: NatsConfig, names: NatsMailboxNames, config: MailboxConfig) -> None:
         self._names = names
         self._config = config
-        self._keys = Keys(names.bucket)
         self._connection = Connection(nats, "bufstore mailbox")
-        self._stream = NatsStream(self._connection, nats.api, self._keys.stream, names.replicas)
-        self._bucket = Bucket(self._connection, self._stream, self._keys, names.replicas > 1, config.timeout_s)
-        self._signals = NatsSignals(self._bucket, nats.api, names, config.signal_ack_wait_s)
-        self._room = Room(names.max_bytes, self._held)
-        self._live = NatsLive(self._bucket, names)
+        keys = Keys(names.bucket)
+        self._stream = NatsStream(self._connection, nats.api, keys.stream, names.replicas)
+        bucket = Bucket(self._connection, self._stream, keys, config.timeout_s)
+        signals = NatsSignals(bucket, nats.api, names, config.signal_ack_wait_s)
         patience_s = max(config.signal_ack_wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
-        self._sweeps = NatsSweeps(self._bucket, patience_s)
+        super().__init__(bucket, signals, patience_s)
+        self._room = Room(names.max_bytes, self._stream)
+        self._live = NatsLive(bucket, names)
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[str, defaultdict[int, _Ahead]] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
         self._returned: OrderedDict[str, int] = OrderedDict()
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
         self._doubted: set[str] = set()
-        #: The server's clock minus ours, which no step of the wall clock moves.
-        self._offset_s = 0.0
 
     async def open(self) -> None:
         await self._connection.open()
@@ -84,15 +83,7 @@ class NatsBackend:
         except BaseException:
             await self._connection.aclose()
             raise
-        self._bucket.open()
-
-    async def aclose(self) -> None:
-        await self._bucket.aclose()
-        await self._connection.aclose()
-
-    async def destroy(self) -> None:
-        """Remove the bucket with all that is in it."""
-        await self._stream.api(f"STREAM.DELETE.{self._keys.stream}")
+        self._bucket.writes.start()
 
     async def _ensure_bucket(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
@@ -100,25 +91,24 @@ class NatsBackend:
         info = await ensure_stream(self._stream, wanted, "NatsMailboxNames", made)
         edit = f"nats stream edit {self._keys.stream}, for all instances"
         check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
-        self._set_clock(info)
+        self._bucket.set_clock(info)
 
-    def _set_clock(self, info: Mapping[str, Any]) -> None:
-        self._offset_s = seconds(info["ts"]) - time.monotonic()
+    async def aclose(self) -> None:
+        await self._bucket.writes.aclose()
+        await self._connection.aclose()
 
-    async def _held(self) -> tuple[int, int]:
-        state = (await self._bucket.info())["state"]
-        return int(state["bytes"]), int(state["messages"])
+    async def destroy(self) -> None:
+        """Remove the bucket with all that is in it."""
+        await self._stream.api(f"STREAM.DELETE.{self._keys.stream}")
 
     def now_ms(self) -> int:
-        return round(1000 * (time.monotonic() + self._offset_s))
+        return self._bucket.now_ms()
 
     # Writing
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         t = token(dispatch.thread_id)
-        wanted: dict[str, bool] = {}
-        if own_id:
-            wanted[self._keys.of("i", t, token(dispatch.dispatch_id))] = True
+        wanted = {self._keys.of("i", t, token(dispatch.dispatch_id)): True} if own_id else {}
         if dispatch.dedupe_key is not None:
             wanted[self._keys.of("k", t, token(dispatch.dedupe_key))] = False
         subject = self._keys.thread(dispatch.thread_id)
@@ -163,9 +153,6 @@ class NatsBackend:
         return self._keys.state(StoredMessage("", seq, None, messages[-1].body), before.thread_id)
 
     # Reading
-
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
-        raise InSteps
 
     async def thread(self, thread_id: str) -> MailboxThread:
         subject = self._keys.thread(thread_id)
@@ -246,14 +233,13 @@ class NatsBackend:
         await self._bucket.put([self._keys.signal(thread_id)])
 
     async def gauges(self) -> MailboxGauges:
-        info = await self._bucket.info()
-        waiting, out, again = await self._signals.counts()
-        first = [d.created_at_ms for walk in self._sweeps.walks for d in await self._first_of(walk.subject)]
+        info, consumer = await self._stream.info(), await self._signals.info()
+        first = [d.created_at_ms for place in self._keys.places()[:2] for d in await self._first_of(place)]
         return MailboxGauges(
             oldest_queued_s=(self.now_ms() - min(first)) / 1000 if first else None,
-            signals_waiting=waiting,
-            signals_out=out,
-            signals_again=again,
+            signals_waiting=consumer["num_pending"],
+            signals_out=consumer["num_ack_pending"],
+            signals_again=consumer["num_redelivered"],
             bytes=info["state"]["bytes"],
             bytes_max=info["config"]["max_bytes"],
         )
@@ -299,7 +285,7 @@ class NatsBackend:
         while not ahead.dispatches:
             found = await self._bucket.read(subject, ahead.floor, ahead.next_read)
             more = len(found) >= ahead.next_read
-            if self._bucket.replicated and not more and not any(m.body for m in found):
+            if self._stream.replicated and not more and not any(m.body for m in found):
                 # What any copy shows is first in the queue; whether there is nothing only the leader knows.
                 seq = found[-1].seq if found else ahead.floor
                 found += await self._stream.after(subject, seq, self._config.timeout_s, 2)
@@ -331,18 +317,19 @@ class NatsBackend:
                 self._noted(places)
                 return thread, there[0]
             # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
-            if not self._bucket.replicated or thread.version == version:
+            if not self._stream.replicated or thread.version == version:
                 return thread, None
             version = thread.version
 
     async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
-        t, deadline = token(thread_id), time.monotonic() + self._config.timeout_s
+        new, returned, _ = self._keys.places(token(thread_id))
+        deadline = time.monotonic() + self._config.timeout_s
         most: int | None = limit
         while time.monotonic() < deadline:
             active = (await self.thread(thread_id)).active
-            messages = await self._bucket.all(self._keys.of("q", t, "*", "*"), most)
+            messages = await self._bucket.all(new, most)
             found = [d for d, _ in self._bucket.dispatches(messages)]
-            found += self._noted(await self._bucket.all(self._keys.of("r", t, "*")))
+            found += self._noted(await self._bucket.all(returned))
             known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
             wanted = [d for d in known.values() if d.epoch < below_epoch][:limit]
             left = await self._not_ended(thread_id, wanted)
@@ -351,18 +338,19 @@ class NatsBackend:
             most = limit if wanted else None  # those have ended, and were removed; or what is first came later
         raise LogUnavailable("all that could be read of the queue in time has ended")
 
+    # For people
+
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
-        t, subject = token(thread_id), self._keys.thread(thread_id)
-        filters = [self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*"), self._keys.of("x", t, "*")]
+        subject, places = self._keys.thread(thread_id), self._keys.places(token(thread_id))
         try:
-            found = await self._bucket.last([subject, *filters])
+            found = await self._bucket.last([subject, *places])
         except TooManyResults:
             # Read one after the other, in the direction in which dispatches move.
             found = await self._bucket.last([subject])
-            for f in filters:
-                found |= {m.subject: m for m in await self._bucket.all(f)}
+            for place in places:
+                found |= {m.subject: m for m in await self._bucket.all(place)}
         thread = self._keys.state(found.pop(subject, None), thread_id)
-        # In the order q, r, x: of what is in several places (see `Keys`) the last counts.
+        # In the order q, r, x.
         messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
         dispatches = {d.dispatch_id: d for d, _ in self._bucket.dispatches(messages)}
         if thread.active is not None:
@@ -370,58 +358,27 @@ class NatsBackend:
         return thread, list(dispatches.values())
 
     async def queued_threads(self, limit: int) -> list[str]:
-        found = [m for walk in self._sweeps.walks for m in await self._bucket.all(walk.subject)]
+        found = [m for place in self._keys.places()[:2] for m in await self._bucket.all(place)]
         return list({d.thread_id: None for d in await self._bucket.waiting(found)})[:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [d for d, _ in self._bucket.dispatches(await self._bucket.all(self._keys.of("x", "*", "*"), limit))]
+        return [d for d, _ in self._bucket.dispatches(await self._bucket.all(self._keys.places()[2], limit))]
 
     async def counts(self) -> dict[Status, int]:
-        counts = dict.fromkeys(Status, 0)
-        states = {}
+        states: dict[str, MailboxThread] = {}
         for message in await self._bucket.all(self._keys.of("t", "*")):
             with suppress(MalformedEntry):
                 state = self._keys.state(message, "")
                 states[state.thread_id] = state
-                counts[Status.CLAIMED] += state.active is not None
-        # Of what is in several places (see `Keys`) the last counts.
-        found: dict[tuple[str, str], tuple[Status, int]] = {}
-        for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*"), self._keys.of("x", "*", "*")):
-            for d, _ in self._bucket.dispatches(await self._bucket.all(kind)):
-                found[d.thread_id, d.dispatch_id] = d.status, d.epoch
-        for (thread_id, dispatch_id), (status, epoch) in found.items():
-            thread = states.get(thread_id)
-            if thread is not None and thread.active is not None and thread.active.dispatch_id == dispatch_id:
-                continue
-            stale = status is Status.QUEUED and thread is not None and epoch < thread.epoch
-            counts[Status.SUPERSEDED if stale else status] += 1
-        return counts
+        found: dict[tuple[str, str], Status] = {}
+        for place in self._keys.places():
+            for d, _ in self._bucket.dispatches(await self._bucket.all(place)):
+                thread = states.setdefault(d.thread_id, MailboxThread(thread_id=d.thread_id))
+                found[d.thread_id, d.dispatch_id] = as_seen(d, thread).status
+        found |= {(t, s.active.dispatch_id): Status.CLAIMED for t, s in states.items() if s.active is not None}
+        return {**dict.fromkeys(Status, 0), **Counter(found.values())}
 
-    # Keeping order
-
-    async def purge(self, finished_before_ms: int, limit: int) -> int:
-        return await self._sweeps.purge(finished_before_ms, limit)
-
-    async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
-        return await self._sweeps.expiring(now_ms, limit)
-
-    async def signal_due(self, now_ms: int, limit: int) -> int:
-        return await self._sweeps.signal_due(now_ms, limit)
-
-    async def signal_lost(self, due_ms: int, limit: int) -> int:
-        return await self._sweeps.signal_lost(due_ms, limit, self._signals.delivered)
-
-    async def sweeps(self, interval_s: float) -> bool:
-        # Whoever has not the turn keeps its clock, too.
-        self._set_clock(await self._bucket.info())
-        try:
-            await self._bucket.put(
-                [Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))]
-            )
-        except (Conflict, AppendUnknown):
-            return False
-        await self._signals.forget_answered()
-        return True
+    # Signals
 
     async def signals(self, limit: int, timeout_s: float) -> list[Signal]:
         return [Signal(self, t, came.times, came) for t, came in await self._signals.pull(limit, timeout_s)]

@@ -7,14 +7,18 @@ and what a writer whose clock was far behind has put into an earlier slot.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 from bufstore.jetstream.errors import TooManyResults
+from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.mailbox.nats_bucket import PAGE, Bucket
-from bufstore.mailbox.nats_keys import SLOT_MS
+from bufstore.mailbox.nats_bucket import Bucket
+from bufstore.mailbox.nats_keys import SLOT_MS, Entry
 
 _WINDOW = 3600_000 // SLOT_MS
+
+#: Deals with entries that are due; how much was done in all, and which of these (subjects) stay.
+Handle = Callable[[dict[StoredMessage, Entry]], Awaitable[tuple[int, Collection[str]]]]
 
 
 class Agenda:
@@ -27,9 +31,21 @@ class Agenda:
         #: How far everything was looked at.
         self._position = 0
 
-    async def due(self, now_ms: int) -> AsyncIterator[list[StoredMessage]]:
-        """What may be due, a page at a time, the earliest slots first. `settle` each page."""
-        now = now_ms // SLOT_MS
+    async def sweep(self, now_ms: int, limit: int, handle: Handle) -> None:
+        """Give `handle` what is due, the earliest first, until it has done `limit`; remove the slots that are over.
+
+        A slot with an entry that stays is left as it is.
+        """
+        left: set[int] = set()
+        async for page in self._pages(now_ms // SLOT_MS):
+            ripe = {m: entry for m in page if (entry := self._keys.entry(m)).at_ms <= now_ms}
+            done, kept = await handle(ripe)
+            left |= {entry.slot for m, entry in ripe.items() if m.subject in kept}
+            await self._remove(page, left, now_ms)
+            if done >= limit:
+                break
+
+    async def _pages(self, now: int) -> AsyncIterator[list[StoredMessage]]:
         async for page in self._slots(range(now - _WINDOW, now + 1)):
             yield page
         page = await self._bucket.read(self._keys.of(self._kind, ">"), self._position, PAGE // 10)
@@ -54,22 +70,17 @@ class Agenda:
                 seq, full = page[-1].seq if page else 0, len(page) >= PAGE
                 yield [m for m in page if m.body]
 
-    async def settle(self, page: list[StoredMessage], kept: Collection[str], now_ms: int, left: set[int]) -> None:
-        """Remove what is over of a page, but for the slots that have an entry of `kept` (subjects): they join `left`.
-
-        `left` is one set for all pages of a pass: a slot may come in several.
-        """
-        old = now_ms // SLOT_MS - _WINDOW
-        left |= {self._slot(m) for m in page if m.subject in kept}
+    async def _remove(self, page: list[StoredMessage], left: Collection[int], now_ms: int) -> None:
         for slot, entries in itertools.groupby(sorted(page, key=self._slot), self._slot):
-            seqs = [m.seq for m in entries]
+            messages = list(entries)
             if slot in left or (slot + 1) * SLOT_MS > now_ms:
                 continue
-            if slot < old:
+            if slot < now_ms // SLOT_MS - _WINDOW:
                 # Only a part of the slot may have been seen.
-                await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in page if self._slot(m) == slot)
+                await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in messages)
             else:
-                await self._bucket.remove(self._keys.of(self._kind, str(slot), ">"), max(seqs))
+                last = max(m.seq for m in messages)
+                await self._bucket.stream.purge(self._keys.of(self._kind, str(slot), ">"), last)
 
     def _slot(self, message: StoredMessage) -> int:
         return self._keys.entry(message).slot

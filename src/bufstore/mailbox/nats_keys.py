@@ -35,9 +35,8 @@ from msgspec.structs import replace
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.subject_tokens import token, untoken
-from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.decisions import Step
-from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, MailboxThread, Status
+from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, numbered
 
 #: A slot of time: what becomes due in it is looked at together.
 SLOT_MS = 5000
@@ -79,32 +78,29 @@ class Keys:
     def signal(self, thread_id: str) -> Outgoing:
         return Outgoing(self.of("s", token(thread_id)), b"")
 
-    def entry(self, found: StoredMessage) -> Entry:
-        """What a message under ``l`` or ``d`` says; one that is not ours never comes due."""
-        try:
-            slot, thread, *_ = found.subject.removeprefix(self.prefix).split(".")[1:]
-            return Entry(int(slot), untoken(thread), int(found.body))
-        except (ValueError, MalformedEntry):
-            return Entry(_NEVER, "", _NEVER)
+    def places(self, thread: str = "*") -> list[str]:
+        """Filters of the dispatches of a thread (a token), or of all; of what is in several places the last counts."""
+        return [self.of("q", thread, "*", "*"), self.of("r", thread, "*"), self.of("x", thread, "*")]
+
+    def by_id(self, thread_id: str, dispatch_id: str) -> list[str]:
+        """Where a dispatch may be; of several places (see above) the first counts."""
+        t, d = token(thread_id), token(dispatch_id)
+        return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
 
     def is_returned(self, d: Dispatch) -> bool:
         """Whether a queued dispatch is under ``r``."""
         return d.attempts > 0 or d.available_at_ms > d.created_at_ms
-
-    def priorities(self, found: Iterable[StoredMessage]) -> list[int]:
-        """What those under ``p`` of these messages say."""
-        words = [m.subject.removeprefix(self.prefix).split(".") for m in found if m.body]
-        return [int(word[2]) for word in words if word[0] == "p" and word[2].isdecimal()]
 
     def queued(self, d: Dispatch) -> str:
         if self.is_returned(d):
             return self.returned(d)
         return self.of("q", token(d.thread_id), str(d.priority), token(d.dispatch_id))
 
-    def by_id(self, thread_id: str, dispatch_id: str) -> list[str]:
-        """Where a dispatch may be; of several places (see above) the first counts."""
-        t, d = token(thread_id), token(dispatch_id)
-        return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
+    def returned(self, d: Dispatch) -> str:
+        return self.of("r", token(d.thread_id), token(d.dispatch_id))
+
+    def ended(self, d: Dispatch) -> str:
+        return self.of("x", token(d.thread_id), token(d.dispatch_id))
 
     def gone(self, subject: str, expected: int | None = None, *, ttl_s: int = GONE_S) -> Outgoing:
         """The message that removes a key."""
@@ -114,11 +110,18 @@ class Keys:
         """The first word of a key."""
         return subject.removeprefix(self.prefix).partition(".")[0]
 
-    def returned(self, d: Dispatch) -> str:
-        return self.of("r", token(d.thread_id), token(d.dispatch_id))
+    def priorities(self, found: Iterable[StoredMessage]) -> list[int]:
+        """What those under ``p`` of these messages say."""
+        words = [m.subject.removeprefix(self.prefix).split(".") for m in found if m.body]
+        return [int(word[2]) for word in words if word[0] == "p" and word[2].isdecimal()]
 
-    def ended(self, d: Dispatch) -> str:
-        return self.of("x", token(d.thread_id), token(d.dispatch_id))
+    def entry(self, found: StoredMessage) -> Entry:
+        """What a message under ``l`` or ``d`` says; one that is not ours never comes due."""
+        try:
+            slot, thread, *_ = found.subject.removeprefix(self.prefix).split(".")[1:]
+            return Entry(int(slot), untoken(thread), int(found.body))
+        except (ValueError, MalformedEntry):
+            return Entry(_NEVER, "", _NEVER)
 
     def state(self, found: StoredMessage | None, thread_id: str) -> MailboxThread:
         """The thread's state; of a thread that has none, or none any more, too."""
@@ -126,12 +129,7 @@ class Keys:
             return MailboxThread(thread_id=thread_id)
         if not found.body:
             return MailboxThread(thread_id=thread_id, version=found.seq)
-        state: MailboxThread = _decoded(_thread, found)
-        if state.epoch == OWN:
-            state = replace(state, epoch=found.seq)
-        if state.active is not None and state.active.token == OWN:
-            state = replace(state, active=replace(state.active, token=found.seq))
-        return replace(state, version=found.seq)
+        return numbered(_decoded(_thread, found), found.seq)
 
     def dispatch(self, found: StoredMessage) -> Dispatch:
         """The dispatch of a message under q, r or x."""
@@ -151,35 +149,28 @@ class Keys:
 
     def step(self, before: MailboxThread, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
         """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
-        thread_id = before.thread_id
-        messages: dict[str, Outgoing] = {}
-
-        def put(message: Outgoing) -> None:
-            messages[message.subject] = message
-
+        messages: list[Outgoing] = []
         for move in step.moves:
-            if move.before is not None:
-                subject = self.queued(move.before)
-                expected = returned.get(subject) if self.is_returned(move.before) else move.before.position
-                put(self.gone(subject, expected))
-            after = move.after
-            if after is None:
+            if (was := move.before) is not None:
+                subject = self.queued(was)
+                messages.append(self.gone(subject, returned.get(subject) if self.is_returned(was) else was.position))
+            if (after := move.after) is None:
                 continue
-            if after.status is not Status.QUEUED:
-                put(Outgoing(self.ended(after), _encode(after), expected=0))
+            if after.status.finished:
+                messages.append(Outgoing(self.ended(after), _encode(after), expected=0))
             else:
-                put(Outgoing(self.queued(after), _encode(after)))
+                messages.append(Outgoing(self.queued(after), _encode(after)))
                 if after.available_at_ms > now_ms:
-                    put(self._delayed(after))
+                    messages.append(self._delayed(after))
         if step.wake:
-            put(self.signal(thread_id))
-        active, was = step.thread.active, before.active
-        if active is not None and (was is None or was.lease_until_ms != active.lease_until_ms):
-            due = self._entry(active.lease_until_ms or 0, "l", token(thread_id))
+            messages.append(self.signal(before.thread_id))
+        active, until = step.thread.active, before.active.lease_until_ms if before.active is not None else None
+        if active is not None and active.lease_until_ms != until:
+            due = self._entry(active.lease_until_ms or 0, "l", token(before.thread_id))
             # Of a claim: that the dispatch has not ended already.
-            put(replace(due, expected=0, expected_of=self.ended(active)) if was is None else due)
-        put(self.written(step.thread, before.version))
-        return list(messages.values())
+            claimed = before.active is None
+            messages.append(replace(due, expected=0, expected_of=self.ended(active)) if claimed else due)
+        return [*messages, self.written(step.thread, before.version)]
 
     def written(self, state: MailboxThread, expected: int) -> Outgoing:
         """The message that makes this the thread's state."""
@@ -197,17 +188,3 @@ def _decoded(decode: Any, found: StoredMessage) -> Any:
         return decode(found.body)
     except msgspec.MsgspecError as e:
         raise MalformedEntry(f"what is stored at {found.subject[:200]} does not belong to a mailbox: {e}") from None
-
-
-def consumer_config(names: NatsMailboxNames, ack_wait_s: float) -> dict[str, Any]:
-    return {
-        "name": names.consumer,
-        "durable_name": names.consumer,
-        "deliver_policy": "all",
-        "ack_policy": "explicit",
-        "ack_wait": round(ack_wait_s * 1e9),
-        "max_deliver": -1,
-        "max_ack_pending": names.signals_pending_max,
-        "filter_subject": Keys(names.bucket).of("s", "*"),
-        "replay_policy": "instant",
-    }

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.errors import LogFull
 from bufstore.jetstream.messages import Outgoing
+from bufstore.jetstream.stream import NatsStream
 
 #: This part of the bucket is kept for what is there already.
 _RESERVED = 8
@@ -39,12 +40,12 @@ def while_full(timeout_s: float) -> AsyncRetrying:
 
 
 class Room:
-    """How much a bucket of `limit` bytes (-1: no limit) takes; `held` asks for its bytes and messages."""
+    """How much a bucket of `limit` bytes (-1: no limit) takes."""
 
-    def __init__(self, limit: int, held: Callable[[], Awaitable[tuple[int, int]]]) -> None:
+    def __init__(self, limit: int, stream: NatsStream) -> None:
         self._most = limit - limit // _RESERVED if limit >= 0 else None
         self._step = limit // (_RESERVED * _LOOKS)
-        self._held = held
+        self._stream = stream
         self._known: int | None = None
         #: Bytes written since that was known, and on their way.
         self._added = self._flying = 0
@@ -81,6 +82,6 @@ class Room:
     async def _look(self) -> None:
         if time.monotonic() >= self._full_until:
             before = self._added
-            held, count = await self._held()
-            self._known = held + count * _ON_ITS_WAY
+            state = (await self._stream.info())["state"]
+            self._known = state["bytes"] + state["messages"] * _ON_ITS_WAY
             self._added -= before

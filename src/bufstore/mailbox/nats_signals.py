@@ -18,13 +18,11 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bufstore.errors import LogUnavailable, MalformedEntry
-from bufstore.jetstream.ensure import ensure_consumer
-from bufstore.jetstream.errors import ConsumerMissing
+from bufstore.jetstream.ensure import ensure_consumer, shared_consumer
 from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_bucket import Bucket
-from bufstore.mailbox.nats_keys import consumer_config
 from bufstore.mailbox.ports import Live, LiveHandler
 
 _log = logging.getLogger(__name__)
@@ -34,20 +32,22 @@ _CROWDED_S = 0.5
 
 
 class NatsSignals:
-    """Pulls signals, and removes those that were answered."""
+    """The durable consumer of all workers."""
 
     def __init__(self, bucket: Bucket, api: str, names: NatsMailboxNames, ack_wait_s: float) -> None:
-        self._bucket = bucket
-        self._wanted = consumer_config(names, ack_wait_s)
-        self._consumer = f"{bucket.keys.stream}.{names.consumer}"
-        self.pulls = Pulls(bucket.connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
-        #: Workers have had the signals up to here, as known when answered ones were last removed.
-        self.delivered = 0
+        self._stream = bucket.stream
+        of_signals = bucket.keys.of("s", "*")
+        self._wanted = shared_consumer(names.consumer, ack_wait_s, names.signals_pending_max, filter_subject=of_signals)
+        self._name = names.consumer
+        self.pulls = Pulls(bucket.connection, f"{api}.CONSUMER.MSG.NEXT.{bucket.keys.stream}.{names.consumer}")
 
     async def setup(self) -> None:
         """Create the consumer, or check it. Raises ConfigDrift."""
-        bucket, settings = self._bucket, "MailboxConfig, NatsMailboxNames"
-        await ensure_consumer(bucket.stream, bucket.keys.stream, self._wanted, settings)
+        await ensure_consumer(self._stream, self._wanted, "MailboxConfig, NatsMailboxNames")
+
+    async def info(self) -> dict[str, Any]:
+        """What the server says of the consumer. Raises ConsumerMissing."""
+        return await self._stream.consumer(self._name)
 
     async def pull(self, limit: int, timeout_s: float) -> list[tuple[str, Delivery]]:
         """Threads that may have work: what waits, or the first that comes in time. Raises LogUnavailable."""
@@ -63,26 +63,6 @@ class NatsSignals:
                 await asyncio.sleep(min(timeout_s, _CROWDED_S))
             return []
         return [(thread_id, delivery) for delivery in came if (thread_id := _thread_id(delivery)) is not None]
-
-    async def counts(self) -> tuple[int, int, int]:
-        """How many wait, are out, and of these came again."""
-        info = await self._info()
-        return int(info["num_pending"]), int(info["num_ack_pending"]), int(info["num_redelivered"])
-
-    async def forget_answered(self) -> None:
-        """Remove the signals up to the consumer's ack floor, in one request."""
-        try:
-            info = await self._info()
-        except ConsumerMissing:
-            await self.setup()
-            return
-        self.delivered = int(info["delivered"]["stream_seq"])
-        floor = int(info["ack_floor"]["stream_seq"])
-        if floor:
-            await self._bucket.remove(self._bucket.keys.of("s", "*"), floor)
-
-    async def _info(self) -> dict[str, Any]:
-        return await self._bucket.stream.api(f"CONSUMER.INFO.{self._consumer}")
 
 
 def _thread_id(delivery: Delivery) -> str | None:
@@ -142,7 +122,7 @@ class NatsLive:
 
         Not nats-py's flush: its PING may overtake what still waits to be written.
         """
-        await self._bucket.info()
+        await self._bucket.stream.info()
 
     async def _listen_again(self, client: Client) -> None:
         for listening in tuple(self._handlers):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
 from bufstore.errors import MalformedEntry
-from bufstore.jetstream.errors import TooManyResults
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.errors import ConsumerMissing, TooManyResults
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox.decisions import is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_agenda import Agenda
 from bufstore.mailbox.nats_bucket import Bucket
-from bufstore.mailbox.nats_keys import GONE_S, SLOT_MS, THREAD_GONE_S
+from bufstore.mailbox.nats_keys import GONE_S, SLOT_MS, THREAD_GONE_S, Entry
+from bufstore.mailbox.nats_signals import NatsSignals
 
 #: So old is an entry of a lease whose thread is not there at all.
 _FORGOTTEN_MS = 24 * 3600_000
@@ -25,65 +26,87 @@ _WALK_BYTES, _WALK_MAX = 512 << 10, 512
 
 
 class NatsSweeps:
-    """See `bufstore.mailbox.ports.Backend` for what the methods of the same names promise."""
+    """See `bufstore.mailbox.ports.Backend` for what the methods promise."""
 
-    def __init__(self, bucket: Bucket, patience_s: float) -> None:
+    def __init__(self, bucket: Bucket, signals: NatsSignals, patience_s: float) -> None:
         """`patience_s`: so long a worker may have a signal of a free thread."""
         self._bucket = bucket
-        self._keys = keys = bucket.keys
+        self._keys = bucket.keys
+        self._signals = signals
         self._patience_s = patience_s
         self._leases, self._delays = (Agenda(kind, bucket) for kind in "ld")
-        self.walks = [_Walk(keys.of("q", "*", "*", "*")), _Walk(keys.of("r", "*", "*"))]
+        self._walks = [_Walk(place) for place in self._keys.places()[:2]]
+        #: Workers have had the signals up to here, as known when answered ones were last removed.
+        self._delivered = 0
+
+    async def sweeps(self, interval_s: float) -> bool:
+        # Whoever has not the turn keeps its clock, too.
+        self._bucket.set_clock(await self._bucket.stream.info())
+        turn = Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))
+        if await self._bucket.put_each([turn]):
+            return False
+        await self.forget_answered()
+        return True
+
+    async def forget_answered(self) -> None:
+        """Remove the signals up to the consumer's ack floor, in one request."""
+        try:
+            info = await self._signals.info()
+        except ConsumerMissing:
+            await self._signals.setup()
+            return
+        self._delivered = int(info["delivered"]["stream_seq"])
+        if floor := int(info["ack_floor"]["stream_seq"]):
+            await self._bucket.stream.purge(self._keys.of("s", "*"), floor)
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         expired: dict[str, MailboxThread] = {}
-        left: set[int] = set()
-        async for page in self._leases.due(now_ms):
-            entries = {m: e for m in page if (e := self._keys.entry(m)).at_ms < now_ms}
-            states = await self._bucket.states({e.thread_id for e in entries.values()})
-            expired |= {t: s for t, s in states.items() if is_expired(s, now_ms)}
-            kept = {
+
+        async def look(ripe: dict[StoredMessage, Entry]) -> tuple[int, Collection[str]]:
+            states = await self._bucket.states({e.thread_id for e in ripe.values()})
+            expired.update({t: s for t, s in states.items() if is_expired(s, now_ms)})
+            return len(expired), {
                 m.subject
-                for m, e in entries.items()
+                for m, e in ripe.items()
                 # An entry comes with a state: a copy that shows only the first is behind.
                 if e.thread_id in expired or (states[e.thread_id].version < m.seq and e.at_ms > now_ms - _FORGOTTEN_MS)
             }
-            await self._leases.settle(page, kept, now_ms, left)
-            if len(expired) >= limit:
-                break
+
+        await self._leases.sweep(now_ms, limit, look)
         return list(expired.values())[:limit]
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
         signalled: set[str] = set()
-        left: set[int] = set()
-        async for page in self._delays.due(now_ms):
-            ripe = [(m, e) for m in page if (e := self._keys.entry(m)).at_ms <= now_ms]
-            threads = {e.thread_id for _, e in ripe}
+
+        async def signal(ripe: dict[StoredMessage, Entry]) -> tuple[int, Collection[str]]:
+            threads = {e.thread_id for e in ripe.values()}
             failed = await self._bucket.put_each(self._keys.signal(t) for t in threads)
             told = {t for t in threads if self._keys.signal(t).subject not in failed}
-            running = [m for m, e in ripe if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
+            running = [m for m, e in ripe.items() if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
             await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in running)
-            await self._delays.settle(page, {m.subject for m, e in ripe if e.thread_id not in told}, now_ms, left)
-            signalled |= told
-            if len(signalled) >= limit:
-                break
+            signalled.update(told)
+            return len(signalled), {m.subject for m, e in ripe.items() if e.thread_id not in told}
+
+        await self._delays.sweep(now_ms, limit, signal)
         return len(signalled)
 
-    async def signal_lost(self, due_ms: int, limit: int, delivered: int) -> int:
-        """`delivered`: workers have had the signals up to here."""
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         lost = 0
-        for walk in self.walks:
-            page = await self._bucket.read(walk.subject, walk.position, min(limit, walk.size))
-            walk.read(page, min(limit, walk.size))
+        for walk in self._walks:
+            size = min(limit, walk.size)
+            page = await self._bucket.read(walk.subject, walk.position, size)
+            walk.read(page, size)
             first: dict[str, StoredMessage] = {}
             for d, m in self._bucket.dispatches(page):
                 if d.available_at_ms <= due_ms:
                     first.setdefault(d.thread_id, m)
             # Most have their signal: so a copy is asked first.
-            told = self._told(first, await self._bucket.copy(self._told_by(first)) if first else {})
-            overdue = walk.since({w for w in told if w.signal <= delivered}, time.monotonic() - self._patience_s)
+            told = self._told(first, await self._bucket.copy(self._told_by(first)))
+            late = {w for w in told if w.signal <= self._delivered}
+            overdue = walk.since(late, time.monotonic() - self._patience_s)
             for t in {w.thread_id for w in told if not w.signal} | {w.thread_id for w in overdue}:
                 seen = self._told([t], await self._bucket.last(self._told_by([t])))
+                # Only then: before, it may have been one that was claimed and ended since.
                 queued = (await self._bucket.last([first[t].subject])).get(first[t].subject)
                 is_so = any(not w.signal or w in overdue for w in seen)
                 if is_so and queued is not None and queued.seq == first[t].seq:
@@ -115,7 +138,7 @@ class NatsSweeps:
             part = list(takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
             if part:
                 # First what makes room also where there is none; an id of which nothing is left may be used again.
-                await self._bucket.remove(subject, part[-1][1].seq)
+                await self._bucket.stream.purge(subject, part[-1][1].seq)
                 await self._drop_keys([d for d, _ in part])
                 await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
                 old += len(part)
@@ -141,7 +164,7 @@ class NatsSweeps:
         try:
             # First what is removed: whatever is put into a queue after this look has changed that by then.
             kept = await self._bucket.last([subject, self._keys.of("p", t, "*")])
-            queued = await self._bucket.last([self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
+            queued = await self._bucket.last(self._keys.places(t)[:2])
         except TooManyResults:
             return
         if self._keys.state(kept.get(subject), thread_id).active or any(m.body for m in queued.values()):

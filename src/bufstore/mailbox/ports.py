@@ -100,7 +100,7 @@ class Backend(Protocol):
         Raises InSteps when it must be done in two: this store cannot, or what is first is superseded. Conflict,
         AppendUnknown as `write`.
         """
-        ...
+        raise InSteps
 
     async def thread(self, thread_id: str) -> MailboxThread: ...
 

@@ -168,7 +168,7 @@ class NatsLog(NatsStream):
     async def _stands_again(self) -> bool:
         """Whether the log has come past all that this process has seen in it, with the same entries."""
         seen = self._same.highest
-        if await self.end(5.0) < seen or (self._leader_only and await self.barrier(5.0) <= seen):
+        if await self.end(5.0) < seen or (self.replicated and await self.barrier(5.0) <= seen):
             return False
         return await self._same.holds_what_we_wrote(self.identity) and (
             self._vouch is None or await self._vouch() is None
@@ -207,7 +207,7 @@ class NatsLog(NatsStream):
         return self._same.note(end) if self._same.refused is None else end
 
     async def prove_leader(self, timeout_s: float) -> None:
-        if self._leader_only:
+        if self.replicated:
             self._same.check()
             try:
                 async with asyncio.timeout(timeout_s):
@@ -222,7 +222,7 @@ class NatsLog(NatsStream):
             raise LogUnavailable("no node proves that it leads the log") from None
 
     async def latest(self, subject: str, timeout_s: float) -> int:
-        if not self._leader_only:
+        if not self.replicated:
             found = (await self.last([subject], timeout_s)).get(subject)
             return found.seq if found is not None else 0
         try:
@@ -235,15 +235,15 @@ class NatsLog(NatsStream):
 
     async def fresh_end(self, subject: str, timeout_s: float) -> int:
         """Where the subject ends, as of a moment after this was asked; 0 on a single server, which always knows."""
-        return await self.latest(subject, timeout_s) if self._leader_only else 0
+        return await self.latest(subject, timeout_s) if self.replicated else 0
 
     @property
     def may_lag(self) -> bool:
         """See `bufstore.buffer.groups.stream.GroupsInStream`."""
-        return self._leader_only
+        return self.replicated
 
     async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        if not self._leader_only:
+        if not self.replicated:
             return await self.ends(filters, timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -296,7 +296,7 @@ class NatsLog(NatsStream):
             await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": self._subjects.proof, **which})
 
     async def barrier(self, timeout_s: float) -> int:
-        if not self._leader_only:
+        if not self.replicated:
             return 0
         self._same.check()
         try:

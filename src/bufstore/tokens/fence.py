@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -12,6 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.ensure import seconds
 from bufstore.jetstream.errors import MessageMissing
+from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import Holder, Record, decode, encode
@@ -32,25 +34,29 @@ class Seen(NamedTuple):
 
 
 class Register:
-    """The last record of each subject of a stream, and the sequence of the write that stored it."""
+    """The last record of each subject of a stream, and the sequence of the write that stored it.
 
-    def __init__(self, stream: NatsStream, name: str, timeout_s: float) -> None:
-        self._stream, self._name, self._timeout_s = stream, name, timeout_s
+    Reads are from the leader, and raise LogUnavailable.
+    """
+
+    def __init__(self, stream: NatsStream, timeout_s: float) -> None:
+        self._stream, self._timeout_s = stream, timeout_s
+        self._reads = FreshReads(stream, timeout_s, f"{stream.name}.unused")
 
     async def read(self, subject: str) -> tuple[int, Record]:
-        """Sequence and record; 0 and that of a free key if there is none. Raises LogUnavailable."""
-        found = (await self._stream.last([subject], self._timeout_s)).get(subject)
+        """Sequence and record; 0 and that of a free key if there is none."""
+        found = (await self._reads.last([subject])).get(subject)
         return (found.seq, decode(found.body)) if found is not None else (0, Record())
 
     async def seen(self, subject: str) -> Seen:
-        """The same with its age, from the leader. Raises LogUnavailable."""
+        """The same with its age."""
         return (await self.seen_all([{"last_by_subj": subject}]))[0]
 
     async def seen_all(self, which: Sequence[dict[str, Any]]) -> list[Seen]:
-        """What these requests (STREAM.MSG.GET) find, with their ages, from the leader. Raises LogUnavailable."""
+        """What these requests (STREAM.MSG.GET) find, with their ages."""
         found = await asyncio.gather(*map(self._get, which))
         # Asked afterwards, so that nothing seems older than it is. One server's clock says both times.
-        now = seconds((await self._stream.api(f"STREAM.INFO.{self._name}", timeout_s=self._timeout_s))["ts"])
+        now = seconds((await self._stream.info(self._timeout_s))["ts"])
         return [
             Seen(m["seq"], decode(base64.b64decode(m.get("data", ""))), max(now - seconds(m["time"]), 0.0))
             if m
@@ -59,11 +65,10 @@ class Register:
         ]
 
     async def _get(self, which: dict[str, Any]) -> dict[str, Any]:
-        try:
-            message = (await self._stream.api(f"STREAM.MSG.GET.{self._name}", which, self._timeout_s))["message"]
-        except MessageMissing:
-            return {}
-        return dict(message)
+        with suppress(MessageMissing):
+            found = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", which, self._timeout_s)
+            return dict(found["message"])
+        return {}
 
     async def write(self, subject: str, record: Record, expected: int, ttl_s: int = 0) -> int:
         """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
@@ -80,7 +85,9 @@ class Register:
                 ):
                     with attempt:
                         try:
-                            return await self._stream.publish(message, self._timeout_s)
+                            seq = await self._stream.publish(message, self._timeout_s)
+                            self._reads.wrote([message], seq)
+                            return seq
                         except Conflict:  # perhaps with an earlier attempt of ours
                             seq, found = await self.read(subject)
                             if seq and found == record:

@@ -36,9 +36,9 @@ class Locks(Opened):
     def __init__(self, connection: Connection, api: str, name: str, storage: Storage, timeout_s: float) -> None:
         self._connection = connection
         self._config = locks_config(name, storage)
-        self._name, self._stream_name = name, f"{name}-locks"
-        self._stream = NatsStream(connection, api, self._stream_name, storage.replicas)
-        self._register = Register(self._stream, self._stream_name, timeout_s)
+        self._name = name
+        self._stream = NatsStream(connection, api, f"{name}-locks", storage.replicas)
+        self._register = Register(self._stream, timeout_s)
 
     @classmethod
     async def open(
@@ -87,12 +87,12 @@ class Locks(Opened):
         if found is not None:
             if not force:
                 raise TokenBusy(key, found.name)
-            await self._stream.api(f"STREAM.PURGE.{self._stream_name}", {"filter": self._subject(key)})
+            await self._stream.purge(self._subject(key))
         return found
 
     async def held(self) -> int:
         """How many locks are held. Raises LogUnavailable."""
-        return int((await self._stream.api(f"STREAM.INFO.{self._stream_name}"))["state"]["messages"])
+        return int((await self._stream.info())["state"]["messages"])
 
     def _subject(self, key: str) -> str:
         return f"{self._name}.lock.{token(check_id(key, 'the key'))}"
@@ -104,16 +104,16 @@ class Locks(Opened):
             seq = await self._register.write(subject, record, 0, ttl_s)
         except Conflict:
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
-        return Lock(Hold(key, self._register, subject, seq, record, began), self)
+        return Lock(Hold(key, self._register, subject, seq, record, began), self._stream)
 
 
 class Lock(Lease):
     """A held lock. As a context manager it is renewed, and released at the end."""
 
-    def __init__(self, hold: Hold, locks: Locks) -> None:
+    def __init__(self, hold: Hold, stream: NatsStream) -> None:
         super().__init__(hold)
         self._server_ttl_s = int(hold.record.lease_s)
-        self._locks = locks
+        self._stream = stream
 
     async def __aenter__(self) -> Self:
         self._keep()
@@ -139,8 +139,7 @@ class Lock(Lease):
             async with self._changing:
                 while not self._over:
                     try:  # by its sequence: it can only be ours
-                        delete = f"STREAM.MSG.DELETE.{self._locks._stream_name}"
-                        await self._locks._stream.api(delete, {"seq": self._seq, "no_erase": True})
+                        await self._stream.delete(self._seq)
                         self._over = True
                     except MessageMissing:
                         await self._found_again()

@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.ensure import ensure_consumer, ensure_stream
+from bufstore.jetstream.ensure import ensure_consumer, ensure_stream, shared_consumer
 from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import Policy, Storage, TokensConfig
 
 #: All workers use one durable consumer of this name.
 WORKERS = "workers"
+#: So many items may be with workers, and so many workers may wait for some, at once.
+_TOLD_MAX, _ASKING_MAX = 100_000, 10_000
 #: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
 _RECORD_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
@@ -81,18 +83,6 @@ def locks_config(name: str, storage: Storage) -> dict[str, Any]:
     }
 
 
-def consumer_config(config: TokensConfig) -> dict[str, Any]:
-    """The consumer of all workers: a pull consumer, so that only an idle worker gets anything."""
-    return {
-        "durable_name": WORKERS,
-        "ack_policy": "explicit",
-        "ack_wait": round(config.ttl_s * _S),
-        "max_deliver": -1,
-        "max_ack_pending": 100_000,
-        "max_waiting": 10_000,
-    }
-
-
 def _common(storage: Storage, name: str, subjects: list[str]) -> dict[str, Any]:
     return {
         "name": name,
@@ -116,5 +106,8 @@ async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> 
     """
     info = await ensure_stream(items, items_config(config), "TokensConfig", {_ID: secrets.token_hex(8)})
     await ensure_stream(fence, fence_config(config), "TokensConfig", {})
-    await ensure_consumer(items, f"{config.name}-items", consumer_config(config), "TokensConfig")
+    # Only an idle worker asks it, and many wait at once.
+    await ensure_consumer(
+        items, shared_consumer(WORKERS, config.ttl_s, _TOLD_MAX, max_waiting=_ASKING_MAX), "TokensConfig"
+    )
     return str((info["config"].get("metadata") or {}).get(_ID, ""))

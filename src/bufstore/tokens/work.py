@@ -74,13 +74,12 @@ class ExclusiveWork(Opened):
         self._connection = connection
         self._config = config
         self._holder = holder_name(holder)
-        self._stream = f"{config.name}-items"
         self._id = ""
-        self._items = NatsStream(connection, api, self._stream, config.replicas)
+        self._items = NatsStream(connection, api, f"{config.name}-items", config.replicas)
         self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
-        self._register = Register(self._fences, f"{config.name}-fence", config.timeout_s)
-        self._stored = Register(self._items, self._stream, config.timeout_s)  # for the ages of items
-        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}")
+        self._register = Register(self._fences, config.timeout_s)
+        self._stored = Register(self._items, config.timeout_s)  # for the ages of items
+        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._items.name}.{WORKERS}")
         self._ending: set[asyncio.Future[Any]] = set()
         #: Where, at how many and when to look for items that nobody was told of, and how many were found.
         self._position, self._page, self._look_at, self._found = 0, _LOOKED_AT, 0.0, 0
@@ -193,9 +192,7 @@ class ExclusiveWork(Opened):
 
     async def statistics(self) -> Statistics:
         """What there is to do, as the server counts it. Raises LogUnavailable."""
-        stream, consumer = await asyncio.gather(
-            self._items.api(f"STREAM.INFO.{self._stream}"), self._items.api(f"CONSUMER.INFO.{self._stream}.{WORKERS}")
-        )
+        stream, consumer = await asyncio.gather(self._items.info(), self._items.consumer(WORKERS))
         state, untold, told = stream["state"], consumer["num_pending"], consumer["num_ack_pending"]
         again = consumer["num_redelivered"]
         return Statistics(state["messages"], state["bytes"], oldest_s(stream), untold, told, again, self._found)
@@ -306,7 +303,7 @@ class ExclusiveWork(Opened):
 
     async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
-            await self._items.api(f"STREAM.MSG.DELETE.{self._stream}", {"seq": seq, "no_erase": True})
+            await self._items.delete(seq)
 
     async def _look(self) -> Task | None:
         """Look at some of the oldest items, others each time: take one that nobody works on.
@@ -315,8 +312,7 @@ class ExclusiveWork(Opened):
         others had left answered. An item is not looked at before it and its key's record have stood for `ttl_s`.
         """
         c = self._config
-        info = await self._items.api(f"STREAM.INFO.{self._stream}")
-        if oldest_s(info) < c.ttl_s:
+        if oldest_s(await self._items.info()) < c.ttl_s:
             return None
         page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=self._page)
         self._position = page[-1].seq if len(page) >= self._page else 0
