@@ -135,8 +135,11 @@ class Backend(Protocol):
         ...
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
-        """Signal the threads whose delayed dispatches became due; how many."""
-        ...
+        """Signal the threads whose delayed dispatches became due; how many.
+
+        0 where a thread's next time stands with it, and workers look there.
+        """
+        return 0
 
     async def wake(self, thread_id: str) -> None:
         """Signal a thread, behind those that wait."""
@@ -172,8 +175,14 @@ class Backend(Protocol):
         """See `Signal.nack`; without a delay, `Signal.working`."""
         ...
 
-    async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live: ...
+    async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
+        """See `MailboxStore.deliver_live`. As it is here: where nobody can tell whether anybody listens."""
+        return Live.NO_SUBSCRIBER
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         """Hand live deliveries to `handler` until the returned function is called."""
-        ...
+        return nobody_listens
+
+
+async def nobody_listens() -> None:
+    """Ends a listening that never began."""

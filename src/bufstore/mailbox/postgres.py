@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from typing import Any
@@ -25,7 +25,7 @@ from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
-from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
+from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
@@ -50,7 +50,7 @@ _COUNTED = 10_000
 _SUPERSEDED, _MOVED = 0, 2
 
 
-class PostgresBackend:
+class PostgresBackend(Backend):
     """See `bufstore.mailbox.ports.Backend`."""
 
     def __init__(
@@ -275,9 +275,6 @@ class PostgresBackend:
                 await self._set_aside(row[9], row[0], e)
         return expired
 
-    async def signal_due(self, now_ms: int, limit: int) -> int:
-        return 0  # a thread's next time stands in its row, where workers look
-
     async def wake(self, thread_id: str) -> None:
         with _unknown():
             await self._run("wake", thread_id, self.now_ms(), self._numbers)
@@ -359,15 +356,6 @@ class PostgresBackend:
         with suppress(NoAnswer):
             await self._run("signal_nack", signal.thread_id, signal.mark, wake_at)
         signal.mark = wake_at
-
-    async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
-        return Live.NO_SUBSCRIBER  # Postgres cannot tell whether anybody listens
-
-    async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
-        async def stop() -> None:
-            return None
-
-        return stop
 
 
 @contextmanager
