@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
-from bufstore.errors import LogUnavailable, MalformedEntry
-from bufstore.jetstream.buckets import bucket
+from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
+from bufstore.jetstream.buckets import bucket, placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.ensure import ensure_stream
-from bufstore.jetstream.errors import TooManyResults
+from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, TooManyResults
 from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
@@ -34,7 +34,6 @@ from bufstore.mailbox.decisions import Step, as_seen
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.nats_keys import Keys
-from bufstore.mailbox.nats_room import Room
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
 from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
@@ -62,16 +61,13 @@ class NatsBackend(NatsSweeps, Backend):
         self._connection = Connection(nats, "bufstore mailbox")
         keys = Keys(names.bucket)
         self._stream = NatsStream(self._connection, nats.api, keys.stream, names.replicas)
-        bucket = Bucket(self._connection, self._stream, keys, config.timeout_s)
+        bucket = Bucket(self._connection, self._stream, keys, config.timeout_s, names.max_bytes)
         signals = NatsSignals(bucket, nats.api, names, config.signal_ack_wait_s)
         patience_s = max(config.signal_ack_wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
         super().__init__(bucket, signals, patience_s)
-        self._room = Room(names.max_bytes, self._stream)
         self._live = NatsLive(bucket, names)
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[str, defaultdict[int, _Ahead]] = OrderedDict()
-        #: Sequences under ``r``, by subject, as they were read.
-        self._returned: OrderedDict[str, int] = OrderedDict()
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
         self._doubted: set[str] = set()
 
@@ -122,8 +118,7 @@ class NatsBackend(NatsSweeps, Backend):
             keys.append(Outgoing(key, body, expected=held.seq if held is not None else 0))
         state = self._keys.state(found.get(subject), dispatch.thread_id)
         d, messages = self._keys.enqueued(dispatch, state, keys)
-        async with self._room.taken(messages):
-            seq = await self._bucket.put(messages)
+        seq = await self._bucket.put_new(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
 
     async def _check_key(self, thread_id: str, held: StoredMessage, same_id: bool) -> None:
@@ -135,7 +130,7 @@ class NatsBackend(NatsSweeps, Backend):
         raise KeyTaken(holder, same_id=same_id)
 
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
-        messages = self._keys.step(before, step, self._returned, now_ms)
+        messages = self._keys.step(before, step, now_ms)
         try:
             seq = await self._bucket.put(messages)
         except BaseException as e:
@@ -147,7 +142,6 @@ class NatsBackend(NatsSweeps, Backend):
             raise
         for move in step.moves:
             if move.before is not None:
-                self._returned.pop(self._keys.queued(move.before), None)
                 for ahead in self._ahead.get(before.thread_id, {}).values():
                     ahead.dispatches.pop(move.before.dispatch_id, None)
         return self._keys.state(StoredMessage("", seq, None, messages[-1].body), before.thread_id)
@@ -189,7 +183,8 @@ class NatsBackend(NatsSweeps, Backend):
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
             return thread, None, [], seqs
-        handed_back = self._noted(m for m in found.values() if self._keys.kind(m.subject) == "r")
+        of_r = [m for m in found.values() if self._keys.kind(m.subject) == "r"]
+        handed_back = [d for d, _ in self._bucket.dispatches(of_r)]
         heads = [d for d in handed_back if d.available_at_ms <= now_ms]
         known = {d.dispatch_id for d in handed_back}
         for priority in (DEFAULT_PRIORITY, *self._keys.priorities(found.values())):
@@ -256,11 +251,10 @@ class NatsBackend(NatsSweeps, Backend):
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         try:
             async with asyncio.timeout(_SOON_S):
-                found = await self._bucket.copy([self._keys.thread(t) for t in thread_ids])
+                states = await self._bucket.states(thread_ids)
         except TimeoutError:
             raise LogUnavailable("the copy that was asked has not answered soon; the next may") from None
-        states = [self._keys.state(found.get(self._keys.thread(t)), t) for t in thread_ids]
-        return {s.thread_id: (s.version, s.active.token if s.active is not None else 0, s.epoch) for s in states}
+        return {t: (s.version, s.active.token if s.active is not None else 0, s.epoch) for t, s in states.items()}
 
     async def _not_ended(self, thread_id: str, queued: list[Dispatch]) -> list[Dispatch]:
         """Of a thread in doubt: without those that have ended, or been handed back, which are removed once more."""
@@ -296,14 +290,6 @@ class NatsBackend(NatsSweeps, Backend):
             self._ahead.popitem(last=False)
         return ahead.dispatches
 
-    def _noted(self, found: Iterable[StoredMessage]) -> list[Dispatch]:
-        """Dispatches of messages under ``r``; where they were is remembered for their removal."""
-        messages = list(found)
-        self._returned.update((m.subject, m.seq) for m in messages)
-        while len(self._returned) > 50_000:
-            self._returned.popitem(last=False)
-        return [d for d, _ in self._bucket.dispatches(messages)]
-
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         version = None
         while True:
@@ -314,7 +300,6 @@ class NatsBackend(NatsSweeps, Backend):
             # It may be in several places (see `Keys`): its end counts, then that it was handed back.
             places = [found[s] for s in self._keys.by_id(thread_id, dispatch_id)[1:3] if s in found]
             if there := [d for messages in (places, found.values()) for d, _ in self._bucket.dispatches(messages)]:
-                self._noted(places)
                 return thread, there[0]
             # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
             if not self._stream.replicated or thread.version == version:
@@ -328,9 +313,8 @@ class NatsBackend(NatsSweeps, Backend):
         while time.monotonic() < deadline:
             active = (await self.thread(thread_id)).active
             messages = await self._bucket.all(new, most)
-            found = [d for d, _ in self._bucket.dispatches(messages)]
-            found += self._noted(await self._bucket.all(returned))
-            known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
+            found = self._bucket.dispatches(messages + await self._bucket.all(returned))
+            known = {d.dispatch_id: d for d, _ in found if active is None or d.dispatch_id != active.dispatch_id}
             wanted = [d for d in known.values() if d.epoch < below_epoch][:limit]
             left = await self._not_ended(thread_id, wanted)
             if left or (not wanted and (most is None or len(messages) < limit)):
@@ -423,3 +407,27 @@ class NatsMailboxStore(MailboxStore):
     ) -> None:
         config = config or MailboxConfig()
         super().__init__(NatsBackend(as_nats_config(nats), names or NatsMailboxNames(), config), config)
+
+
+async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
+    """The mailbox in this bucket, to be opened, with the settings that it has. Raises ConfigError, LogUnavailable."""
+    connection = Connection(nats, "bufstore mailbox")
+    stream = NatsStream(connection, nats.api, f"KV_{bucket}", 1)
+    await connection.open()
+    try:
+        found = (await stream.info())["config"]
+        made = found.get("metadata") or {}
+        if "bufstore.consumer" not in made:
+            raise ConfigError(f"the bucket {bucket!r} is no mailbox")
+        names = {"consumer": made["bufstore.consumer"], "live_subject": made["bufstore.live"]}
+        names |= {"max_bytes": found["max_bytes"], **placed(found)}
+        config = MailboxConfig()
+        with suppress(ConsumerMissing):
+            consumer = (await stream.consumer(names["consumer"]))["config"]
+            names["signals_pending_max"] = consumer["max_ack_pending"]
+            config = MailboxConfig(signal_ack_wait_s=consumer["ack_wait"] / 1e9)
+        return NatsMailboxStore(nats, names=NatsMailboxNames(bucket=bucket, **names), config=config)
+    except StreamMissing:
+        raise ConfigError(f"there is no mailbox {bucket!r} on this server") from None
+    finally:
+        await connection.aclose()

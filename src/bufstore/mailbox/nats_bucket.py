@@ -1,14 +1,20 @@
-"""A mailbox's bucket: reads that show what was written before them, writes of messages as neighbours, its clock."""
+"""A mailbox's bucket: reads that show what was written before them, writes of messages as neighbours, room, its clock.
+
+What is new is refused before the bucket is full, so that what waits can leave it: a claim, an end, a renewal and a
+sweep write, too; on a full bucket nothing could be worked off, and nothing purged.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from typing import Any
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.errors import LogFull, LogUnavailable, MalformedEntry, TooLarge
 from bufstore.jetstream.connection import Connection
@@ -21,24 +27,34 @@ from bufstore.jetstream.subject_tokens import untoken
 from bufstore.mailbox.decisions import is_stale
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_keys import Keys
-from bufstore.mailbox.nats_room import while_full
 
 _log = logging.getLogger(__name__)
 
 #: Every step reads before it writes, which takes less than this share of a group's time.
 _LINGER = 0.3
 _OVERHEAD = 512
+#: This part of the bucket is kept for what is there already.
+_RESERVED = 8
+#: What a message needs besides on its way through the mailbox: marks, a lease's entry, the thread's state.
+_ON_ITS_WAY = 300
+#: An instance looks again when it has added this part of the reserve: so many instances at once overrun it not.
+_LOOKS = 16
+#: How long a bucket that was full is taken for full.
+_FULL_S = 0.2
 
 
 class Bucket(FreshReads):
     """What all parts of a mailbox on NATS stand on."""
 
-    def __init__(self, connection: Connection, stream: NatsStream, keys: Keys, timeout_s: float) -> None:
+    def __init__(
+        self, connection: Connection, stream: NatsStream, keys: Keys, timeout_s: float, max_bytes: int
+    ) -> None:
         super().__init__(stream, timeout_s, keys.of("unused", "0"))
         self.connection = connection
         self.keys = keys
         self.writes = GroupCommit(stream, linger=_LINGER)
         self._alone = asyncio.Lock()
+        self._room = _Room(max_bytes, stream)
         #: Sequences of messages that cannot be read, of which was told.
         self._set_aside: set[int] = set()
         #: The server's clock minus ours, which no step of the wall clock moves.
@@ -65,9 +81,20 @@ class Bucket(FreshReads):
         try:
             last = await self.writes.submit(messages)
         except LogFull:
-            last = await while_full(self.timeout_s)(self._put_alone, messages)
+            # Other instances' groups on their way hold room that is free again a moment later, stored or refused.
+            last = await AsyncRetrying(
+                retry=retry_if_exception_type(LogFull),
+                stop=stop_after_delay(self.timeout_s),
+                wait=wait_random_exponential(multiplier=0.01, max=0.1),
+                reraise=True,
+            )(self._put_alone, messages)
         self.wrote(messages, last)
         return last
+
+    async def put_new(self, messages: Sequence[Outgoing]) -> int:
+        """The same for what comes anew, if there is room for it."""
+        async with self._room.taken(messages):
+            return await self.put(messages)
 
     async def _put_alone(self, messages: Sequence[Outgoing]) -> int:
         # A step makes room when it is done, and needs some before: many at once need more than one after the other.
@@ -121,3 +148,50 @@ class Bucket(FreshReads):
             if not claimed and not is_stale(d, states[d.thread_id]) and self.keys.ended(d) not in ended:
                 waiting.append(d)
         return waiting
+
+
+class _Room:
+    """How much a bucket of `limit` bytes (-1: no limit) takes."""
+
+    def __init__(self, limit: int, stream: NatsStream) -> None:
+        self._most = limit - limit // _RESERVED if limit >= 0 else float("inf")
+        self._step = limit // (_RESERVED * _LOOKS)
+        self._stream = stream
+        self._known = float("inf")
+        #: Bytes written since that was known, and on their way.
+        self._added = self._flying = 0
+        self._asking = asyncio.Lock()
+        self._full_until = 0.0
+
+    @asynccontextmanager
+    async def taken(self, messages: Sequence[Outgoing]) -> AsyncIterator[None]:
+        """Write these within, if there is room for something new of their size. Raises LogFull."""
+        if self._most == float("inf"):
+            yield
+            return
+        size = sum(len(m.subject) + len(m.body) + _ON_ITS_WAY for m in messages)
+        async with self._asking:
+            if self._added > self._step or self._is_full(size):
+                await self._look()
+        if self._is_full(size):
+            self._full_until = time.monotonic() + _FULL_S
+            raise LogFull(
+                f"the mailbox needs {self._known} bytes for what it has, and takes nothing new above {self._most}: the "
+                "rest of max_bytes is for the work that waits. Purge finished dispatches, or raise max_bytes."
+            )
+        self._flying += size
+        try:
+            yield
+        finally:
+            self._flying -= size
+            self._added += size
+
+    def _is_full(self, size: int) -> bool:
+        return self._known + self._added + self._flying + size > self._most
+
+    async def _look(self) -> None:
+        if time.monotonic() >= self._full_until:
+            before = self._added
+            state = (await self._stream.info())["state"]
+            self._known = state["bytes"] + state["messages"] * _ON_ITS_WAY
+            self._added -= before

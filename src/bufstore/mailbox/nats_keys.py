@@ -147,13 +147,15 @@ class Keys:
                 announced.append(Outgoing(self.of("p", token(d.thread_id), str(d.priority)), b"-"))
         return d, [*keys, *announced, Outgoing(self.queued(d), _encode(d), expected=0)]
 
-    def step(self, before: MailboxThread, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
-        """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
+    def step(self, before: MailboxThread, step: Step, now_ms: int) -> list[Outgoing]:
+        """The messages of a step, the thread's own last.
+
+        What is under ``r`` is rewritten in steps only, so the thread's number guards it.
+        """
         messages: list[Outgoing] = []
         for move in step.moves:
             if (was := move.before) is not None:
-                subject = self.queued(was)
-                messages.append(self.gone(subject, returned.get(subject) if self.is_returned(was) else was.position))
+                messages.append(self.gone(self.queued(was), None if self.is_returned(was) else was.position))
             if (after := move.after) is None:
                 continue
             if after.status.finished:

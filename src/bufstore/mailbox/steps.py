@@ -30,49 +30,7 @@ _PASSING = (Conflict, AppendUnknown, LogUnavailable)
 
 T = TypeVar("T")
 Load = Callable[[], Awaitable[MailboxThread]]
-
-
-class Tries:
-    """Attempts at one step, until the call's time is over."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        #: True once an attempt has ended without an answer: it may have been done.
-        self.unsure = False
-
-    async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The first result. Raises LogUnavailable (nothing was done), StepUnknown, and what is no use to repeat."""
-        began = time.monotonic()
-        try:
-            # Almost always the first attempt does it, and what tries again costs more than the attempt.
-            with suppress(*_PASSING):
-                return await self._once(attempt)
-            async for again in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.002, max=0.2),
-                stop=stop_after_delay(max(0.0, self._timeout_s - (time.monotonic() - began))),
-                retry=retry_if_exception_type(_PASSING),
-                reraise=True,
-            ):
-                with again:
-                    return await self._once(attempt)
-        except Conflict as e:
-            if not self.unsure:
-                raise LogUnavailable("others keep changing the thread; nothing was done") from e
-            raise StepUnknown("no answer came to the step in time, and others keep changing the thread") from e
-        except AppendUnknown as e:
-            raise StepUnknown(f"no answer came to the step: {e}") from e
-        except (Unavailable, StoreMisconfigured) as e:
-            if self.unsure:
-                raise StepUnknown(f"no answer came to the step, and now: {e}") from e
-            raise
-        raise AssertionError("tenacity raises or returns")
-
-    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await attempt()
-        except AppendUnknown:
-            self.unsure = True
-            raise
+Decide = Callable[[MailboxThread], Step | None]
 
 
 class Done(NamedTuple):
@@ -99,37 +57,65 @@ class Steps:
         self._timeout_s = timeout_s
         self._last: OrderedDict[str, MailboxThread] = OrderedDict()
 
-    def tries(self) -> Tries:
-        """For one call."""
-        return Tries(self._timeout_s)
+    async def tried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
+        """The first result of `attempt` in the call's time; it is told whether an earlier one may have been done.
 
-    def known(self, claim: Dispatch) -> Load:
-        """What we last wrote of the claim's thread, the first time; then, what there is."""
+        Raises LogUnavailable (nothing was done), StepUnknown, and what is no use to repeat.
+        """
+        began, unsure = time.monotonic(), False
+
+        async def once() -> T:
+            nonlocal unsure
+            try:
+                return await attempt(unsure)
+            except AppendUnknown:
+                unsure = True
+                raise
+
+        try:
+            # Almost always the first attempt does it, and what tries again costs more than the attempt.
+            with suppress(*_PASSING):
+                return await once()
+            return await AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.002, max=0.2),
+                stop=stop_after_delay(max(0.0, self._timeout_s - (time.monotonic() - began))),
+                retry=retry_if_exception_type(_PASSING),
+                reraise=True,
+            )(once)
+        except Conflict as e:
+            if not unsure:
+                raise LogUnavailable("others keep changing the thread; nothing was done") from e
+            raise StepUnknown("no answer came to the step in time, and others keep changing the thread") from e
+        except AppendUnknown as e:
+            raise StepUnknown(f"no answer came to the step: {e}") from e
+        except (Unavailable, StoreMisconfigured) as e:
+            if unsure:
+                raise StepUnknown(f"no answer came to the step, and now: {e}") from e
+            raise
+
+    def known(self, claim: Dispatch) -> MailboxThread | None:
+        """What we last wrote of the claim's thread, if it was still held then."""
         last = self._last.get(claim.thread_id)
-        held = last is not None and last.active is not None and last.active.token == claim.token
-        return self.seen(claim.thread_id, last if held else None)
-
-    def seen(self, thread_id: str, thread: MailboxThread | None) -> Load:
-        """This state, if there is one, the first time; then, what there is."""
-
-        async def load() -> MailboxThread:
-            nonlocal thread
-            first, thread = thread, None
-            return first if first is not None else await self._backend.thread(thread_id)
-
-        return load
+        return last if last is not None and last.active is not None and last.active.token == claim.token else None
 
     async def change(
-        self, thread_id: str, now_ms: int, load: Load, decide: Callable[[MailboxThread], Step | None]
+        self,
+        thread_id: str,
+        now_ms: int,
+        decide: Decide,
+        *,
+        known: MailboxThread | None = None,
+        load: Load | None = None,
     ) -> Done | None:
-        """Decide and write until it is written. None when `decide` says so."""
+        """Decide and write until it is written: first on `known`, if that is given. None when `decide` says so."""
         step_id = secrets.token_hex(8)
         sent: Step | None = None
-        tries = self.tries()
 
-        async def attempt() -> Done | None:
-            nonlocal sent
-            thread = await load()
+        async def attempt(unsure: bool) -> Done | None:
+            nonlocal sent, known
+            thread, known = known, None
+            if thread is None:
+                thread = await (load() if load is not None else self._backend.thread(thread_id))
             if sent is not None and thread.step == step_id:
                 return Done(thread, sent)
             try:
@@ -137,7 +123,7 @@ class Steps:
             except Rejected as e:
                 if isinstance(e, StaleClaim):
                     self._counters.count("stale_claims")
-                if tries.unsure:
+                if unsure:
                     raise StepUnknown(f"no answer came to a step of thread {thread_id!r}, and then: {e}") from e
                 raise
             if step is None:
@@ -145,7 +131,7 @@ class Steps:
             sent = step
             return Done(await self.write(thread, step, step_id, now_ms), step)
 
-        return await tries(attempt)
+        return await self.tried(attempt)
 
     async def write(self, thread: MailboxThread, step: Step, step_id: str, now_ms: int) -> MailboxThread:
         """Write one step; the state after it. Raises Conflict, AppendUnknown."""

@@ -35,6 +35,8 @@ from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler
 from bufstore.mailbox.steps import AT_ONCE, Steps
 from bufstore.types import check_id
 
+Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
+
 #: After so many claims that could not be taken back, the rest waits for the next call.
 _FAILURES = 3
 
@@ -109,22 +111,21 @@ class MailboxStore:
             updated_at_ms=now,
         )
         check_dispatch(draft, payload_max=self.config.payload_max)
-        tries = self._steps.tries()
 
-        async def attempt() -> Dispatch:
-            if tries.unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
+        async def attempt(unsure: bool) -> Dispatch:
+            if unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
                 _, found = await self.backend.find(thread_id, draft.dispatch_id)
                 if found is not None and is_same(found, draft):
                     return found
             try:
                 return await self.backend.add(draft, own_id=dispatch_id is not None, now_ms=now)
             except KeyTaken as e:
-                await self._check_taken(draft, e, tries.unsure, now)
+                await self._check_taken(draft, e, unsure, now)
                 raise Conflict("the key is free again, or the dispatch is there") from None
 
         with self.counters.timed("enqueue"):
             try:
-                stored = await tries(attempt)
+                stored = await self._steps.tried(attempt)
             except StepUnknown as e:
                 e.add_note(f"ask load_dispatch({thread_id!r}, {draft.dispatch_id!r})")
                 e.dispatch_id = draft.dispatch_id
@@ -154,11 +155,7 @@ class MailboxStore:
 
         None when none is available, or the thread has a claim (also one whose lease is over: `reclaim_expired`).
         """
-        check_id(thread_id, "thread_id")
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
-
-        async def at_once(claiming: Claiming, step_id: str) -> MailboxThread | None:
-            return await self._steps.claim_first(thread_id, claiming, step_id)
 
         async def find() -> tuple[MailboxThread, Dispatch | None]:
             thread, first = await self.backend.first(thread_id, now)
@@ -169,46 +166,37 @@ class MailboxStore:
                 thread, first = await self.backend.first(thread_id, now)
             return thread, first
 
-        return await self._claim(holder, lease_s, now, at_once, find)
+        return await self._claim(thread_id, holder, lease_s, now, find, at_once=True)
 
     async def claim_dispatch(
         self, thread_id: str, dispatch_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
     ) -> Dispatch | None:
         """Claim this one, whatever its time and place; None when it is not queued or the thread has a claim."""
-        check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
 
         async def find() -> tuple[MailboxThread, Dispatch | None]:
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread, found if found is not None and found.status is Status.QUEUED else None
 
-        return await self._claim(holder, lease_s, self._now(now_ms), None, find)
+        return await self._claim(thread_id, holder, lease_s, self._now(now_ms), find, at_once=False)
 
     async def _claim(
-        self,
-        holder: str,
-        lease_s: float | None,
-        now: int,
-        at_once: Callable[[Claiming, str], Awaitable[MailboxThread | None]] | None,
-        find: Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]],
+        self, thread_id: str, holder: str, lease_s: float | None, now: int, find: Find, *, at_once: bool
     ) -> Dispatch | None:
-        check_id(holder, "holder")
-        until = now + round(1000 * (self.config.lease_s if lease_s is None else lease_s))
-        check_ms(until, "lease")
+        check_id(thread_id, "thread_id")
+        claiming = Claiming(check_id(holder, "holder"), self._until(now, lease_s), now)
         step_id = secrets.token_hex(8)
-        claiming = Claiming(holder, until, now)
-
         again = False
 
-        async def attempt() -> MailboxThread | None:
+        async def attempt(_: bool) -> MailboxThread | None:
             nonlocal again
-            with suppress(InSteps):
-                if at_once is not None:
-                    return await at_once(claiming, step_id)
+            if at_once:
+                with suppress(InSteps):
+                    return await self._steps.claim_first(thread_id, claiming, step_id)
             thread, head = await find()
             if again and head is None and thread.step != step_id:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was.
-                thread = await self.backend.thread(thread.thread_id)
+                thread = await self.backend.thread(thread_id)
             again = True
             if thread.step == step_id:  # an earlier attempt, whose answer was lost
                 return thread
@@ -218,15 +206,14 @@ class MailboxStore:
 
         with self.counters.timed("claim"):
             try:
-                after = await self._steps.tries()(attempt)
+                after = await self._steps.tried(attempt)
             except asyncio.CancelledError:
                 # It may have been done, or be on its way. Then nobody would know of the claim, and the end of its lease
                 # would count as an attempt. Another try finds it done or does it, and the claim goes back.
                 with suppress(BufstoreError):
-                    after = await self._steps.tries()(attempt)
+                    after = await self._steps.tried(attempt)
                     if after is not None and after.active is not None:
-                        held = after.active
-                        await self._as_holder(held, now, lambda thread: decisions.release(thread, held, now))
+                        await self._as_holder(after.active, now, decisions.release)
                 raise
         if after is None or after.active is None:
             self.counters.count("claims_empty")
@@ -241,7 +228,7 @@ class MailboxStore:
         now = self._now(now_ms)
         try:
             with self.counters.timed("ack"):
-                ended = await self._as_holder(claim, now, lambda thread: decisions.ack(thread, claim, now))
+                ended = await self._as_holder(claim, now, decisions.ack)
         except (StaleClaim, StepUnknown) as e:  # its answer may be lost, and the thread another's since
             try:
                 _, found = await self.backend.find(claim.thread_id, claim.dispatch_id)
@@ -262,16 +249,14 @@ class MailboxStore:
 
         Dead after `max_attempts` claims; superseded when the thread was interrupted.
         """
-        now = self._now(now_ms)
         retry_at = 0 if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
-        ended = await self._as_holder(claim, now, lambda thread: decisions.nack(thread, claim, retry_at, error, now))
+        ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, error)
         self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
         """Give it up for good."""
-        now = self._now(now_ms)
-        ended = await self._as_holder(claim, now, lambda thread: decisions.dead_letter(thread, claim, error, now))
+        ended = await self._as_holder(claim, now_ms, decisions.dead_letter, error)
         self.counters.count("dead_lettered")
         return ended
 
@@ -280,16 +265,13 @@ class MailboxStore:
     ) -> Dispatch:
         """Hold the claim longer. Raises ClaimInterrupted when its holder shall stop."""
         now = self._now(now_ms)
-        until = check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
-        extended = await self._as_holder(claim, now, lambda thread: decisions.extend(thread, claim, until, now))
+        extended = await self._as_holder(claim, now, decisions.extend, self._until(now, lease_s))
         self.counters.count("extended")
         return extended
 
     async def record_start(self, claim: Dispatch, instance_id: str, *, now_ms: int | None = None) -> Dispatch:
         """Record the worker that begins. Raises ClaimInterrupted when none must begin."""
-        check_id(instance_id, "instance_id")
-        now = self._now(now_ms)
-        return await self._as_holder(claim, now, lambda thread: decisions.start(thread, claim, instance_id, now))
+        return await self._as_holder(claim, now_ms, decisions.start, check_id(instance_id, "instance_id"))
 
     async def record_result(
         self,
@@ -302,11 +284,8 @@ class MailboxStore:
         now_ms: int | None = None,
     ) -> Dispatch:
         """Note what came of it, before the ack."""
-        now = self._now(now_ms)
         check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
-        return await self._as_holder(
-            claim, now, lambda thread: decisions.finish(thread, claim, run_status, termination, result, error, now)
-        )
+        return await self._as_holder(claim, now_ms, decisions.finish, run_status, termination, result, error)
 
     async def cancel(self, thread_id: str, dispatch_id: str, *, now_ms: int | None = None) -> Dispatch | None:
         """Take a queued dispatch out; None when it is not queued."""
@@ -320,7 +299,7 @@ class MailboxStore:
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread
 
-        done = await self._steps.change(thread_id, now, load, lambda thread: decisions.cancel(thread, found, now))
+        done = await self._steps.change(thread_id, now, lambda thread: decisions.cancel(thread, found, now), load=load)
         if done is None:
             return None
         self.counters.count("cancelled")
@@ -333,7 +312,7 @@ class MailboxStore:
         """
         check_id(thread_id, "thread_id")
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
-        done = await self._steps.change(thread_id, now, lambda: self.backend.thread(thread_id), decisions.interrupt)
+        done = await self._steps.change(thread_id, now, decisions.interrupt)
         assert done is not None
         thread = done.thread
         self.counters.count("interrupted")
@@ -359,9 +338,7 @@ class MailboxStore:
         """End the thread's claim as superseded and fence its holder off; None when there is none."""
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
-        done = await self._steps.change(
-            thread_id, now, lambda: self.backend.thread(thread_id), lambda t: decisions.supersede_claimed(t, now)
-        )
+        done = await self._steps.change(thread_id, now, lambda thread: decisions.supersede_claimed(thread, now))
         if done is None:
             return None
         self.counters.count("superseded")
@@ -412,9 +389,8 @@ class MailboxStore:
         expiring = await self.backend.expiring(now, limit)
         failed: dict[str, BufstoreError] = {}
         for found in sorted(expiring, key=lambda t: t.thread_id in self._not_reclaimed):
-            load = self._steps.seen(found.thread_id, found)
             try:
-                done = await self._steps.change(found.thread_id, now, load, lambda t: decisions.expire(t, now))
+                done = await self._steps.change(found.thread_id, now, lambda t: decisions.expire(t, now), known=found)
             except BufstoreError as e:
                 failed[found.thread_id] = e
                 if len(failed) == _FAILURES:  # most likely it is the store, and each failure may take `timeout_s`
@@ -457,7 +433,7 @@ class MailboxStore:
     async def wake(self, thread_id: str) -> None:
         """Signal a thread, whatever the store takes to be its state. A needless signal does no harm."""
         check_id(thread_id, "thread_id")
-        await self._steps.tries()(lambda: self.backend.wake(thread_id))
+        await self._steps.tried(lambda _: self.backend.wake(thread_id))
 
     async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
         """Hand something to the present listener of the thread; nothing is kept."""
@@ -484,8 +460,17 @@ class MailboxStore:
     def _now(self, now_ms: int | None) -> int:
         return self.backend.now_ms() if now_ms is None else check_ms(now_ms, "now_ms")
 
-    async def _as_holder(self, claim: Dispatch, now_ms: int, decide: Callable[[MailboxThread], Step]) -> Dispatch:
-        done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
+    def _until(self, now: int, lease_s: float | None) -> int:
+        return check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
+
+    async def _as_holder(
+        self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object
+    ) -> Dispatch:
+        """A step of a claim's holder: `decide` gets the thread, the claim, `words`, and the time."""
+        now, known = self._now(now_ms), self._steps.known(claim)
+        done = await self._steps.change(
+            claim.thread_id, now, lambda thread: decide(thread, claim, *words, now), known=known
+        )
         assert done is not None
         return done.dispatch
 

@@ -23,8 +23,7 @@ from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
-from bufstore.tokens.fence import Register
-from bufstore.tokens.lease import Hold, Lease
+from bufstore.tokens.fence import Hold, Lease, Register
 from bufstore.tokens.model import Holder, Record, Storage, check_name
 from bufstore.tokens.setup import Opened, holder_name, locks_config
 from bufstore.types import check_id

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bufstore.errors import TokenLost, Unavailable
 from bufstore.jetstream.pulls import Delivery, Pulls
-from bufstore.tokens.lease import Hold, Lease
+from bufstore.tokens.fence import Hold, Lease
 
 _log = logging.getLogger(__name__)
 

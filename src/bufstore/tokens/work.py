@@ -38,8 +38,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.pulls import Delivery, Pulls
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
-from bufstore.tokens.fence import Register
-from bufstore.tokens.lease import Hold
+from bufstore.tokens.fence import Hold, Register
 from bufstore.tokens.model import (
     Holder,
     Policy,

@@ -8,7 +8,7 @@ from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
 from bufstore.errors import BufstoreError
-from bufstore.mailbox.finding import find_mailbox
+from bufstore.mailbox.nats import find_mailbox
 
 _FULL = 0.8
 #: Longer than so many passes of a sweeper: none sweeps.

@@ -14,8 +14,8 @@ from bufstore.cli.output import lasting
 from bufstore.cli.running import Finite
 from bufstore.errors import ConfigError
 from bufstore.mailbox.counters import MailboxGauges
-from bufstore.mailbox.finding import find_mailbox
 from bufstore.mailbox.model import Dispatch, Status
+from bufstore.mailbox.nats import find_mailbox
 from bufstore.mailbox.postgres import PostgresMailboxStore
 from bufstore.mailbox.store import MailboxStore
 
