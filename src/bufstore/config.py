@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from bufstore.errors import ConfigError
@@ -26,6 +26,12 @@ _SCHEME = re.compile(r"(nats|tls|wss?)://")
 _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 #: Words of a subject: no wildcard, nothing that ends a line of the protocol.
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*\.?")
+
+
+def check_name(value: str, what: str) -> None:
+    """Raise ConfigError for what cannot be a name on a server, `what` in words."""
+    if not _NAME.fullmatch(value):
+        raise ConfigError(f"{what} must be 1 to 64 of A-Z a-z 0-9 _ -")
 
 
 class Secretive:
@@ -154,8 +160,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         for name in ("stream", "bucket", "subject"):
-            if not _NAME.fullmatch(getattr(self, name)):
-                raise ConfigError(f"LogConfig.{name} must be 1 to 64 of A-Z a-z 0-9 _ -")
+            check_name(getattr(self, name), f"LogConfig.{name}")
         if not 1 <= self.partitions <= 256:
             raise ConfigError("LogConfig.partitions must be 1 to 256")
         if not 1 <= self.lanes <= LANES_MAX:
@@ -239,8 +244,12 @@ class BufferConfig:
         return cls(**({"log": log} | fitted | options))
 
 
-def as_nats_config(value: str | Sequence[str] | NatsConfig | Mapping[str, Any]) -> NatsConfig:
-    """A NatsConfig from a URL, several URLs, keyword fields, or the config itself."""
+#: How to reach NATS, as an app may say it: a URL, several URLs, keyword fields of a `NatsConfig`, or one.
+ToNats: TypeAlias = str | Sequence[str] | NatsConfig | Mapping[str, Any]
+
+
+def as_nats_config(value: ToNats) -> NatsConfig:
+    """What was said as a NatsConfig."""
     if isinstance(value, NatsConfig):
         return value
     if isinstance(value, Mapping):

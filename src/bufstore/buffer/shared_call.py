@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from bufstore.errors import Closed
+from bufstore.tasks import end
 
 T = TypeVar("T")
 
@@ -39,10 +40,7 @@ class SharedCall(Generic[T]):
     async def aclose(self) -> None:
         """End what runs; who waits for it is told Closed."""
         self._closed = True
-        tasks = [task for task in (self._running, self._next) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._running, self._next)
 
     async def _run(self, before: asyncio.Task[T] | None) -> T:
         if before is not None:

@@ -48,18 +48,30 @@ def placed(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def bucket(name: str, settings: Placed, max_bytes: int) -> dict[str, Any]:
     """A KV bucket: one value per key, whose keys may have a time to live, and which refuses what is new when full."""
+    return last_values(
+        f"KV_{name}",
+        [f"$KV.{name}.>"],
+        discard="new",
+        max_msg_size=-1,
+        max_bytes=max_bytes,
+        allow_atomic=True,
+        allow_msg_ttl=True,
+        deny_delete=True,
+        **storage(settings),
+    )
+
+
+def last_values(name: str, subjects: Sequence[str], **more: Any) -> dict[str, Any]:
+    """A stream that keeps the last message of each subject for ever, as far as `more` does not say otherwise."""
     return {
-        "name": f"KV_{name}",
-        "subjects": [f"$KV.{name}.>"],
+        "name": name,
+        "subjects": list(subjects),
         "retention": "limits",
-        "discard": "new",
+        "discard": "old",
         "max_age": 0,
         "max_msgs": -1,
         "max_msgs_per_subject": 1,
-        "max_msg_size": -1,
-        "max_bytes": max_bytes,
-        "allow_atomic": True,
-        "allow_msg_ttl": True,
-        "deny_delete": True,
-        **storage(settings),
+        "max_bytes": -1,
+        "allow_direct": True,
+        **more,
     }

@@ -29,6 +29,7 @@ from bufstore.jetstream.credentials import read_credentials
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -107,13 +108,20 @@ class Connection:
             raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
         self._supervisor = asyncio.create_task(self._supervise(), name="bufstore-nats-connection")
 
+    async def open_with(self, prepare: Callable[[], Awaitable[object]]) -> None:
+        """Connect, and prepare what stands on it; closed again when that fails."""
+        await self.open()
+        try:
+            await prepare()
+        except BaseException:
+            await self.aclose()
+            raise
+
     async def aclose(self) -> None:
         """Close the connection and stop watching it."""
         self._closed = True
         self._reason = "closed"
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+        await end(self._supervisor)
         await self._discard()
 
     def client(self) -> ListeningClient:

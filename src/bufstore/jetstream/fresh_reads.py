@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from bufstore.errors import LogUnavailable
+from bufstore.jetstream.errors import TooManyResults
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
+from bufstore.newest import Newest
 
 PAGE = 1000
 #: How long to wait for a copy that is behind its leader.
@@ -33,7 +34,7 @@ class FreshReads:
         self.timeout_s = timeout_s
         self._unused = unused
         #: Sequences of this process' last writes, by subject.
-        self._written: OrderedDict[str, int] = OrderedDict()
+        self._written: Newest[str, int] = Newest(_REMEMBERED)
 
     def wrote(self, messages: Sequence[Outgoing], last: int) -> None:
         """Note what was written here, the last message at `last`: what is read must not be older."""
@@ -41,9 +42,6 @@ class FreshReads:
             for back, m in enumerate(reversed(messages)):
                 if m.body:
                     self._written[m.subject] = last - back
-                    self._written.move_to_end(m.subject)
-            while len(self._written) > _REMEMBERED:
-                self._written.popitem(last=False)
 
     async def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
         """The last message of each, as the leader has it; of one moment, on a stream without replicas."""
@@ -51,7 +49,7 @@ class FreshReads:
             return await self.stream.last(subjects, self.timeout_s)
         found = await self.stream.last([s for s in subjects if "*" not in s], self.timeout_s)
         for _ in range(_PROOFS):
-            older = [s for s in subjects if self._written.get(s, 0) > (found[s].seq if s in found else 0)]
+            older = {s: self._written[s] for s in subjects if self._written.get(s, 0) > _seq_of(found.get(s))}
             if not older:
                 break
             # A leader that the others have left; or it is gone since.
@@ -59,16 +57,27 @@ class FreshReads:
                 await self.stream.prove(self._unused, self.timeout_s)
             except AppendUnknown as e:  # of a purge of nothing
                 raise LogUnavailable(f"nobody proves to lead the stream: {e}") from None
-            found |= await self.stream.last(older, self.timeout_s)
+            found |= await self.stream.last(list(older), self.timeout_s)
         else:
-            for s in older:
-                del self._written[s]
+            for s, seq in older.items():
+                if self._written.get(s) == seq:  # another read may have found the same, or there is a newer one
+                    del self._written[s]
         wild = [s for s in subjects if "*" in s]
         # The leader shows no more than one message of a wildcard. It tells how far a copy must be that shows them all.
         ends = await self.stream.ends(wild, self.timeout_s)
         if wild := [s for s, end in zip(wild, ends, strict=True) if end]:
             found |= await self.copy(wild, max(ends))
         return found
+
+    async def every(self, subjects: Sequence[str], filters: Sequence[str]) -> dict[str, StoredMessage]:
+        """The last message of each, as `last`; however many the filters have, and then one filter after the other."""
+        try:
+            return await self.last([*subjects, *filters])
+        except TooManyResults:
+            found = await self.last(subjects)
+            for each in filters:
+                found |= {m.subject: m for m in await self.all(each)}
+            return found
 
     async def copy(self, subjects: Sequence[str], end: int = 0) -> dict[str, StoredMessage]:
         """The same as any copy has it that is as far as `end`; of many subjects not as of one moment."""
@@ -127,3 +136,7 @@ class FreshReads:
             raise LogUnavailable("the copies of the stream are behind their leader")
         await asyncio.sleep(_BEHIND_S)
         return min(end, await self._end(subjects))
+
+
+def _seq_of(found: StoredMessage | None) -> int:
+    return found.seq if found is not None else 0

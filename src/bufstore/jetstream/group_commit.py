@@ -44,6 +44,7 @@ from bufstore.jetstream.messages import (
     Stream,
 )
 from bufstore.jetstream.publish_mode import PublishModes
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -153,10 +154,7 @@ class GroupCommit:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
         self._closed = True
         self._stop_lingering()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks)
         waiting = [*self._waiting, *self._large]
         self._waiting.clear()
         self._large.clear()

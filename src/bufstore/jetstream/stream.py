@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 import msgspec
 import nats.errors
 
-from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
+from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, Part, StoredMessage
+from bufstore.jetstream.messages import (
+    HEADER_BYTES_MAX,
+    AppendUnknown,
+    BatchRefused,
+    BegunBatch,
+    Conflict,
+    Outgoing,
+    Part,
+    StoredMessage,
+)
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -82,6 +91,12 @@ class NatsStream:
     @property
     def message_bytes_max(self) -> int:
         return self._connection.client().max_payload
+
+    def check_size(self, body: bytes) -> None:
+        """Raise TooLarge for what no message can hold."""
+        limit = self.message_bytes_max - HEADER_BYTES_MAX
+        if len(body) > limit:
+            raise TooLarge(len(body), limit)
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return self._seq(await self._connection.write([message], None, timeout_s))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import secrets
 import sys
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import partial
 from typing import Literal, Self, get_args
@@ -33,6 +32,7 @@ from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, Checkpoint
 from bufstore.langgraph.recent import End, Recent
 from bufstore.langgraph.write import Appending
 from bufstore.nats.session import Nats, session_to
+from bufstore.newest import Newest
 from bufstore.types import Consistency, Receipt
 
 #: What becomes of a thread that the log does not show while Postgres is away: see docs/LANGGRAPH.md.
@@ -75,9 +75,10 @@ class CheckpointEngine:
             raise ConfigError(f"on_conflict is one of {', '.join(get_args(OnConflict))}, not {on_conflict!r}")
         #: The last entry of each thread, as it was read or written behind that: its position if it was written, else
         #: 0, and its id. None: nobody asks.
-        self._seen: OrderedDict[str, tuple[int, int]] | None = OrderedDict() if on_conflict == "reject" else None
-        self._seen_max = config.cached_threads
-        self._put: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._seen: Newest[str, tuple[int, int]] | None = None
+        if on_conflict == "reject":
+            self._seen = Newest(config.cached_threads)
+        self._put: Newest[tuple[str, str], str] = Newest(config.cached_threads)
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         self._is_down = self._store_is_down
         if config.log.lanes > 1:
@@ -154,9 +155,6 @@ class CheckpointEngine:
         # Writes that were stored together do not return in their order.
         if self._seen is not None and (not position or self._seen.get(thread_id, (0, 0))[0] < position):
             self._seen[thread_id] = position, last
-            self._seen.move_to_end(thread_id)
-            while len(self._seen) > self._seen_max:
-                self._seen.popitem(last=False)
 
     def _last_seen(self, thread_id: str) -> int:
         return self._seen.get(thread_id, (0, 0))[1] if self._seen is not None else 0
@@ -183,9 +181,6 @@ class CheckpointEngine:
     def note_put(self, thread_id: str, ns: str, checkpoint_id: str) -> None:
         """Remember which checkpoint was saved last."""
         self._put[thread_id, ns] = checkpoint_id
-        self._put.move_to_end((thread_id, ns))
-        while len(self._put) > self._seen_max:
-            self._put.popitem(last=False)
 
     # --- many checkpoints -------------------------------------------------------------------------------------
 

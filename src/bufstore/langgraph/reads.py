@@ -15,7 +15,7 @@ from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader
 from bufstore.buffer.entry import Malformed, items_of
-from bufstore.buffer.read.store_watch import StoreWatch, end
+from bufstore.buffer.read.store_watch import StoreWatch
 from bufstore.errors import LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
@@ -24,6 +24,7 @@ from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
 from bufstore.langgraph.recent import End, Newest, Recent
+from bufstore.tasks import end
 from bufstore.types import Consistency
 
 CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]

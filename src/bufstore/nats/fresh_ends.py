@@ -20,6 +20,7 @@ from bufstore.buffer.shared_call import SharedCall
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import Shown
+from bufstore.tasks import end
 
 #: Everything that a proof is asked for has an end in this time.
 PROOF_S = 3.0
@@ -74,9 +75,7 @@ class FreshEnds:
     async def aclose(self) -> None:
         """End what runs."""
         await self._round.aclose()
-        for look in self._looks:
-            look.cancel()
-        await asyncio.gather(*self._looks, return_exceptions=True)
+        await end(*self._looks)
 
     async def _begin(self) -> asyncio.Task[dict[str, int]]:
         """Store the proof; the task that looks where the subjects end goes on beside the next proof."""

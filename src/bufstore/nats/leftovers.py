@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from bufstore.errors import BufstoreError, LogUnavailable
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
+from bufstore.tasks import end
 
 _PAUSE_S = 2.0
 _LATE_S = 10.0
@@ -35,9 +36,7 @@ class Leftovers:
 
     async def aclose(self) -> None:
         """Remove no more; the server removes the rest, in its time."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def _remove_all(self) -> None:
         while True:

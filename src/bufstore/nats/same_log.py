@@ -20,6 +20,7 @@ from nats.aio.client import Client
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.connection import AGAIN_S
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -81,9 +82,7 @@ class SameLog:
 
     async def aclose(self) -> None:
         """Look no more."""
-        if self._look is not None:
-            self._look.cancel()
-            await asyncio.gather(self._look, return_exceptions=True)
+        await end(self._look)
 
     async def _look_again(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
         _looking.set(True)

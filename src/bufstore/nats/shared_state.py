@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -30,6 +28,7 @@ from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
+from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.nats.setup import bucket_stream, check_bucket_that_is_there, ensure_bucket
 
 _log = logging.getLogger(__name__)
@@ -59,10 +58,9 @@ class NatsSharedState:
         self._resumed = False
         look_s = min(_TIMEOUT_S, claim_timeout_s)
         self._records = Lookups(lambda subjects: self._stream.last(subjects, look_s))
-        self._listeners: list[tuple[str, Callable[[Msg], None]]] = []
+        self._subscriptions = Subscriptions(connection)
         #: The position of each member record that this process has written.
         self._renewed: dict[str, int] = {}
-        connection.on_connect(self._listen)
 
     async def check(self) -> None:
         for log in lane_logs(self._config) if not self._config.lane else [self._config]:
@@ -255,23 +253,14 @@ class NatsSharedState:
             raise LogUnavailable("the shared-state bucket did not answer in time") from None
 
     async def _add_listener(self, subject: str, heard: Callable[[Msg], None]) -> None:
-        self._listeners.append((subject, heard))
-        await _subscribe(self._connection.client(), subject, heard)
+        async def on_message(msg: Msg) -> None:
+            try:
+                heard(msg)
+            except (ValueError, MalformedEntry):  # anybody may publish here
+                what = {"action": "hot_ignored"}
+                _log.debug("ignoring a message that is not understood: %s", msg.subject, extra=what)
 
-    async def _listen(self, client: Client) -> None:
-        for subject, heard in self._listeners:
-            await _subscribe(client, subject, heard)
-
-
-async def _subscribe(client: Client, subject: str, heard: Callable[[Msg], None]) -> None:
-    async def on_message(msg: Msg) -> None:
-        try:
-            heard(msg)
-        except (ValueError, MalformedEntry):  # anybody may publish here
-            _log.debug("ignoring a message that is not understood: %s", msg.subject, extra={"action": "hot_ignored"})
-
-    options: dict[str, Any] = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
-    await client.subscribe(subject, cb=on_message, **options)
+        await self._subscriptions.add(subject, on_message, pending_msgs_limit=0, pending_bytes_limit=0)
 
 
 def _thread_in(record: StoredMessage) -> str | None:

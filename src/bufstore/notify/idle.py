@@ -14,11 +14,49 @@ from collections.abc import Awaitable, Callable, Iterable
 from bufstore.errors import Closed, Unavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
 #: So much longer than asked for may a pause be, at random: workers that began together do not poll together.
 _JITTER = 0.1
+
+
+class WhileIdle:
+    """Listens for as long as there is nothing to do: a notifier wakes as many workers as there are items.
+
+    A busy one must not be among them.
+    """
+
+    def __init__(self, notifier: Notifier | None, kinds: Iterable[str], call: Callable[[str], None]) -> None:
+        self._notifier, self._kinds, self._call = notifier, kinds, call
+        self._unlisten: Unlisten | None = None
+        self._changing = asyncio.Lock()
+
+    @property
+    def listening(self) -> bool:
+        """Whether it listens now."""
+        return self._unlisten is not None
+
+    async def begin(self) -> bool:
+        """Listen, unless it does or cannot; whether it has begun now: what came before is not told. Raises Closed."""
+        async with self._changing:
+            if self._notifier is None or self._unlisten is not None:
+                return False
+            try:
+                self._unlisten = await self._notifier.listen_scheduled(self._kinds, self._call)
+            except Closed:
+                raise
+            except Unavailable as e:
+                _log.debug("waiting without notifications: %s", e, extra={"action": "notify_poll"})
+            return self._unlisten is not None
+
+    async def end(self) -> None:
+        """Listen no more, until `begin` is called again."""
+        async with self._changing:
+            unlisten, self._unlisten = self._unlisten, None
+            if unlisten is not None:
+                await unlisten()
 
 
 async def wait_for_work(
@@ -41,13 +79,8 @@ async def wait_for_work(
         scheduled.append(kind)
         called.set()
 
-    unlisten: Unlisten | None = None
-    try:
-        unlisten = await notifier.listen_scheduled(kinds, call)
-    except Closed:
-        raise
-    except Unavailable as e:
-        _log.debug("waiting without notifications: %s", e, extra={"action": "notify_poll"})
+    idle = WhileIdle(notifier, kinds, call)
+    await idle.begin()
     try:
         due = await due_in_s()
         if due is None or due > 0:
@@ -60,8 +93,7 @@ async def wait_for_work(
             await notifier.notify_scheduled(kind)
         return False
     finally:
-        if unlisten is not None:
-            await unlisten()
+        await idle.end()
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:
@@ -70,6 +102,4 @@ async def _first(events: list[asyncio.Event], pause_s: float) -> None:
     try:
         await asyncio.wait(waiting, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for each in waiting:
-            each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await end(*waiting)

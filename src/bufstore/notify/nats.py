@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import nats.errors
@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.kv import KeyValue
 
-from bufstore.config import NatsConfig, as_nats_config
+from bufstore.config import NatsConfig, ToNats, as_nats_config
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
@@ -27,6 +27,7 @@ from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -153,9 +154,7 @@ class NatsBroker:
 
     async def _end_watch(self) -> None:
         watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+        await end(watch)
 
     def _tell_restored(self) -> None:
         for hook in self._restored:
@@ -172,7 +171,7 @@ class NatsNotifier(Notifier):
     @classmethod
     async def open(
         cls,
-        nats: str | Sequence[str] | NatsConfig | Mapping[str, Any] | Client = "nats://127.0.0.1:4222",
+        nats: ToNats | Client = "nats://127.0.0.1:4222",
         *,
         prefix: str = "bufstore",
         hints: Hints | KeyValue = Hints.AUTO,

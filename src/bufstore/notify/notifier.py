@@ -17,6 +17,7 @@ from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
+from bufstore.tasks import end
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
@@ -131,9 +132,7 @@ class Notifier:
         self._closed = True
         for listener in (self._scheduled, self._completed, self._lost):
             await listener.aclose()
-        for claim in self._claims:
-            claim.cancel()
-        await asyncio.gather(*self._claims, return_exceptions=True)
+        await end(*self._claims)
         await self._broker.aclose()
 
     async def _tell(self, sending: Coroutine[Any, Any, None]) -> None:

@@ -16,6 +16,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.notify.broker import Teardown
 from bufstore.notify.listener import SharedListener
 from bufstore.notify.protocol import Event
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class Subscription:
         running = asyncio.create_task(self._run(await self._attach(), deliver), name=f"bufstore-{self._name}")
 
         async def teardown() -> None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await end(running)
 
         return teardown
 

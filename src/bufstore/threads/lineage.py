@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from bufstore.errors import InvalidQuery, LineageError, NotFound
+from bufstore.newest import Newest
 from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
 from bufstore.types import Receipt, check_id
@@ -94,7 +94,7 @@ class NamedParents:
         """`change` carries out a change of lineage among others; None where nothing comes between."""
         self._thread = thread
         self._change = change
-        self._good: OrderedDict[str, str] = OrderedDict()
+        self._good: Newest[str, str] = Newest(_REMEMBERED)
 
     async def check(self, run: Run) -> None:
         """Raise LineageError unless the run's thread may have, or need not have, the parent that the run names."""
@@ -110,8 +110,6 @@ class NamedParents:
             except NotFound:  # deleted meanwhile: it will be new
                 await check_parent(self._thread, run.thread_id, parent)
         self._good[run.thread_id] = parent
-        while len(self._good) > _REMEMBERED:
-            self._good.popitem(last=False)
 
     def forget(self) -> None:
         """The lineage has changed: check again."""

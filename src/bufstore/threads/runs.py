@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 
 from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
+from bufstore.newest import Newest
 from bufstore.threads.lanes import Lanes
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
@@ -21,8 +21,7 @@ class Runs:
     def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
         self._store = store
         self._lanes, self._config = lanes, lanes.config
-        self._remembered = lanes.config.cached_threads * lanes.config.log.lanes
-        self._claimed: OrderedDict[str, str] = OrderedDict()
+        self._claimed: Newest[str, str] = Newest(lanes.config.cached_threads * lanes.config.log.lanes)
 
     def claimed(self, run: Run) -> bool:
         """Whether this process has claimed the run lately."""
@@ -39,8 +38,6 @@ class Runs:
         if owner != run.thread_id:
             raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
         self._claimed[run.run_id] = run.thread_id
-        while len(self._claimed) > self._remembered:
-            self._claimed.popitem(last=False)
 
     async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
         """The run as it was last saved; None if nobody knows it. Raises as `Reads.thread` does."""

@@ -42,6 +42,7 @@ from bufstore.errors import (
 )
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.tasks import end
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -104,9 +105,7 @@ class Appender(Generic[S, M]):
         self._closed = True
         await self._outstanding.ended(self._config.append_timeout_s)
         await self._group.aclose()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         self._outstanding.close()
         reach(Failpoint.CLOSE_DRAINED)
 

@@ -23,6 +23,7 @@ from bufstore.buffer.groups.delivery import Delivery, Split, StreamFeed
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError, Closed
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.tasks import end
 
 
 class PartitionFeed:
@@ -263,8 +264,6 @@ class Feeds:
             feed.lose("closed")
             self._leave(feed)
         self._feeds.clear()
-        if self._tidying is not None:
-            self._tidying.cancel()
-            await asyncio.gather(self._tidying, return_exceptions=True)
+        await end(self._tidying)
         async with self._changing:
             await self._end_useless()

@@ -38,6 +38,7 @@ from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -123,10 +124,7 @@ class Sequencer:
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
         self._closed = True
-        tasks = [*self._tasks, *([self._task] if self._task is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks, self._task)
         await self._others.aclose()
         waiting = [*self._waiting, *self._large]  # also of a task that was cancelled before it began
         self._waiting.clear()

@@ -12,6 +12,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError, LogFull
 from bufstore.jetstream.messages import Held
+from bufstore.tasks import end
 
 #: A look is compared with one of at most, and if possible at least, this long ago.
 _REMEMBERED_S = 120.0
@@ -126,6 +127,4 @@ class FillForecast:
 
     async def aclose(self) -> None:
         """Look no more."""
-        if self._explaining is not None:
-            self._explaining.cancel()
-            await asyncio.gather(self._explaining, return_exceptions=True)
+        await end(self._explaining)

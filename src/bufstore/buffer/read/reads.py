@@ -23,7 +23,7 @@ from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.read.overlay import from_log_alone, overlay
 from bufstore.buffer.read.recent_states import Kept, Link, RecentStates, links_of
 from bufstore.buffer.read.restored import Restored
-from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch, end
+from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch
 from bufstore.buffer.read.with_waiting import WithWaiting
 from bufstore.errors import (
     FlushTimeout,
@@ -33,6 +33,7 @@ from bufstore.errors import (
     ThreadQuarantined,
 )
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.tasks import end
 from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
+from bufstore.tasks import end
 
 T = TypeVar("T")
 
@@ -136,11 +137,3 @@ class StoreWatch(Generic[S]):
                 _log.info("Postgres answers again; reads use it", extra={"action": "store_up"})
                 return
             await asyncio.sleep(_PROBE_INTERVAL_S)
-
-
-async def end(*tasks: asyncio.Task[Any] | None) -> None:
-    """End these tasks, if they have not ended; nobody wants their answers any more."""
-    left = [task for task in tasks if task is not None]
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)

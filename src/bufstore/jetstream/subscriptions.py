@@ -1,0 +1,66 @@
+"""Subscriptions that outlive a connection: each new one is given them again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bufstore.jetstream.connection import Connection
+
+Heard = Callable[[Msg], Awaitable[None]]
+
+
+class Subscriptions:
+    """Those of one connection; to be made before it is opened."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.kept: list[_Kept] = []
+        connection.on_connect(self.again)
+
+    async def add(self, subject: str, heard: Heard, **options: Any) -> Callable[[], Awaitable[None]]:
+        """Have `heard` called with each message, until the returned function is called.
+
+        `options` as for nats-py's `subscribe`. Raises Unavailable, and nats-py's errors.
+        """
+        client, kept = self._connection.client(), _Kept(subject, heard, options)
+
+        async def stop() -> None:
+            if kept in self.kept:
+                self.kept.remove(kept)
+            await kept.stop()
+
+        self.kept.append(kept)
+        try:
+            await kept.start(client)
+        except BaseException:
+            await stop()
+            raise
+        return stop
+
+    async def again(self, client: Client) -> None:
+        """Subscribe on a new client."""
+        for kept in tuple(self.kept):
+            await kept.start(client)
+            if kept not in self.kept:  # it was stopped meanwhile
+                await kept.stop()
+
+
+class _Kept:
+    def __init__(self, subject: str, heard: Heard, options: dict[str, Any]) -> None:
+        self._subject, self._heard, self._options = subject, heard, options
+        self._subscription: Subscription | None = None
+
+    async def start(self, client: Client) -> None:
+        self._subscription = await client.subscribe(self._subject, cb=self._heard, **self._options)
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._subscription.unsubscribe()
