@@ -43,8 +43,8 @@ async def took(work: ExclusiveWork, wait_s: float = 30) -> Task:
 
 def stall(task: Task) -> None:
     """The holder shows no sign of life any more, as if its process were paused."""
-    assert task._keeping is not None
-    task._keeping.cancel()
+    assert task._holding._renewing is not None
+    task._holding._renewing.cancel()
 
 
 async def nothing_left(work: ExclusiveWork) -> bool:

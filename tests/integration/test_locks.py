@@ -102,8 +102,8 @@ async def test_the_block_renews_by_itself(locks: Locks) -> None:
 async def test_a_block_that_lost_its_lock_says_so(locks: Locks) -> None:
     with pytest.raises(TokenLost):
         async with await locks.acquire("a", ttl_s=1) as lock:
-            assert lock._keeping is not None
-            lock._keeping.cancel()
+            assert lock._holding._renewing is not None
+            lock._holding._renewing.cancel()
             other = await locks.acquire("a", wait_s=10)
     other.check()
 

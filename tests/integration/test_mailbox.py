@@ -331,7 +331,7 @@ async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> No
         waiting = asyncio.create_task(b.pull_signals(timeout_s=60))
 
         async def listens() -> bool:
-            return isinstance(b.backend, PostgresBackend) and b.backend._listening is not None
+            return isinstance(b.backend, PostgresBackend) and b.backend._idle.listening
 
         await eventually(listens)
         began = time.monotonic()

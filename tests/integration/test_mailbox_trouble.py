@@ -499,7 +499,7 @@ async def test_a_listener_that_could_not_be_told_of_is_none(on_nats: Mailboxes) 
         with pytest.raises(BufstoreError):
             await store.listen_live("t", handle)
         backend._live._told = told  # type: ignore[method-assign]
-        assert backend._live._handlers == []
+        assert backend._live._subscriptions.kept == []
 
 
 async def test_a_listener_that_stops_while_all_listen_again_makes_no_other_deaf(on_nats: Mailboxes) -> None:
@@ -526,7 +526,7 @@ async def test_a_listener_that_stops_while_all_listen_again_makes_no_other_deaf(
                     await stops[0]()
                 return Subscription(subject)
 
-        await live._listen_again(NewClient())  # type: ignore[arg-type]
+        await live._subscriptions.again(NewClient())  # type: ignore[arg-type]
         assert listening == [live._prefix + token(thread_id) for thread_id in ("two", "three")]
 
 

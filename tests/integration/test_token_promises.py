@@ -129,7 +129,7 @@ async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
         async with await took(work) as task:
             await task.done()
     assert await nothing_left(work)
-    assert work._page <= 10
+    assert work._walk._size <= 10
 
 
 async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -> None:

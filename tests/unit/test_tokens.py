@@ -189,6 +189,7 @@ async def test_what_was_written_is_not_read_as_it_was_before() -> None:
 
         async def prove(self, unused: str, timeout_s: float) -> None:
             self.proofs += 1
+            await asyncio.sleep(0)
             self.shown = await Lossy.last(self, ["s"], timeout_s)
 
     stream: Any = Left()
@@ -196,6 +197,11 @@ async def test_what_was_written_is_not_read_as_it_was_before() -> None:
     await register.write("s", MINE, 0)
     assert await register.read("s") == (1, MINE)
     assert stream.proofs == 1
+    stream.seq, stream.shown = 0, {}  # it was removed since, and several find that at once
+    assert await asyncio.gather(*(register.read("s") for _ in range(3))) == 3 * [(0, Record())]
+    proofs = stream.proofs
+    assert await register.read("s") == (0, Record())
+    assert stream.proofs == proofs, "that it is gone is believed from then on"
 
 
 async def test_a_write_that_nobody_answers_says_so() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from bufstore.config import check_name
 from bufstore.errors import ConfigError
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +74,7 @@ class NatsMailboxNames:
 
     def __post_init__(self) -> None:
         for name in ("bucket", "consumer", "live_subject"):
-            if not _NAME.fullmatch(getattr(self, name)):
-                raise ConfigError(f"NatsMailboxNames.{name} must be 1 to 64 of A-Z a-z 0-9 _ -")
+            check_name(getattr(self, name), f"NatsMailboxNames.{name}")
         if not 1 <= self.replicas <= 5:
             raise ConfigError("NatsMailboxNames.replicas must be 1 to 5")
         if self.signals_pending_max < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,16 +49,16 @@ class Counters:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._times: dict[str, tuple[Counter[str], deque[float]]] = {}
+        self._took: Counter[str] = Counter()
+        self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     def count(self, what: str, n: int = 1) -> None:
         self._counts[what] += n
 
     def took(self, what: str, seconds: float) -> None:
         """Note one duration."""
-        total, last = self._times.setdefault(what, (Counter(), deque(maxlen=_KEPT)))
-        total["n"] += 1
-        last.append(1000 * seconds)
+        self._took[what] += 1
+        self._last[what].append(1000 * seconds)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -70,9 +70,7 @@ class Counters:
     def read(self) -> MailboxStatistics:
         """What was counted until now."""
         timings = {}
-        for what, (total, last) in self._times.items():
-            ordered = sorted(last)
-            timings[what] = Timing(
-                total["n"], ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)], ordered[-1]
-            )
+        for what, count in self._took.items():
+            last = sorted(self._last[what])
+            timings[what] = Timing(count, last[len(last) // 2], last[int(len(last) * 0.99)], last[-1])
         return MailboxStatistics(dict(self._counts), timings)

@@ -48,11 +48,7 @@ class Step(msgspec.Struct, frozen=True):
 
 def is_same(found: Dispatch, draft: Dispatch) -> bool:
     """Whether what was found is what an earlier attempt at `draft` has stored."""
-    return (found.dispatch_id, found.created_at_ms, found.payload) == (
-        draft.dispatch_id,
-        draft.created_at_ms,
-        draft.payload,
-    )
+    return all(getattr(found, name) == getattr(draft, name) for name in ("dispatch_id", "created_at_ms", "payload"))
 
 
 def is_stale(d: Dispatch, thread: MailboxThread) -> bool:
@@ -85,15 +81,9 @@ def _became(d: Dispatch, status: Status, now_ms: int, **fields: object) -> Dispa
 
 def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
     """The queued dispatch `d` as claimed."""
-    return _became(
-        d,
-        Status.CLAIMED,
-        claiming.now_ms,
-        token=token,
-        claimed_by=claiming.holder,
-        lease_until_ms=claiming.lease_until_ms,
-        claimed_at_ms=claiming.now_ms,
-    )
+    now_ms, until_ms = claiming.now_ms, claiming.lease_until_ms
+    lease = {"claimed_by": claiming.holder, "lease_until_ms": until_ms, "claimed_at_ms": now_ms}
+    return _became(d, Status.CLAIMED, now_ms, token=token, **lease)
 
 
 def claim(thread: MailboxThread, d: Dispatch, claiming: Claiming) -> Step:
@@ -114,15 +104,8 @@ def ack(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
 
 
 def _again(
-    thread: MailboxThread,
-    active: Dispatch,
-    available_at_ms: int,
-    error: str | None,
-    now_ms: int,
-    *,
-    attempts: int | None = None,
+    thread: MailboxThread, active: Dispatch, attempts: int, available_at_ms: int, error: str | None, now_ms: int
 ) -> Step:
-    attempts = active.attempts + 1 if attempts is None else attempts
     if is_stale(active, thread):
         status = Status.SUPERSEDED
     elif attempts >= active.max_attempts:
@@ -143,22 +126,23 @@ def _again(
 
 def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
     """It is handed back, to be tried again from `retry_at_ms` on, unless it was interrupted or has no attempt left."""
-    return _again(thread, held(thread, claim), retry_at_ms, error, now_ms)
+    active = held(thread, claim)
+    return _again(thread, active, active.attempts + 1, retry_at_ms, error, now_ms)
 
 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
     """It is handed back untouched: nobody got the claim. Like all that is handed back it is not new in the queue."""
     active = held(thread, claim)
     at_ms = max(active.available_at_ms, active.created_at_ms + 1)
-    return _again(thread, active, at_ms, None, now_ms, attempts=active.attempts)
+    return _again(thread, active, active.attempts, at_ms, None, now_ms)
 
 
 def expire(thread: MailboxThread, now_ms: int) -> Step | None:
     """The claim whose lease is over is taken back; None when there is no such claim."""
-    if thread.active is None or not is_expired(thread, now_ms):
+    active = thread.active
+    if active is None or not is_expired(thread, now_ms):
         return None
-    error = f"the lease of {thread.active.claimed_by!r} ran out"
-    return _again(thread, thread.active, 0, error, now_ms)
+    return _again(thread, active, active.attempts + 1, 0, f"the lease of {active.claimed_by!r} ran out", now_ms)
 
 
 def dead_letter(thread: MailboxThread, claim: Dispatch, error: str | None, now_ms: int) -> Step:
@@ -197,13 +181,13 @@ def supersede_stale(thread: MailboxThread, queued: Sequence[Dispatch], now_ms: i
 def extend(thread: MailboxThread, claim: Dispatch, lease_until_ms: int, now_ms: int) -> Step:
     """The lease goes on, unless the thread was interrupted: then its holder shall stop."""
     active = _uninterrupted(thread, claim)
-    return _note(thread, active, lease_until_ms=max(lease_until_ms, active.lease_until_ms or 0), updated_at_ms=now_ms)
+    return _note(thread, active, now_ms, lease_until_ms=max(lease_until_ms, active.lease_until_ms or 0))
 
 
 def start(thread: MailboxThread, claim: Dispatch, instance_id: str, now_ms: int) -> Step:
     """The holder says that it begins, unless the thread was interrupted."""
     active = _uninterrupted(thread, claim)
-    return _note(thread, active, instance_id=clean(instance_id), run_status="running", updated_at_ms=now_ms)
+    return _note(thread, active, now_ms, instance_id=clean(instance_id), run_status="running")
 
 
 def finish(
@@ -216,15 +200,8 @@ def finish(
     now_ms: int,
 ) -> Step:
     """The holder says what came of it; the ack is a step of its own."""
-    return _note(
-        thread,
-        held(thread, claim),
-        run_status=clean(run_status),
-        termination=clean(termination),
-        result=result,
-        run_error=clean(error),
-        updated_at_ms=now_ms,
-    )
+    said = {"run_status": clean(run_status), "termination": clean(termination), "run_error": clean(error)}
+    return _note(thread, held(thread, claim), now_ms, result=result, **said)
 
 
 def _uninterrupted(thread: MailboxThread, claim: Dispatch) -> Dispatch:
@@ -234,8 +211,8 @@ def _uninterrupted(thread: MailboxThread, claim: Dispatch) -> Dispatch:
     return active
 
 
-def _note(thread: MailboxThread, active: Dispatch, **fields: object) -> Step:
-    return Step(replace(thread, active=check_invariants(replace(active, **fields))))
+def _note(thread: MailboxThread, active: Dispatch, now_ms: int, **fields: object) -> Step:
+    return Step(replace(thread, active=check_invariants(replace(active, updated_at_ms=now_ms, **fields))))
 
 
 def as_seen(d: Dispatch, thread: MailboxThread) -> Dispatch:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any
 
 from msgspec.structs import replace
 
-from bufstore.config import NatsConfig, as_nats_config
+from bufstore.config import NatsConfig, ToNats, as_nats_config
 from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
 from bufstore.jetstream.buckets import bucket, placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.ensure import ensure_stream
-from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, TooManyResults
+from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
 from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
@@ -39,6 +38,7 @@ from bufstore.mailbox.nats_sweeps import NatsSweeps
 from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
+from bufstore.newest import Newest
 
 _log = logging.getLogger(__name__)
 
@@ -67,27 +67,22 @@ class NatsBackend(NatsSweeps, Backend):
         super().__init__(bucket, signals, patience_s)
         self._live = NatsLive(bucket, names)
         #: Per thread and priority: the first of the queue, in order.
-        self._ahead: OrderedDict[str, defaultdict[int, _Ahead]] = OrderedDict()
+        self._ahead: Newest[str, defaultdict[int, _Ahead]] = Newest(_THREADS_AHEAD)
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
-        self._doubted: set[str] = set()
+        self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # the next refusal raises the doubt again
 
     async def open(self) -> None:
-        await self._connection.open()
-        try:
-            await self._ensure_bucket()
-            await self._signals.setup()
-        except BaseException:
-            await self._connection.aclose()
-            raise
+        await self._connection.open_with(self._prepare)
         self._bucket.writes.start()
 
-    async def _ensure_bucket(self) -> None:
+    async def _prepare(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
         wanted = bucket(self._names.bucket, self._names, self._names.max_bytes)
         info = await ensure_stream(self._stream, wanted, "NatsMailboxNames", made)
         edit = f"nats stream edit {self._keys.stream}, for all instances"
         check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
         self._bucket.set_clock(info)
+        await self._signals.setup()
 
     async def aclose(self) -> None:
         await self._bucket.writes.aclose()
@@ -136,9 +131,7 @@ class NatsBackend(NatsSweeps, Backend):
         except BaseException as e:
             self._ahead.pop(before.thread_id, None)
             if isinstance(e, Conflict):
-                if len(self._doubted) >= _THREADS_AHEAD:
-                    self._doubted.clear()  # the next refusal raises the doubt again
-                self._doubted.add(before.thread_id)
+                self._doubted[before.thread_id] = True
             raise
         for move in step.moves:
             if move.before is not None:
@@ -160,41 +153,29 @@ class NatsBackend(NatsSweeps, Backend):
         self, thread_id: str, now_ms: int, *more: str
     ) -> tuple[MailboxThread, Dispatch | None, list[Dispatch], list[int]]:
         """`first`, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
+        subject, t = self._keys.thread(thread_id), token(thread_id)
+        filters = [self._keys.of("p", t, "*"), self._keys.of("r", t, "*")]
         deadline = time.monotonic() + self._config.timeout_s
-        while (looked := await self._look_once(thread_id, now_ms, more)) is None:
-            if time.monotonic() > deadline:
-                raise LogUnavailable("all that could be read of the queue in time has ended")
-        return looked
-
-    async def _look_once(
-        self, thread_id: str, now_ms: int, more: Sequence[str]
-    ) -> tuple[MailboxThread, Dispatch | None, list[Dispatch], list[int]] | None:
-        """The same; None if all that was found has ended, and was removed: what is behind it has not been read."""
-        subject = self._keys.thread(thread_id)
-        returned, priorities = (self._keys.of(kind, token(thread_id), "*") for kind in "rp")
-        try:
+        while time.monotonic() < deadline:
             found, _ = await asyncio.gather(
-                self._bucket.last([*more, subject, priorities, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
+                self._bucket.every([*more, subject], filters), self._read_ahead(thread_id, DEFAULT_PRIORITY)
             )
-        except TooManyResults:
-            found = await self._bucket.last([*more, subject, priorities])
-            found |= {m.subject: m for m in await self._bucket.all(returned)}
-        seqs = [found.pop(s).seq if s in found else 0 for s in more]
-        thread = self._keys.state(found.pop(subject, None), thread_id)
-        if thread.active is not None:
-            return thread, None, [], seqs
-        of_r = [m for m in found.values() if self._keys.kind(m.subject) == "r"]
-        handed_back = [d for d, _ in self._bucket.dispatches(of_r)]
-        heads = [d for d in handed_back if d.available_at_ms <= now_ms]
-        known = {d.dispatch_id for d in handed_back}
-        for priority in (DEFAULT_PRIORITY, *self._keys.priorities(found.values())):
-            ahead = islice((await self._read_ahead(thread_id, priority)).values(), AT_ONCE)
-            heads += [d for d in ahead if d.dispatch_id not in known]
-        heads.sort(key=lambda d: d.order)
-        left = await self._not_ended(thread_id, heads[:AT_ONCE])
-        if heads and not left:
-            return None
-        return thread, left[0] if left else None, handed_back, seqs
+            seqs = [found.pop(s).seq if s in found else 0 for s in more]
+            thread = self._keys.state(found.pop(subject, None), thread_id)
+            if thread.active is not None:
+                return thread, None, [], seqs
+            of_r = [m for m in found.values() if self._keys.kind(m.subject) == "r"]
+            handed_back = [d for d, _ in self._bucket.dispatches(of_r)]
+            heads = [d for d in handed_back if d.available_at_ms <= now_ms]
+            known = {d.dispatch_id for d in handed_back}
+            for priority in (DEFAULT_PRIORITY, *self._keys.priorities(found.values())):
+                ahead = islice((await self._read_ahead(thread_id, priority)).values(), AT_ONCE)
+                heads += [d for d in ahead if d.dispatch_id not in known]
+            heads.sort(key=lambda d: d.order)
+            left = await self._not_ended(thread_id, heads[:AT_ONCE])
+            if left or not heads:  # else all has ended, and was removed: what is behind it has not been read
+                return thread, left[0] if left else None, handed_back, seqs
+        raise LogUnavailable("all that could be read of the queue in time has ended")
 
     async def ack_signal(self, signal: Signal) -> bool:
         # The look comes before the answer, and what comes after the look has a signal of its own.
@@ -265,7 +246,7 @@ class NatsBackend(NatsSweeps, Backend):
         ended = {now_at[s].dispatch_id for s, m in found.items() if m.body and s != self._keys.queued(now_at[s])}
         left = [d for d in queued if d.dispatch_id not in ended]
         if len(left) == len(queued):
-            self._doubted.discard(thread_id)
+            self._doubted.pop(thread_id, None)
             return queued
         await self._bucket.put_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
         self._ahead.pop(thread_id, None)
@@ -273,8 +254,8 @@ class NatsBackend(NatsSweeps, Backend):
 
     async def _read_ahead(self, thread_id: str, priority: int) -> Mapping[str, Dispatch]:
         """The first of a queue; read only when none is known: what comes later comes behind them."""
-        ahead = self._ahead.setdefault(thread_id, defaultdict(_Ahead))[priority]
-        self._ahead.move_to_end(thread_id)
+        self._ahead[thread_id] = queues = self._ahead.get(thread_id) or defaultdict(_Ahead)
+        ahead = queues[priority]
         subject = self._keys.of("q", token(thread_id), str(priority), "*")
         while not ahead.dispatches:
             found = await self._bucket.read(subject, ahead.floor, ahead.next_read)
@@ -286,8 +267,6 @@ class NatsBackend(NatsSweeps, Backend):
             ahead.read(found, [d for d, _ in self._bucket.dispatches(found)])
             if not more:
                 break
-        if len(self._ahead) > _THREADS_AHEAD:
-            self._ahead.popitem(last=False)
         return ahead.dispatches
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
@@ -298,8 +277,8 @@ class NatsBackend(NatsSweeps, Backend):
             if thread.active is not None and thread.active.dispatch_id == dispatch_id:
                 return thread, thread.active
             # It may be in several places (see `Keys`): its end counts, then that it was handed back.
-            places = [found[s] for s in self._keys.by_id(thread_id, dispatch_id)[1:3] if s in found]
-            if there := [d for messages in (places, found.values()) for d, _ in self._bucket.dispatches(messages)]:
+            places = sorted(found.values(), key=lambda m: self._keys.kind(m.subject), reverse=True)
+            if there := [d for d, _ in self._bucket.dispatches(places)]:
                 return thread, there[0]
             # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
             if not self._stream.replicated or thread.version == version:
@@ -325,14 +304,9 @@ class NatsBackend(NatsSweeps, Backend):
     # For people
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
-        subject, places = self._keys.thread(thread_id), self._keys.places(token(thread_id))
-        try:
-            found = await self._bucket.last([subject, *places])
-        except TooManyResults:
-            # Read one after the other, in the direction in which dispatches move.
-            found = await self._bucket.last([subject])
-            for place in places:
-                found |= {m.subject: m for m in await self._bucket.all(place)}
+        subject = self._keys.thread(thread_id)
+        # One after the other in the direction in which dispatches move.
+        found = await self._bucket.every([subject], self._keys.places(token(thread_id)))
         thread = self._keys.state(found.pop(subject, None), thread_id)
         # In the order q, r, x.
         messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
@@ -399,11 +373,7 @@ class NatsMailboxStore(MailboxStore):
     """
 
     def __init__(
-        self,
-        nats: str | Sequence[str] | NatsConfig | Mapping[str, Any],
-        *,
-        names: NatsMailboxNames | None = None,
-        config: MailboxConfig | None = None,
+        self, nats: ToNats, *, names: NatsMailboxNames | None = None, config: MailboxConfig | None = None
     ) -> None:
         config = config or MailboxConfig()
         super().__init__(NatsBackend(as_nats_config(nats), names or NatsMailboxNames(), config), config)

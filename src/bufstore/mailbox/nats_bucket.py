@@ -16,7 +16,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.errors import LogFull, LogUnavailable, MalformedEntry, TooLarge
+from bufstore.errors import LogFull, LogUnavailable, MalformedEntry
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import seconds
 from bufstore.jetstream.fresh_reads import FreshReads
@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 #: Every step reads before it writes, which takes less than this share of a group's time.
 _LINGER = 0.3
-_OVERHEAD = 512
 #: This part of the bucket is kept for what is there already.
 _RESERVED = 8
 #: What a message needs besides on its way through the mailbox: marks, a lease's entry, the thread's state.
@@ -68,16 +67,10 @@ class Bucket(FreshReads):
         """Go by what the server has just said of the stream."""
         self._offset_s = seconds(info["ts"]) - time.monotonic()
 
-    def check_size(self, body: bytes) -> None:
-        """Raise TooLarge for what no message can hold."""
-        limit = self.connection.client().max_payload - _OVERHEAD
-        if len(body) > limit:
-            raise TooLarge(len(body), limit)
-
     async def put(self, messages: Sequence[Outgoing]) -> int:
         """Write all or none, as neighbours; the last sequence. Raises Conflict, AppendUnknown, LogFull, TooLarge."""
         for message in messages:
-            self.check_size(message.body)
+            self.stream.check_size(message.body)
         try:
             last = await self.writes.submit(messages)
         except LogFull:
@@ -154,8 +147,8 @@ class _Room:
     """How much a bucket of `limit` bytes (-1: no limit) takes."""
 
     def __init__(self, limit: int, stream: NatsStream) -> None:
-        self._most = limit - limit // _RESERVED if limit >= 0 else float("inf")
-        self._step = limit // (_RESERVED * _LOOKS)
+        limit = limit if limit >= 0 else 1 << 62
+        self._most, self._step = limit - limit // _RESERVED, limit // (_RESERVED * _LOOKS)
         self._stream = stream
         self._known = float("inf")
         #: Bytes written since that was known, and on their way.
@@ -166,9 +159,6 @@ class _Room:
     @asynccontextmanager
     async def taken(self, messages: Sequence[Outgoing]) -> AsyncIterator[None]:
         """Write these within, if there is room for something new of their size. Raises LogFull."""
-        if self._most == float("inf"):
-            yield
-            return
         size = sum(len(m.subject) + len(m.body) + _ON_ITS_WAY for m in messages)
         async with self._asking:
             if self._added > self._step or self._is_full(size):

@@ -83,7 +83,7 @@ class Keys:
         return [self.of("q", thread, "*", "*"), self.of("r", thread, "*"), self.of("x", thread, "*")]
 
     def by_id(self, thread_id: str, dispatch_id: str) -> list[str]:
-        """Where a dispatch may be; of several places (see above) the first counts."""
+        """The thread, and where a dispatch of it may be."""
         t, d = token(thread_id), token(dispatch_id)
         return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
 

@@ -13,14 +13,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.ensure import ensure_consumer, shared_consumer
 from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
 from bufstore.jetstream.subject_tokens import token, untoken
+from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.ports import Live, LiveHandler
@@ -80,12 +79,11 @@ class NatsLive:
     def __init__(self, bucket: Bucket, names: NatsMailboxNames) -> None:
         self._bucket = bucket
         self._prefix = f"{names.live_subject}.{names.bucket}."
-        self._handlers: list[_Listening] = []
-        bucket.connection.on_connect(self._listen_again)
+        self._subscriptions = Subscriptions(bucket.connection)
 
     async def deliver(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         """See `Backend.deliver_live`."""
-        self._bucket.check_size(payload)
+        self._bucket.stream.check_size(payload)
         client = self._bucket.connection.client()
         try:
             await client.request(self._prefix + token(thread_id), payload, timeout=timeout_s)
@@ -97,20 +95,25 @@ class NatsLive:
 
     async def listen(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         """See `Backend.listen_live`."""
-        listening = _Listening(self._prefix + token(thread_id), handler)
-        client = self._bucket.connection.client()
+
+        async def heard(msg: Msg) -> None:
+            # Answered first: a sender that gets no answer enqueues what the handler may be at already.
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await msg.respond(b"")
+            try:
+                await handler(msg.data)
+            except Exception:
+                _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
+
+        unsubscribe = await self._subscriptions.add(self._prefix + token(thread_id), heard)
 
         async def stop() -> None:
-            if listening in self._handlers:
-                self._handlers.remove(listening)
-            await listening.stop()
+            await unsubscribe()
             # Otherwise the server may still count us as a listener, and a sender would wait for our answer.
             with contextlib.suppress(LogUnavailable):
                 await self._told()
 
-        self._handlers.append(listening)
         try:
-            await listening.start(client)
             await self._told()
         except BaseException:
             await stop()
@@ -123,33 +126,3 @@ class NatsLive:
         Not nats-py's flush: its PING may overtake what still waits to be written.
         """
         await self._bucket.stream.info()
-
-    async def _listen_again(self, client: Client) -> None:
-        for listening in tuple(self._handlers):
-            await listening.start(client)
-            if listening not in self._handlers:  # it was stopped meanwhile
-                await listening.stop()
-
-
-class _Listening:
-    def __init__(self, subject: str, handler: LiveHandler) -> None:
-        self._subject = subject
-        self._handler = handler
-        self._subscription: Subscription | None = None
-
-    async def start(self, client: Client) -> None:
-        async def on_message(msg: Msg) -> None:
-            # Answered first: a sender that gets no answer enqueues what the handler may be at already.
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await msg.respond(b"")
-            try:
-                await self._handler(msg.data)
-            except Exception:
-                _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
-
-        self._subscription = await client.subscribe(self._subject, cb=on_message)
-
-    async def stop(self) -> None:
-        if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._subscription.unsubscribe()

@@ -14,6 +14,7 @@ from bufstore.jetstream.errors import ConsumerMissing, TooManyResults
 from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.subject_tokens import token
+from bufstore.jetstream.walk import Walk
 from bufstore.mailbox.decisions import is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_bucket import Bucket
@@ -25,8 +26,8 @@ _FORGOTTEN_MS = 24 * 3600_000
 _WALK_BYTES, _WALK_MAX = 512 << 10, 512
 _WINDOW = 3600_000 // SLOT_MS
 
-#: Deals with entries that are due; how much was done in all, and which of these (subjects) stay.
-_Handle = Callable[[dict[StoredMessage, Entry]], Awaitable[tuple[int, Collection[str]]]]
+#: Deals with entries that are due: with which threads it had to, and which of the entries (subjects) stay.
+_Handle = Callable[[dict[StoredMessage, Entry]], Awaitable[tuple[Collection[str], Collection[str]]]]
 
 
 class NatsSweeps:
@@ -39,7 +40,7 @@ class NatsSweeps:
         self._signals = signals
         self._patience_s = patience_s
         self._leases, self._delays = (_Agenda(kind, bucket) for kind in "ld")
-        self._walks = [_Walk(place) for place in self._keys.places()[:2]]
+        self._walks = [_Walk(bucket, place) for place in self._keys.places()[:2]]
         #: Workers have had the signals up to here, as known when answered ones were last removed.
         self._delivered = 0
 
@@ -66,10 +67,10 @@ class NatsSweeps:
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         expired: dict[str, MailboxThread] = {}
 
-        async def look(ripe: dict[StoredMessage, Entry]) -> tuple[int, Collection[str]]:
+        async def look(ripe: dict[StoredMessage, Entry]) -> tuple[Collection[str], Collection[str]]:
             states = await self._bucket.states({e.thread_id for e in ripe.values()})
             expired.update({t: s for t, s in states.items() if is_expired(s, now_ms)})
-            return len(expired), {
+            return expired, {
                 m.subject
                 for m, e in ripe.items()
                 # An entry comes with a state: a copy that shows only the first is behind.
@@ -80,28 +81,21 @@ class NatsSweeps:
         return list(expired.values())[:limit]
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
-        signalled: set[str] = set()
-
-        async def signal(ripe: dict[StoredMessage, Entry]) -> tuple[int, Collection[str]]:
+        async def signal(ripe: dict[StoredMessage, Entry]) -> tuple[Collection[str], Collection[str]]:
             threads = {e.thread_id for e in ripe.values()}
             failed = await self._bucket.put_each(self._keys.signal(t) for t in threads)
             told = {t for t in threads if self._keys.signal(t).subject not in failed}
             running = [m for m, e in ripe.items() if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
             await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in running)
-            signalled.update(told)
-            return len(signalled), {m.subject for m, e in ripe.items() if e.thread_id not in told}
+            return told, {m.subject for m, e in ripe.items() if e.thread_id not in told}
 
-        await self._delays.sweep(now_ms, limit, signal)
-        return len(signalled)
+        return len(await self._delays.sweep(now_ms, limit, signal))
 
     async def signal_lost(self, due_ms: int, limit: int) -> int:
         lost = 0
         for walk in self._walks:
-            size = min(limit, walk.size)
-            page = await self._bucket.read(walk.subject, walk.position, size)
-            walk.read(page, size)
             first: dict[str, StoredMessage] = {}
-            for d, m in self._bucket.dispatches(page):
+            for d, m in self._bucket.dispatches(await walk.next(limit)):
                 if d.available_at_ms <= due_ms:
                     first.setdefault(d.thread_id, m)
             # Most have their signal: so a copy is asked first.
@@ -187,13 +181,11 @@ class _Waiting(NamedTuple):
     signal: int
 
 
-class _Walk:
-    """How far all queued dispatches were looked at, in pages of about so many bytes."""
+class _Walk(Walk):
+    """Through all queued dispatches."""
 
-    def __init__(self, subject: str) -> None:
-        self.subject = subject
-        self.position = 0
-        self.size = 16
+    def __init__(self, bucket: Bucket, subject: str) -> None:
+        super().__init__(bucket.stream, subject, bucket.timeout_s, _WALK_MAX, _WALK_BYTES)
         #: Since when threads wait whose signal a worker has: as seen in this round, and in the one before.
         self._since: dict[_Waiting, float] = {}
         self._before: dict[_Waiting, float] = {}
@@ -206,11 +198,6 @@ class _Walk:
         if not self.position:
             self._before, self._since = self._since, {}
         return {w for w, since in seen.items() if since <= then}
-
-    def read(self, page: list[StoredMessage], asked: int) -> None:
-        self.position = page[-1].seq if len(page) >= asked else 0
-        large = sum(len(m.body) for m in page) > _WALK_BYTES
-        self.size = max(16, self.size // 2) if large else min(_WALK_MAX, 2 * self.size)
 
 
 class _Agenda:
@@ -225,28 +212,29 @@ class _Agenda:
         self._kind = kind
         self._bucket = bucket
         self._keys = bucket.keys
-        #: How far everything was looked at.
-        self._position = 0
+        self._everything = Walk(bucket.stream, bucket.keys.of(kind, ">"), bucket.timeout_s, _WALK_MAX, _WALK_BYTES)
 
-    async def sweep(self, now_ms: int, limit: int, handle: _Handle) -> None:
-        """Give `handle` what is due, the earliest first, until it has done `limit`; remove the slots that are over.
+    async def sweep(self, now_ms: int, limit: int, handle: _Handle) -> set[str]:
+        """Give `handle` what is due, the earliest first, until it has dealt with `limit` threads; which they are.
 
-        A slot with an entry that stays is left as it is.
+        Slots that are over are removed, except those with an entry that stays.
         """
+        threads: set[str] = set()
         left: set[int] = set()
         async for page in self._pages(now_ms // SLOT_MS):
             ripe = {m: entry for m in page if (entry := self._keys.entry(m)).at_ms <= now_ms}
-            done, kept = await handle(ripe)
+            dealt_with, kept = await handle(ripe)
+            threads |= set(dealt_with)
             left |= {entry.slot for m, entry in ripe.items() if m.subject in kept}
             await self._remove(page, left, now_ms)
-            if done >= limit:
+            if len(threads) >= limit:
                 break
+        return threads
 
     async def _pages(self, now: int) -> AsyncIterator[list[StoredMessage]]:
         async for page in self._slots(range(now - _WINDOW, now + 1)):
             yield page
-        page = await self._bucket.read(self._keys.of(self._kind, ">"), self._position, PAGE // 10)
-        self._position = page[-1].seq if page else 0
+        page = await self._everything.next(PAGE // 10)
         yield [m for m in page if m.body and self._slot(m) < now - _WINDOW]
 
     async def _slots(self, slots: Sequence[int]) -> AsyncIterator[list[StoredMessage]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -19,20 +19,21 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.errors import BufstoreError, Closed, MalformedEntry, Unavailable
+from bufstore.errors import BufstoreError, Closed, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, claimed
-from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
+from bufstore.mailbox.model import Dispatch, MailboxThread, Status, numbered
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Signal
 from bufstore.mailbox.store import MailboxStore
+from bufstore.notify.idle import WhileIdle
 from bufstore.notify.notifier import Notifier
-from bufstore.notify.protocol import Unlisten
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +69,8 @@ class PostgresBackend(Backend):
         self._owns_pool = owns_pool
         self._notifier = notifier
         self._kind = f"mailbox of {schema}"
-        self._listening: Unlisten | None = None
-        self._listens = asyncio.Lock()
         self._news = asyncio.Event()
+        self._idle = WhileIdle(notifier, [self._kind], lambda _: self._news.set())
         self._telling: asyncio.Task[None] | None = None
         self._untold = 0
         #: The server's clock minus ours, which no step of the wall clock moves.
@@ -92,10 +92,8 @@ class PostgresBackend(Backend):
     async def aclose(self) -> None:
         self._open = False
         self._news.set()
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
-        await self._unlisten()
+        await end(self._telling)
+        await self._idle.end()
         if self._owns_pool:
             await self._pool.close()
 
@@ -113,21 +111,18 @@ class PostgresBackend(Backend):
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.rows()
 
-    async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
-        d = dispatch
+    async def _step(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """The same for a write: without an answer it may have been done. Raises AppendUnknown."""
         try:
-            with _unknown():
-                rows = await self._run(
-                    "add",
-                    d.thread_id,
-                    d.dispatch_id,
-                    d.priority,
-                    d.dedupe_key,
-                    d.available_at_ms,
-                    _encode(d),
-                    self._numbers,
-                    max(d.available_at_ms, now_ms),
-                )
+            return await self._run(name, *parameters)
+        except NoAnswer as e:
+            raise AppendUnknown(str(e)) from e
+
+    async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
+        d, look_at = dispatch, max(dispatch.available_at_ms, now_ms)
+        queued = d.priority, d.dedupe_key, d.available_at_ms, _encode(d)
+        try:
+            rows = await self._step("add", d.thread_id, d.dispatch_id, *queued, self._numbers, look_at)
         except psycopg.errors.UniqueViolation as e:
             same_id = e.diag.constraint_name == "mailbox_dispatch"
             raise KeyTaken(d.dispatch_id if same_id else await self._holder(d), same_id=same_id) from None
@@ -156,56 +151,34 @@ class PostgresBackend(Backend):
 
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         thread, active = step.thread, step.thread.active
-        changed: list[tuple[Dispatch, Status]] = [
-            (move.after, Status.QUEUED if move.before is not None else Status.CLAIMED)
-            for move in step.moves
-            if move.after is not None
-        ]
+        changed = [(m.after, Status.QUEUED if m.before else Status.CLAIMED) for m in step.moves if m.after is not None]
         if active is not None and active != before.active:
             changed.append((active, Status.QUEUED if before.active is None else Status.CLAIMED))
+        held = (active.dispatch_id, active.lease_until_ms) if active is not None else (None, None)
+        columns = (
+            arrays.texts(d.dispatch_id for d, _ in changed),
+            arrays.ints(_NUMBERS[was] for _, was in changed),
+            arrays.ints(_NUMBERS[d.status] for d, _ in changed),
+            arrays.longs(d.available_at_ms for d, _ in changed),
+            arrays.longs(d.completed_at_ms for d, _ in changed),
+            arrays.longs(d.token for d, _ in changed),
+            arrays.blobs([_encode(d) for d, _ in changed]),
+        )
+        of_thread = thread.thread_id, before.version, thread.epoch, thread.step, *held
         try:
-            with _unknown():
-                rows = await self._run(
-                    "write",
-                    thread.thread_id,
-                    before.version,
-                    thread.epoch,
-                    thread.step,
-                    active.dispatch_id if active is not None else None,
-                    active.lease_until_ms if active is not None else None,
-                    self.now_ms() if step.wake else None,
-                    arrays.texts(d.dispatch_id for d, _ in changed),
-                    arrays.ints(_NUMBERS[was] for _, was in changed),
-                    arrays.ints(_NUMBERS[d.status] for d, _ in changed),
-                    arrays.longs(d.available_at_ms for d, _ in changed),
-                    arrays.longs(d.completed_at_ms for d, _ in changed),
-                    arrays.longs(d.token for d, _ in changed),
-                    arrays.blobs([_encode(d) for d, _ in changed]),
-                    self._numbers,
-                )
+            wake_at = self.now_ms() if step.wake else None
+            rows = await self._step("write", *of_thread, wake_at, *columns, self._numbers)
         except psycopg.errors.DivisionByZero:
             raise Conflict("the queue has moved") from None
         if not rows:
             raise Conflict("the thread has moved")
         if step.wake:
             self._tell()
-        version = rows[0][0]
-        if active is not None and active.token == OWN:
-            active = replace(active, token=version)
-        epoch = version if thread.epoch == OWN else thread.epoch
-        return replace(thread, version=version, epoch=epoch, active=active)
+        return numbered(thread, rows[0][0])
 
     async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
-        with _unknown():
-            rows = await self._run(
-                "claim",
-                thread_id,
-                claiming.now_ms,
-                step_id,
-                _encode(claiming),
-                claiming.lease_until_ms,
-                self._numbers,
-            )
+        c = claiming
+        rows = await self._step("claim", thread_id, c.now_ms, step_id, _encode(c), c.lease_until_ms, self._numbers)
         if not rows:
             return None
         outcome, version, epoch, *active = rows[0]
@@ -214,7 +187,7 @@ class PostgresBackend(Backend):
         if outcome == _MOVED:
             raise Conflict("the thread has moved")
         try:
-            return _state(thread_id, (version, epoch, step_id, *active))
+            return _state(thread_id, [(version, epoch, step_id, *active)])
         except MalformedEntry as e:
             await self._set_aside(thread_id, version, e)
             raise Conflict("what was claimed cannot be read") from e
@@ -225,36 +198,31 @@ class PostgresBackend(Backend):
         await self._run("set_aside", thread_id, version, self.now_ms(), self._numbers, _NUMBERS[Status.DEAD])
 
     async def thread(self, thread_id: str) -> MailboxThread:
-        rows = await self._run("thread", thread_id)
-        return _state(thread_id, rows[0]) if rows else MailboxThread(thread_id=thread_id)
+        return _state(thread_id, await self._run("thread", thread_id))
 
     async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
         rows = await self._run("queue", thread_id, now_ms)
-        if not rows:
-            return MailboxThread(thread_id=thread_id), None
-        row = rows[0]
-        return _state(thread_id, (*row[:8], None)), _dispatch((*row[8:13], None)) if row[8] is not None else None
+        return _state(thread_id, rows), _beside(rows)
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
-        row = (await self._run("find", thread_id, dispatch_id))[0]
-        return _state(thread_id, row), _dispatch(row[9:15]) if row[9] is not None else None
+        rows = await self._run("find", thread_id, dispatch_id)
+        return _state(thread_id, rows), _beside(rows)
 
     async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
-        return _readable((*row, None) for row in await self._run("queued", thread_id, below_epoch, limit))
+        return _readable(await self._run("queued", thread_id, below_epoch, limit))
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         rows = await self._run("all_of", thread_id)
-        thread = _state(thread_id, rows[0][:4]) if rows else MailboxThread(thread_id=thread_id)
-        dispatches = _readable(row[4:10] for row in rows)
-        active = [d for d in dispatches if d.status is Status.CLAIMED]
-        rest = [d for d in dispatches if d.status is not Status.CLAIMED]
-        return replace(thread, active=active[0] if active else None), rest
+        dispatches = _readable(row[9:15] for row in rows)
+        active = next((d for d in dispatches if d.status is Status.CLAIMED), None)
+        rest = [d for d in dispatches if d is not active]
+        return replace(_state(thread_id, rows), active=active), rest
 
     async def queued_threads(self, limit: int) -> list[str]:
         return [row[0] for row in await self._run("queued_threads", limit)]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return _readable((*row, None) for row in await self._run("finished", limit))
+        return _readable(await self._run("finished", limit))
 
     async def counts(self) -> dict[Status, int]:
         rows = await self._run("counts", _NUMBERS[Status.SUPERSEDED])
@@ -270,14 +238,13 @@ class PostgresBackend(Backend):
         expired = []
         for row in await self._run("expiring", now_ms, limit):
             try:
-                expired.append(_state(row[9], row))
+                expired.append(_state(row[9], [row]))
             except MalformedEntry as e:
                 await self._set_aside(row[9], row[0], e)
         return expired
 
     async def wake(self, thread_id: str) -> None:
-        with _unknown():
-            await self._run("wake", thread_id, self.now_ms(), self._numbers)
+        await self._step("wake", thread_id, self.now_ms(), self._numbers)
         self._tell()
 
     async def signal_lost(self, due_ms: int, limit: int) -> int:
@@ -307,10 +274,11 @@ class PostgresBackend(Backend):
             left = deadline - time.monotonic()
             if rows or left <= 0:
                 if rows:
-                    await self._unlisten()
+                    await self._idle.end()
                 return [Signal(self, *row) for row in rows]
-            if await self._listen():
-                continue  # what came before is not told
+            with suppress(Closed):  # a notifier's: polling goes on
+                if await self._idle.begin():
+                    continue  # what came before is not told
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._news.wait()
@@ -326,26 +294,6 @@ class PostgresBackend(Backend):
                     await self.put_off(Signal(self, *row), 0)
             raise
 
-    async def _listen(self) -> bool:
-        """Hear of news from elsewhere, for as long as there is nothing to do here; True when that is new.
-
-        Only then: a notifier wakes as many workers as there are items, and a busy one must not be among them.
-        """
-        async with self._listens:
-            if self._notifier is None or self._listening is not None:
-                return False
-            try:
-                self._listening = await self._notifier.listen_scheduled([self._kind], lambda _: self._news.set())
-            except Unavailable:  # polling goes on
-                return False
-            return True
-
-    async def _unlisten(self) -> None:
-        async with self._listens:
-            if self._listening is not None:
-                unlisten, self._listening = self._listening, None
-                await unlisten()
-
     async def ack_signal(self, signal: Signal) -> bool:
         with suppress(NoAnswer):
             return await self._run("signal_ack", signal.thread_id, signal.mark) != [(False,)]
@@ -358,26 +306,18 @@ class PostgresBackend(Backend):
         signal.mark = wake_at
 
 
-@contextmanager
-def _unknown() -> Iterator[None]:
-    """A write whose answer did not come may have been done."""
-    try:
-        yield
-    except NoAnswer as e:
-        raise AppendUnknown(str(e)) from e
-
-
-def _state(thread_id: str, row: Sequence[Any]) -> MailboxThread:
-    version, epoch, step, active = row[:4]
-    if version is None:
+def _state(thread_id: str, rows: Sequence[Sequence[Any]]) -> MailboxThread:
+    """The thread of the first row, if there is one: version, epoch and step, and its active dispatch."""
+    if not rows or rows[0][0] is None:
         return MailboxThread(thread_id=thread_id)
-    return MailboxThread(
-        thread_id=thread_id,
-        version=version,
-        epoch=epoch,
-        step=step,
-        active=_dispatch(row[3:9]) if active is not None else None,
-    )
+    version, epoch, step = rows[0][:3]
+    active = _dispatch(rows[0][3:9]) if rows[0][3] is not None else None
+    return MailboxThread(thread_id=thread_id, version=version, epoch=epoch, step=step, active=active)
+
+
+def _beside(rows: Sequence[Sequence[Any]]) -> Dispatch | None:
+    """The dispatch that the first row has beside the thread."""
+    return _dispatch(rows[0][9:15]) if rows and rows[0][9] is not None else None
 
 
 def _readable(rows: Iterable[Sequence[Any]]) -> list[Dispatch]:

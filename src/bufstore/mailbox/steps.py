@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -19,6 +18,7 @@ from bufstore.mailbox.counters import Counters
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.ports import Backend
+from bufstore.newest import Newest
 
 #: Threads whose state after our last write is remembered, which saves a step of its holder the read.
 _REMEMBERED = 4096
@@ -55,7 +55,7 @@ class Steps:
         self._backend = backend
         self._counters = counters
         self._timeout_s = timeout_s
-        self._last: OrderedDict[str, MailboxThread] = OrderedDict()
+        self._last: Newest[str, MailboxThread] = Newest(_REMEMBERED)
 
     async def tried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
         """The first result of `attempt` in the call's time; it is told whether an earlier one may have been done.
@@ -154,9 +154,6 @@ class Steps:
             raise
         if after is not None:
             self._last[thread_id] = after
-            self._last.move_to_end(thread_id)
-            if len(self._last) > _REMEMBERED:
-                self._last.popitem(last=False)
         return after
 
     async def drop_stale(

@@ -32,7 +32,7 @@ from bufstore.mailbox.model import (
     check_ms,
 )
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
-from bufstore.mailbox.steps import AT_ONCE, Steps
+from bufstore.mailbox.steps import AT_ONCE, Done, Steps
 from bufstore.types import check_id
 
 Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
@@ -300,10 +300,7 @@ class MailboxStore:
             return thread
 
         done = await self._steps.change(thread_id, now, lambda thread: decisions.cancel(thread, found, now), load=load)
-        if done is None:
-            return None
-        self.counters.count("cancelled")
-        return done.dispatch
+        return self._ended(done, "cancelled")
 
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
         """Supersede all that is queued now, in one write, and tell the holder of a claim with its next step to stop.
@@ -339,10 +336,7 @@ class MailboxStore:
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
         done = await self._steps.change(thread_id, now, lambda thread: decisions.supersede_claimed(thread, now))
-        if done is None:
-            return None
-        self.counters.count("superseded")
-        return done.dispatch
+        return self._ended(done, "superseded")
 
     async def load_dispatch(self, thread_id: str, dispatch_id: str) -> Dispatch | None:
         """The dispatch as it is now; None if the id is unknown or was purged. Raises Unavailable."""
@@ -459,6 +453,12 @@ class MailboxStore:
 
     def _now(self, now_ms: int | None) -> int:
         return self.backend.now_ms() if now_ms is None else check_ms(now_ms, "now_ms")
+
+    def _ended(self, done: Done | None, how: str) -> Dispatch | None:
+        if done is None:
+            return None
+        self.counters.count(how)
+        return done.dispatch
 
     def _until(self, now: int, lease_s: float | None) -> int:
         return check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from bufstore.mailbox.store import MailboxStore
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 _WAIT_MAX = 6
 _PARTS_PER_PASS = 10
 _LOST = {"action": "mailbox_resignalled"}
+_RECLAIMED = {"action": "mailbox_reclaimed"}
+_FAILED = {"action": "mailbox_sweep_failed"}
 
 
 class Sweeper:
@@ -43,10 +46,7 @@ class Sweeper:
 
     async def aclose(self) -> None:
         """Stop. What is on its way is done or not."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
 
     async def sweep(self) -> bool:
         """One pass, if it is this instance's turn; whether it was."""
@@ -78,14 +78,8 @@ class Sweeper:
     async def _reclaim(self, limit: int) -> int:
         reclaimed = await self._mailbox.reclaim_expired(limit=limit)
         for d in reclaimed:
-            _log.warning(
-                "took back dispatch %r of thread %r: %s, now %s",
-                d.dispatch_id,
-                d.thread_id,
-                d.last_error,
-                d.status.value,
-                extra={"action": "mailbox_reclaimed"},
-            )
+            what = d.dispatch_id, d.thread_id, d.last_error, d.status.value
+            _log.warning("took back dispatch %r of thread %r: %s, now %s", *what, extra=_RECLAIMED)
         return len(reclaimed)
 
     async def _signal_due(self, limit: int) -> int:
@@ -105,12 +99,7 @@ class Sweeper:
                 failures += 1
                 self._mailbox.counters.count("sweep_failures")
                 if self.trouble is None:
-                    _log.warning(
-                        "cannot sweep; tries again at the next interval: %s",
-                        e,
-                        exc_info=e,
-                        extra={"action": "mailbox_sweep_failed"},
-                    )
+                    _log.warning("cannot sweep; tries again at the next interval: %s", e, exc_info=e, extra=_FAILED)
                 self.trouble = f"{type(e).__name__}: {e}"
             else:
                 failures, self.trouble, self.last_pass = 0, None, time.monotonic()

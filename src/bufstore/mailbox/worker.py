@@ -16,9 +16,11 @@ from contextlib import suppress
 from typing import Self
 
 from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim, StepUnknown, Unavailable
+from bufstore.holding import Holding
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
+from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
 
@@ -67,15 +69,10 @@ class Worker:
     async def aclose(self, drain_s: float = 10.0) -> None:
         """Take nothing new; let what runs end for `drain_s`, then cancel it: its claims are handed back."""
         self._closing = True
-        if self._pulling is not None:
-            self._pulling.cancel()
-            await asyncio.gather(self._pulling, return_exceptions=True)
-            self._pulling = None
+        await end(self._pulling)
         if self._running:
             await asyncio.wait(self._running, timeout=drain_s)
-        for task in (*self._running, *filter(None, [self._watching])):
-            task.cancel()
-        await asyncio.gather(*self._running, *filter(None, [self._watching]), return_exceptions=True)
+        await end(*self._running, self._watching)
 
     async def _pull(self) -> None:
         failures = 0
@@ -129,18 +126,19 @@ class Worker:
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = asyncio.ensure_future(self._handler(claim))
         self._claims[claim.thread_id] = claim, task
-        renewing = asyncio.create_task(self._renew(claim, signal, task), name="bufstore-mailbox-renew")
+        c, began = self._config, asyncio.get_running_loop().time()
+        holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))
+        holding.keep(lambda: self._renew(claim, signal, task, holding), min(c.lease_s, c.signal_ack_wait_s) / 3)
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end(task)
             await self._mailbox.nack(claim, error="the worker was stopped")
             raise
         finally:
             del self._claims[claim.thread_id]
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            holding.stop()
+            await holding.aclose()
         try:
             await self._end(claim, task)
         except StaleClaim as e:
@@ -158,28 +156,18 @@ class Worker:
         retry_at = self._mailbox.backend.now_ms() + round(1000 * delay)
         await self._mailbox.nack(claim, retry_at_ms=retry_at, error=text)
 
-    async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Future[None]) -> None:
-        """Hold lease and signal while the work goes on; stop it when the claim is not ours any more."""
-        c = self._config
-        every = min(c.lease_s, c.signal_ack_wait_s) / 3
-        held_until = asyncio.get_running_loop().time() + c.lease_s
-        while True:
-            await asyncio.sleep(every)
-            try:
-                asked = asyncio.get_running_loop().time()
-                async with asyncio.timeout_at(held_until):
-                    await self._mailbox.extend_lease(claim)
-                    held_until = asked + c.lease_s
-                    await signal.working()
-            except StaleClaim as e:
-                self._lost(task, "interrupted" if isinstance(e, ClaimInterrupted) else "lost")
-                return
-            except TimeoutError:
-                # Nobody says so, but by now another may hold it.
-                self._lost(task, "lost")
-                return
-            except BufstoreError as e:
-                _log.info("cannot renew a claim; tries again: %s", e, extra={"action": "mailbox_renew_failed"})
+    async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Future[None], holding: Holding) -> bool:
+        began = asyncio.get_running_loop().time()
+        try:
+            await self._mailbox.extend_lease(claim)
+            holding.confirm(began)
+            await signal.working()
+        except StaleClaim as e:
+            self._lost(task, "interrupted" if isinstance(e, ClaimInterrupted) else "lost")
+            return False
+        except BufstoreError as e:
+            _log.info("cannot renew a claim; tries again: %s", e, extra={"action": "mailbox_renew_failed"})
+        return True
 
     async def _watch(self) -> None:
         """Stop what is interrupted or lost soon, however long its lease."""

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.errors import LogUnavailable, TokenLost, Unavailable
+from bufstore.holding import Holding
 from bufstore.jetstream.ensure import seconds
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.fresh_reads import FreshReads
@@ -72,18 +73,16 @@ class Register:
         found = await asyncio.gather(*map(self._get, which))
         # Asked afterwards, so that nothing seems older than it is. One server's clock says both times.
         now = seconds((await self._stream.info(self._timeout_s))["ts"])
-        return [
-            Seen(m["seq"], decode(base64.b64decode(m.get("data", ""))), max(now - seconds(m["time"]), 0.0))
-            if m
-            else Seen(0, Record(), float("inf"))
-            for m in found
-        ]
+        return [Seen(seq, decode(body), max(now - stored_s, 0.0)) for seq, body, stored_s in found]
 
-    async def _get(self, which: dict[str, Any]) -> dict[str, Any]:
-        with suppress(MessageMissing):
-            found = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", which, self._timeout_s)
-            return dict(found["message"])
-        return {}
+    async def _get(self, which: dict[str, Any]) -> tuple[int, bytes, float]:
+        """Sequence, body and time; as of something that was stored never if there is none."""
+        try:
+            answer = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", which, self._timeout_s)
+        except MessageMissing:
+            return 0, encode(Record()), float("-inf")
+        m = answer["message"]
+        return m["seq"], base64.b64decode(m.get("data", "")), seconds(m["time"])
 
     async def write(self, subject: str, record: Record, expected: int, ttl_s: int = 0) -> int:
         """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
@@ -92,24 +91,23 @@ class Register:
         that are written may be equal.
         """
         message = Outgoing(subject, encode(record), expected=expected, ttl_s=ttl_s)
-        try:
+
+        async def once() -> int:
+            try:
+                seq = await self._stream.publish(message, self._timeout_s)
+            except Conflict:  # perhaps with an earlier attempt of ours
+                seq, found = await self.read(subject)
+                if not seq or found != record:
+                    raise
+            self._reads.wrote([message], seq)
+            return seq
+
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                async for attempt in AsyncRetrying(
+                return await AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=0.5),
                     retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
-                ):
-                    with attempt:
-                        try:
-                            seq = await self._stream.publish(message, self._timeout_s)
-                            self._reads.wrote([message], seq)
-                            return seq
-                        except Conflict:  # perhaps with an earlier attempt of ours
-                            seq, found = await self.read(subject)
-                            if seq and found == record:
-                                return seq
-                            raise
-        except TimeoutError:
-            pass
+                )(once)
         raise LogUnavailable(f"{subject} may or may not be written: no answer in time")
 
 
@@ -137,17 +135,15 @@ class Lease:
         #: Set when the key was found lost.
         self.lost = asyncio.Event()
         self._record, self._ttl_s = replace(record, token=hold.seq), record.lease_s
+        self._holding = Holding(record.lease_s * (1 - _MARGIN), began, lambda: self._lose(_UNRENEWED))
         self._reason = ""
         #: It was done, given back or released.
         self._over = False
         self._changing = asyncio.Lock()
-        self._keeping: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._confirmed(began)
 
     def check(self) -> None:
         """Raise TokenLost if the key is lost, or may be: before each step that cannot be undone."""
-        if asyncio.get_running_loop().time() >= self._until:
+        if asyncio.get_running_loop().time() >= self._holding.until:
             self._lose(_UNRENEWED)
         if self.lost.is_set():
             raise TokenLost(self.key, self._reason)
@@ -159,7 +155,7 @@ class Lease:
         began = asyncio.get_running_loop().time()
         await self._change(self._record)
         if not self.lost.is_set():
-            self._confirmed(began)
+            self._holding.confirm(began)
 
     async def _change(self, record: Record) -> None:
         """Replace our record. Raises TokenLost, LogUnavailable."""
@@ -187,38 +183,19 @@ class Lease:
         return found
 
     def _keep(self) -> None:
-        self._keeping = asyncio.create_task(self._renew(), name="bufstore-token")
+        self._holding.keep(self._renew, self._ttl_s * _RENEWED)
 
-    async def _renew(self) -> None:
-        while not self.lost.is_set():
-            due = self._until - self._ttl_s * (1 - _MARGIN - _RENEWED)
-            await asyncio.sleep(max(due - asyncio.get_running_loop().time(), self._ttl_s / 20))
-            try:
-                await self.extend()
-            except TokenLost:
-                return
-            except Unavailable as e:
-                _log.warning("cannot renew %r; tries again: %s", self.key, e, extra={"action": "token_renew"})
-
-    async def _stop_keeping(self) -> None:
-        keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-
-    def _stop(self) -> None:
-        """Nothing is held any more, and nothing will be found lost."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _confirmed(self, began: float) -> None:
-        self._stop()
-        self._until = began + self._ttl_s * (1 - _MARGIN)
-        # Not when a renewal fails: its answer may be out for longer than there is time.
-        self._timer = asyncio.get_running_loop().call_at(self._until, self._lose, _UNRENEWED)
+    async def _renew(self) -> bool:
+        try:
+            await self.extend()
+        except TokenLost:
+            pass
+        except Unavailable as e:
+            _log.warning("cannot renew %r; tries again: %s", self.key, e, extra={"action": "token_renew"})
+        return not self.lost.is_set()
 
     def _lose(self, reason: str) -> None:
-        self._stop()
+        self._holding.stop()
         if not self.lost.is_set():
             self._reason = reason
             _log.warning("lost %r: %s", self.key, reason, extra={"action": "token_lost"})

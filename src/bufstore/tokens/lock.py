@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.config import NatsConfig, as_nats_config
+from bufstore.config import ToNats, as_nats_config, check_name
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
@@ -24,7 +22,7 @@ from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.tokens.fence import Hold, Lease, Register
-from bufstore.tokens.model import Holder, Record, Storage, check_name
+from bufstore.tokens.model import NAMED, Holder, Record, Storage
 from bufstore.tokens.setup import Opened, holder_name, locks_config
 from bufstore.types import check_id
 
@@ -33,7 +31,7 @@ class Locks(Opened):
     """Locks by key; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, name: str, storage: Storage, timeout_s: float) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._config = locks_config(name, storage)
         self._name = name
         self._stream = NatsStream(connection, api, f"{name}-locks", storage.replicas)
@@ -41,21 +39,19 @@ class Locks(Opened):
 
     @classmethod
     async def open(
-        cls,
-        nats: str | Sequence[str] | NatsConfig | Mapping[str, Any],
-        *,
-        name: str = "tokens",
-        storage: Storage | None = None,
-        timeout_s: float = 5.0,
+        cls, nats: ToNats, *, name: str = "tokens", storage: Storage | None = None, timeout_s: float = 5.0
     ) -> Self:
         """Connect, and create or check the stream. Raises ConfigError, ConfigDrift, LogUnavailable."""
-        check_name(name)
+        check_name(name, NAMED)
         if not timeout_s > 0:
             raise ConfigError("timeout_s must be positive")
         nats_config = as_nats_config(nats)
-        locks = cls(Connection(nats_config, "bufstore-locks"), nats_config.api, name, storage or Storage(), timeout_s)
-        preparing = partial(ensure_stream, locks._stream, locks._config, "the arguments of Locks.open", {})
-        return await locks._open(preparing)
+        connection = Connection(nats_config, "bufstore-locks")
+        locks = cls(connection, nats_config.api, name, storage or Storage(), timeout_s)
+        await connection.open_with(
+            lambda: ensure_stream(locks._stream, locks._config, "the arguments of Locks.open", {})
+        )
+        return locks
 
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0, holder: str = "") -> Lock:
         """The lock, for `ttl_s` (whole seconds). Raises TokenBusy when another holds it, still after `wait_s`.
@@ -66,15 +62,12 @@ class Locks(Opened):
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
         subject = self._subject(key)
-        async for attempt in AsyncRetrying(
+        return await AsyncRetrying(
             wait=wait_random_exponential(multiplier=0.01, max=0.25),
             stop=stop_after_delay(wait_s),
             retry=retry_if_exception_type(TokenBusy),
             reraise=True,
-        ):
-            with attempt:
-                return await self._take(key, subject, ttl_s, holder)
-        raise AssertionError("unreachable")
+        )(self._take, key, subject, ttl_s, holder)
 
     async def who(self, key: str) -> Holder | None:
         """Who holds the lock, if anybody does. Raises LogUnavailable."""
@@ -133,7 +126,7 @@ class Lock(Lease):
         if self._over:
             return
         # End the renewals first: a later one would take the lock again.
-        await self._stop_keeping()
+        await self._holding.aclose()
         try:
             async with self._changing:
                 while not self._over:
@@ -144,6 +137,6 @@ class Lock(Lease):
                         await self._found_again()
         finally:
             self._over = True
-            self._stop()
+            self._holding.stop()
             self._reason = self._reason or "released"
             self.lost.set()

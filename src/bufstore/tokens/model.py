@@ -9,17 +9,17 @@ late or repeated costs time, and nothing else.
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
+from bufstore.config import check_name
 from bufstore.errors import ConfigError
 from bufstore.jetstream.ensure import seconds
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAMED = "the name of tokens or locks"
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 60.0
 
 
@@ -70,7 +70,7 @@ class TokensConfig(Storage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_name(self.name)
+        check_name(self.name, NAMED)
         if not 1 <= self.ttl_s <= 24 * 3600:
             raise ConfigError("TokensConfig.ttl_s must be 1 s to a day")
         if not self.timeout_s > 0:
@@ -158,12 +158,6 @@ def attempt_of(record: Record, item: int) -> int:
 def backoff_s(attempt: int) -> float:
     """How long to wait after this attempt has failed."""
     return min(_BACKOFF_S * 2.0 ** min(attempt, 20), _BACKOFF_MAX_S)
-
-
-def check_name(name: str) -> None:
-    """Raise ConfigError for what cannot be the first word of subjects and stream names."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError("the name of tokens or locks must be 1 to 64 of A-Z a-z 0-9 _ -")
 
 
 def oldest_s(info: Mapping[str, Any]) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
+from bufstore.jetstream.buckets import last_values
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_consumer, ensure_stream, shared_consumer
 from bufstore.jetstream.stream import NatsStream
@@ -19,7 +19,6 @@ WORKERS = "workers"
 _TOLD_MAX, _ASKING_MAX = 100_000, 10_000
 #: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
 _RECORD_AGE_S = 7 * 24 * 3600
-_S = 1_000_000_000
 _ID = "bufstore.id"
 
 
@@ -31,16 +30,8 @@ def holder_name(given: str) -> str:
 class Opened:
     """What `open` of work and of locks gives: for an ``async with`` block, or to be closed."""
 
-    _connection: Connection
-
-    async def _open(self, prepare: Callable[[], Awaitable[object]]) -> Self:
-        await self._connection.open()
-        try:
-            await prepare()
-        except BaseException:
-            await self.aclose()
-            raise
-        return self
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,48 +46,32 @@ class Opened:
 
 def items_config(config: TokensConfig) -> dict[str, Any]:
     """Items that are not done, and a message for each key that waits for its turn."""
-    return {
-        **_common(config, f"{config.name}-items", [f"{config.name}.item.*", f"{config.name}.turn.*"]),
-        "max_msgs_per_subject": config.per_key,
+    return last_values(
+        f"{config.name}-items",
+        [f"{config.name}.item.*", f"{config.name}.turn.*"],
+        max_msgs_per_subject=config.per_key,
         # Not per subject: the newest item of a key replaces the one before, and never one of another key.
-        "discard_new_per_subject": config.policy is not Policy.REPLACE,
-        "discard": "new",
-        "max_bytes": config.max_bytes,
-    }
+        discard_new_per_subject=config.policy is not Policy.REPLACE,
+        discard="new",
+        max_bytes=config.max_bytes,
+        **_stored(config),
+    )
 
 
 def fence_config(config: TokensConfig) -> dict[str, Any]:
     """The last record of each key. Without a bound: what makes room for items writes here."""
-    return {
-        **_common(config, f"{config.name}-fence", [f"{config.name}.fence.*"]),
-        "max_msgs_per_subject": 1,
-        "max_age": _RECORD_AGE_S * _S,
-    }
+    age = _RECORD_AGE_S * 10**9
+    return last_values(f"{config.name}-fence", [f"{config.name}.fence.*"], max_age=age, **_stored(config))
 
 
 def locks_config(name: str, storage: Storage) -> dict[str, Any]:
     """A record per lock that is held."""
-    return {
-        **_common(storage, f"{name}-locks", [f"{name}.lock.*"]),
-        "max_msgs_per_subject": 1,
-        "allow_msg_ttl": True,
-    }
+    return last_values(f"{name}-locks", [f"{name}.lock.*"], allow_msg_ttl=True, **_stored(storage))
 
 
-def _common(storage: Storage, name: str, subjects: list[str]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "subjects": subjects,
-        "retention": "limits",
-        "discard": "old",
-        "storage": storage.storage,
-        "num_replicas": storage.replicas,
-        "max_age": 0,
-        "max_msgs": -1,
-        "max_bytes": -1,
-        "allow_direct": True,
-        **({"placement": dict(storage.placement)} if storage.placement else {}),
-    }
+def _stored(storage: Storage) -> dict[str, Any]:
+    placement = {"placement": dict(storage.placement)} if storage.placement else {}
+    return {"storage": storage.storage, "num_replicas": storage.replicas, **placement}
 
 
 async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> str:

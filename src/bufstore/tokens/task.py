@@ -48,7 +48,7 @@ class Task(Lease):
             except (TokenLost, Unavailable) as e:
                 # It comes back when its time is over.
                 _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
-        self._stop()
+        self._holding.stop()
 
     async def extend(self) -> None:
         """Hold the key for `ttl_s` from now on. Raises TokenLost, and LogUnavailable when that is not known."""
@@ -64,12 +64,12 @@ class Task(Lease):
         """
         if self._done:
             return
-        await self._stop_keeping()
+        await self._holding.aclose()
         # Those behind it take turns with other keys: their turn comes with a message that `_finish` sends.
         reserved_s = self._ttl_s if self.others_wait else 0.0
         await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
         self._over = self._done = True
-        self._stop()
+        self._holding.stop()
         await self._finish(self)
 
     async def retry(self, delay_s: float = 0.0) -> None:
@@ -81,10 +81,10 @@ class Task(Lease):
         await self._give_back(0.0, self.attempt - 1)
 
     async def _give_back(self, delay_s: float, attempt: int) -> None:
-        await self._stop_keeping()
+        await self._holding.aclose()
         # With another mark: from here on this holder cannot complete the item.
         mark = secrets.token_hex(8)
         await self._change(replace(self._record, holder="", mark=mark, attempt=attempt, lease_s=delay_s))
         self._over = True
-        self._stop()
+        self._holding.stop()
         await self._pulls.hand_back(self.delivery, delay_s)

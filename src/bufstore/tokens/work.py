@@ -14,12 +14,12 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self
 
 from msgspec.structs import replace
 
-from bufstore.config import NatsConfig, as_nats_config
+from bufstore.config import ToNats, as_nats_config
 from bufstore.errors import (
     ConfigError,
     LogFull,
@@ -29,7 +29,6 @@ from bufstore.errors import (
     TokenBusy,
     TokenLost,
     TokenQueueFull,
-    TooLarge,
     Unavailable,
 )
 from bufstore.jetstream.connection import Connection
@@ -38,6 +37,8 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.pulls import Delivery, Pulls
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
+from bufstore.jetstream.walk import Walk
+from bufstore.tasks import end
 from bufstore.tokens.fence import Hold, Register
 from bufstore.tokens.model import (
     Holder,
@@ -56,8 +57,6 @@ from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
 
-#: The part of max_payload kept for headers.
-_HEADERS_BYTES = 1024
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
 #: A worker looks at so many items, of so many bytes or so, and so often in `ttl_s`.
@@ -70,7 +69,7 @@ class ExclusiveWork(Opened):
     """One kind of exclusive work; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._config = config
         self._holder = holder_name(holder)
         self._id = ""
@@ -80,24 +79,21 @@ class ExclusiveWork(Opened):
         self._stored = Register(self._items, config.timeout_s)  # for the ages of items
         self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._items.name}.{WORKERS}")
         self._ending: set[asyncio.Future[Any]] = set()
-        #: Where, at how many and when to look for items that nobody was told of, and how many were found.
-        self._position, self._page, self._look_at, self._found = 0, _LOOKED_AT, 0.0, 0
+        self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
+        #: When to look for items that nobody was told of, and how many were found.
+        self._look_at, self._found = 0.0, 0
 
     @classmethod
-    async def open(
-        cls,
-        nats: str | Sequence[str] | NatsConfig | Mapping[str, Any],
-        config: TokensConfig | None = None,
-        *,
-        holder: str = "",
-    ) -> Self:
+    async def open(cls, nats: ToNats, config: TokensConfig | None = None, *, holder: str = "") -> Self:
         """Connect, and create or check the streams. Raises ConfigError, ConfigDrift, LogUnavailable.
 
         `holder`: what others see as the holder of keys taken here; without it, host and process.
         """
         config, nats_config = config or TokensConfig(), as_nats_config(nats)
-        work = cls(Connection(nats_config, "bufstore-tokens"), nats_config.api, config, holder)
-        return await work._open(work._prepare)
+        connection = Connection(nats_config, "bufstore-tokens")
+        work = cls(connection, nats_config.api, config, holder)
+        await connection.open_with(work._prepare)
+        return work
 
     async def _prepare(self) -> None:
         self._id = await ensure(self._config, self._items, self._fences)
@@ -115,9 +111,7 @@ class ExclusiveWork(Opened):
         LogUnavailable: nothing was submitted then. SubmitUnknown: it may have been.
         """
         name = token(check_id(key, "the key"))
-        limit = self._items.message_bytes_max - _HEADERS_BYTES
-        if len(payload) > limit:
-            raise TooLarge(len(payload), limit)
+        self._items.check_size(payload)
         c = self._config
         try:
             await self._items.publish(Outgoing(f"{c.name}.item.{name}", payload), c.timeout_s)
@@ -163,9 +157,7 @@ class ExclusiveWork(Opened):
         try:
             await asyncio.gather(*workers)
         finally:  # when one has failed, none works on after this has ended
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await end(*workers)
 
     # For people.
 
@@ -313,10 +305,7 @@ class ExclusiveWork(Opened):
         c = self._config
         if oldest_s(await self._items.info()) < c.ttl_s:
             return None
-        page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=self._page)
-        self._position = page[-1].seq if len(page) >= self._page else 0
-        weight = sum(len(message.body) for message in page)
-        self._page = max(1, min(_LOOKED_AT, _LOOKED_AT_BYTES * len(page) // max(weight, 1)))
+        page = await self._walk.next(_LOOKED_AT)
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
         seen = await self._register.seen_all([{"last_by_subj": self._fence(name)} for name in firsts])
         for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
@@ -372,7 +361,5 @@ async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.F
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        task.cancel()
-        stop.cancel()
-        await asyncio.gather(task, stop, return_exceptions=True)
+        await end(task, stop)
     return task

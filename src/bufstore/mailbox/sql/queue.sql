@@ -6,11 +6,13 @@ SELECT * FROM {schema}.mailbox_add_v1(
 
 -- name: queue
 -- A thread and, when it is free, the first of its queue that may be claimed at $2.
-SELECT * FROM {schema}.mailbox_queue_v1($1::text, $2::bigint);
+SELECT version, epoch, step, a_record, a_position, a_epoch, a_status, a_token, NULL::bytea AS a_claim,
+    h_record, h_position, h_epoch, h_status, h_token, NULL::bytea AS h_claim
+FROM {schema}.mailbox_queue_v1($1::text, $2::bigint);
 
 -- name: queued
 -- What is queued in a thread from before an epoch, in the order in which it would be claimed.
-SELECT record, position, epoch, status, token FROM {schema}.mailbox_dispatches
+SELECT record, position, epoch, status, token, claim FROM {schema}.mailbox_dispatches
 WHERE thread_id = $1::text AND status = 0 AND epoch < $2::bigint ORDER BY priority, position LIMIT $3::int;
 
 -- name: holder
@@ -36,5 +38,6 @@ WHERE t.thread_id = $1::text;
 
 -- name: all_of
 -- All dispatches of a thread, finished ones too.
-SELECT t.version, t.epoch, t.step, NULL, d.record, d.position, d.epoch, d.status, d.token, d.claim
+SELECT t.version, t.epoch, t.step, NULL, NULL, NULL, NULL, NULL, NULL,
+    d.record, d.position, d.epoch, d.status, d.token, d.claim
 FROM {schema}.mailbox_dispatches d LEFT JOIN {schema}.mailbox_threads t USING (thread_id) WHERE d.thread_id = $1::text;

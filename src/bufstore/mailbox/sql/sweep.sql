@@ -12,7 +12,7 @@ WHERE t.lease_until < $1::bigint ORDER BY t.lease_until LIMIT $2::int;
 
 -- name: finished
 -- Finished dispatches, the oldest first.
-SELECT record, position, epoch, status, token FROM {schema}.mailbox_dispatches
+SELECT record, position, epoch, status, token, claim FROM {schema}.mailbox_dispatches
 WHERE completed_at IS NOT NULL ORDER BY completed_at, position LIMIT $1::int;
 
 -- name: purge
