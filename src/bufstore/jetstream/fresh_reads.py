@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.errors import TooManyResults
@@ -119,6 +119,15 @@ class FreshReads:
             else:
                 end = await self._behind([subject], end, deadline)
         return messages[:limit]
+
+    async def pages(self, subject: str, size: int = PAGE) -> AsyncIterator[list[StoredMessage]]:
+        """All that a filter has, as any copy has it, in pages: a first one of `size`, then large ones."""
+        seq, asked = 0, size
+        while page := await self.read(subject, seq, asked):
+            yield page
+            if len(page) < asked:
+                return
+            seq, asked = page[-1].seq, PAGE
 
     async def read(self, subject: str, seq: int, limit: int) -> list[StoredMessage]:
         """The first `limit` above a sequence, as any copy has them."""

@@ -239,9 +239,7 @@ class PostgresCheckpointStore:
             return await self._on(connection, name, *parameters)
 
     async def _on(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = arrays.ArrayCursor(connection)
-        await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.rows()
+        return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
 def schema_of(kind: Kind) -> str | None:

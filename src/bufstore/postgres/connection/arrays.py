@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, LiteralString
 
 import msgspec
 from psycopg import AsyncConnection, AsyncRawCursor
@@ -43,6 +43,15 @@ class _ArrayDumper(Dumper):
 
     def dump(self, obj: Array) -> bytes:
         return obj
+
+
+async def rows_of(
+    connection: AsyncConnection[Any], statement: LiteralString, parameters: Sequence[Any]
+) -> list[tuple[Any, ...]]:
+    """All rows of one of our statements."""
+    cursor = ArrayCursor(connection)
+    await cursor.execute(statement, parameters, binary=True)
+    return await cursor.rows()
 
 
 class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):

@@ -125,9 +125,7 @@ class PostgresParked:
         return count
 
     async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = arrays.ArrayCursor(connection)
-        await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.rows()
+        return await arrays.rows_of(connection, self._sql[name], parameters)
 
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         await self._setup()

@@ -65,9 +65,7 @@ class PostgresWaiting:
             await self._run(connection, "wait", *_columns(waiting))
 
     async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = arrays.ArrayCursor(connection)
-        await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.rows()
+        return await arrays.rows_of(connection, self._sql[name], parameters)
 
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         await self._setup()

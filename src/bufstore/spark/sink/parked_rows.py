@@ -135,9 +135,7 @@ class ParkedRows:
             return await self._execute(connection, name, *parameters)
 
     async def _execute(self, connection: Any, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = arrays.ArrayCursor(connection)
-        await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.rows()
+        return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
 async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> None:

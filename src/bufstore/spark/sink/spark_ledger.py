@@ -121,9 +121,7 @@ class SparkLedger:
 
     async def _fetch(self, name: str, *parameters: Any, timeout_s: float = _TIMEOUT_S) -> list[tuple[Any, ...]]:
         async with self._pool.lend(timeout_s) as connection:
-            cursor = arrays.ArrayCursor(connection)
-            await cursor.execute(self._sql[name], parameters, binary=True)
-            return await cursor.rows()
+            return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
 def row_key(app_id: str, batch_id: int | None, thread_id: str | None, rank: int) -> bytes:

@@ -73,9 +73,7 @@ class DirectEdits:
         return receipt
 
     async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        cursor = arrays.ArrayCursor(connection)
-        await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.rows()
+        return await arrays.rows_of(connection, self._sql[name], parameters)
 
     def _family(self, connection: AsyncConnection[Any]) -> Family:
         """The threads, on the connection that holds the lock."""

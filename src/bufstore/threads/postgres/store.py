@@ -337,9 +337,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
     ) -> list[tuple[Any, ...]]:
         left = deadline - asyncio.get_running_loop().time()
         async with self.pool.lend(left) as connection:
-            cursor = arrays.ArrayCursor(connection)
-            await cursor.execute(statement, parameters, binary=True)
-            return await cursor.fetchall()
+            return await arrays.rows_of(connection, statement, parameters)
 
     async def _send(self, connection: AsyncConnection[Any], name: str, parameters: Sequence[Any]) -> None:
         await arrays.ArrayCursor(connection).execute(self._sql[name], parameters)
