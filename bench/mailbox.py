@@ -88,7 +88,8 @@ class NatsQueue(OursMailbox):
 
     async def close(self) -> None:
         assert isinstance(self.store.backend, NatsBackend)
-        await self.store.backend.destroy()
+        stream = self.store.backend._stream
+        await stream.api(f"STREAM.DELETE.{stream.name}")
         await super().close()
 
 

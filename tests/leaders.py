@@ -198,6 +198,6 @@ def _repeated(name: str) -> Any:
 
 for _name in (
     *("thread", "first", "find", "queued", "all_of", "queued_threads", "finished", "counts", "gauges"),
-    *("purge", "expiring", "signal_due", "signal_lost", "sweeps", "signals", "ack_signal", "listen_live", "destroy"),
+    *("purge", "expiring", "signal_due", "signal_lost", "sweeps", "signals", "ack_signal", "listen_live"),
 ):
     setattr(Patient, _name, _repeated(_name))

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from bufstore import BufstoreError
+from bufstore import BufstoreError, LogUnavailable
 from bufstore.embedded import Servers
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
@@ -45,7 +45,7 @@ async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Serve
             async with AsyncExitStack() as stack:
                 stores = await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60)
                 await check(stores)
-                await stores[0].backend.destroy()  # every bucket has elections of its own
+                await _removed(stores[0])  # every bucket has elections of its own
         except Exception as e:
             e.add_note(f"in {check}")
             raise
@@ -95,7 +95,20 @@ async def _keep_beside_leaders_that_go(checks: list[Check], cluster: Cluster, se
                 group.create_task(keeps(check, list(of_check)))
         assert leaders.gone["killed"]
         for of_check in stores:
-            await of_check[0].backend.destroy()
+            await _removed(of_check[0])
+
+
+async def _removed(store: MailboxStore) -> None:
+    """Its bucket goes, with all that is in it."""
+    stream = store.backend._stream  # type: ignore[attr-defined]
+
+    async def gone() -> bool:
+        with suppress(LogUnavailable):  # beside leaders that go
+            await stream.api(f"STREAM.DELETE.{stream.name}")
+            return True
+        return False
+
+    await eventually(gone, 60)
 
 
 async def _leave_no_work(store: MailboxStore) -> None:
@@ -142,7 +155,7 @@ async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: S
         assert not await stores[0].pull_signals(timeout_s=0.5)
         await stores[1].enqueue(thread_id)
         assert await stores[0].pull_signals(timeout_s=5)
-        await stores[0].backend.destroy()
+        await _removed(stores[0])
 
 
 async def _opened(boxes: Mailboxes, stack: AsyncExitStack) -> list[MailboxStore]:

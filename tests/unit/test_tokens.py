@@ -25,8 +25,7 @@ from bufstore.jetstream.errors import (
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode
-from bufstore.tokens.setup import items_config
+from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, items_config
 from unit.fake_log import run
 
 

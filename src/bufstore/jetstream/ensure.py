@@ -50,21 +50,6 @@ async def ensure_stream(
     return info
 
 
-def shared_consumer(name: str, ack_wait_s: float, pending_max: int, **more: Any) -> dict[str, Any]:
-    """A durable consumer that all workers pull from: whoever is idle gets what comes, until it is acknowledged."""
-    return {
-        "name": name,
-        "durable_name": name,
-        "deliver_policy": "all",
-        "ack_policy": "explicit",
-        "ack_wait": round(ack_wait_s * 1e9),
-        "max_deliver": -1,
-        "max_ack_pending": pending_max,
-        "replay_policy": "instant",
-        **more,
-    }
-
-
 async def ensure_consumer(stream: NatsStream, wanted: dict[str, Any], ours: str) -> None:
     """Create the durable consumer of the stream, or check that it is as `wanted`. Raises as `ensure_stream`."""
     name = wanted["durable_name"]

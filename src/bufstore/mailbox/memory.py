@@ -164,12 +164,10 @@ class MemoryBackend(Backend):
         return sorted(every, key=lambda d: d.completed_at_ms or 0)[:limit]
 
     async def counts(self) -> dict[Status, int]:
-        counts = Counter(dict.fromkeys(Status, 0))
-        for thread in self._state().threads.values():
-            counts[Status.CLAIMED] += thread.state.active is not None
-            for d in [*thread.queued.values(), *thread.finished.values()]:
-                counts[as_seen(d, thread.state).status] += 1
-        return dict(counts)
+        threads = self._state().threads.values()
+        found = [as_seen(d, t.state) for t in threads for d in [*t.queued.values(), *t.finished.values()]]
+        found += [t.state.active for t in threads if t.state.active is not None]
+        return {**dict.fromkeys(Status, 0), **Counter(d.status for d in found)}
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         old = [d for d in await self.finished(limit) if (d.completed_at_ms or 0) < finished_before_ms]

@@ -149,9 +149,7 @@ def check_ms(value: object, what: str) -> int:
 
 def clean(text: str | None) -> str | None:
     """A text for the record: what no store could keep is replaced, and what is very long is cut."""
-    if text is None:
-        return None
-    return text[:_TEXT_MAX].replace("\0", "?").encode("utf-8", "replace").decode()
+    return text and text[:_TEXT_MAX].replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def check_invariants(d: Dispatch) -> Dispatch:

@@ -17,14 +17,14 @@ from itertools import islice
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, ToNats, as_nats_config
-from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
+from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.buckets import bucket, placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
-from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.shared_consumer import consumer_config
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
@@ -42,7 +42,6 @@ from bufstore.newest import Newest
 
 _log = logging.getLogger(__name__)
 
-_NEVER_MS = 1 << 53
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
 #: What a read costs the server grows with the queue: so of a long one many are read at once.
 _AHEAD_MAX = 512
@@ -62,8 +61,10 @@ class NatsBackend(NatsSweeps, Backend):
         keys = Keys(names.bucket)
         self._stream = NatsStream(self._connection, nats.api, keys.stream, names.replicas)
         bucket = Bucket(self._connection, self._stream, keys, config.timeout_s, names.max_bytes)
-        signals = NatsSignals(bucket, nats.api, names, config.signal_ack_wait_s)
-        patience_s = max(config.signal_ack_wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
+        wait_s = config.signal_ack_wait_s
+        wanted = consumer_config(names.consumer, wait_s, names.signals_pending_max, filter_subject=keys.of("s", "*"))
+        signals = NatsSignals(self._connection, self._stream, nats.api, wanted, "MailboxConfig, NatsMailboxNames")
+        patience_s = max(wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
         super().__init__(bucket, signals, patience_s)
         self._live = NatsLive(bucket, names)
         #: Per thread and priority: the first of the queue, in order.
@@ -87,10 +88,6 @@ class NatsBackend(NatsSweeps, Backend):
     async def aclose(self) -> None:
         await self._bucket.writes.aclose()
         await self._connection.aclose()
-
-    async def destroy(self) -> None:
-        """Remove the bucket with all that is in it."""
-        await self._stream.api(f"STREAM.DELETE.{self._keys.stream}")
 
     def now_ms(self) -> int:
         return self._bucket.now_ms()
@@ -146,8 +143,7 @@ class NatsBackend(NatsSweeps, Backend):
         return self._keys.state((await self._bucket.last([subject])).get(subject), thread_id)
 
     async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
-        thread, first, *_ = await self._look(thread_id, now_ms)
-        return thread, first
+        return (await self._look(thread_id, now_ms))[:2]
 
     async def _look(
         self, thread_id: str, now_ms: int, *more: str
@@ -187,7 +183,7 @@ class NatsBackend(NatsSweeps, Backend):
                 return False  # what was read is older than the signal, or the thread is claimed
             if first is None:
                 # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
-                soon = min((d.available_at_ms - now_ms for d in handed_back), default=_NEVER_MS) / 1000
+                soon = min((d.available_at_ms - now_ms for d in handed_back), default=float("inf")) / 1000
             if first is not None or 0 < soon <= self._config.signal_nack_max_delay_s:
                 await self.put_off(signal, soon)
                 return True
@@ -222,11 +218,9 @@ class NatsBackend(NatsSweeps, Backend):
 
     async def _first_of(self, subject: str) -> list[Dispatch]:
         """Some of the first that wait; what has left is marked for a second only, so they are soon found."""
-        seq, size = 0, 16
-        while page := await self._bucket.read(subject, seq, size):
+        async for page in self._bucket.pages(subject, 16):
             if waiting := await self._bucket.waiting(page):
                 return waiting
-            seq, size = page[-1].seq, PAGE
         return []
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
@@ -323,11 +317,7 @@ class NatsBackend(NatsSweeps, Backend):
         return [d for d, _ in self._bucket.dispatches(await self._bucket.all(self._keys.places()[2], limit))]
 
     async def counts(self) -> dict[Status, int]:
-        states: dict[str, MailboxThread] = {}
-        for message in await self._bucket.all(self._keys.of("t", "*")):
-            with suppress(MalformedEntry):
-                state = self._keys.state(message, "")
-                states[state.thread_id] = state
+        states = dict(self._bucket.readable(await self._bucket.all(self._keys.of("t", "*"))))
         found: dict[tuple[str, str], Status] = {}
         for place in self._keys.places():
             for d, _ in self._bucket.dispatches(await self._bucket.all(place)):

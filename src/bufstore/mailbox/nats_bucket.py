@@ -122,11 +122,14 @@ class Bucket(FreshReads):
     async def states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
         """As any copy has them; of those that cannot be read the empty one."""
         states = {t: MailboxThread(thread_id=t) for t in thread_ids}
-        for message in (await self.copy(list(map(self.keys.thread, states)))).values():
+        return states | dict(self.readable((await self.copy(list(map(self.keys.thread, states)))).values()))
+
+    def readable(self, found: Iterable[StoredMessage]) -> Iterator[tuple[str, MailboxThread]]:
+        """The states that can be read, with their threads' ids."""
+        for message in found:
             with suppress(MalformedEntry):
-                state = self.keys.state(message, untoken(message.subject.rpartition(".")[2]))
-                states[state.thread_id] = state
-        return states
+                thread_id = untoken(message.subject.rpartition(".")[2])
+                yield thread_id, self.keys.state(message, thread_id)
 
     async def waiting(self, found: Iterable[StoredMessage]) -> list[Dispatch]:
         """Dispatches of messages under ``q`` and ``r``; without what is superseded, and what a killed server brought
@@ -134,13 +137,9 @@ class Bucket(FreshReads):
         queued = {(d.thread_id, d.dispatch_id): d for d, _ in self.dispatches(found)}
         states = await self.states({thread_id for thread_id, _ in queued})
         ended = await self.copy([self.keys.ended(d) for d in queued.values()])
-        waiting = []
-        for d in queued.values():
-            active = states[d.thread_id].active
-            claimed = active is not None and active.dispatch_id == d.dispatch_id
-            if not claimed and not is_stale(d, states[d.thread_id]) and self.keys.ended(d) not in ended:
-                waiting.append(d)
-        return waiting
+        claimed = {(t, s.active.dispatch_id) for t, s in states.items() if s.active is not None}
+        waiting = [d for key, d in queued.items() if key not in claimed and self.keys.ended(d) not in ended]
+        return [d for d in waiting if not is_stale(d, states[d.thread_id])]
 
 
 class _Room:

@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
 
 from bufstore.errors import LogUnavailable, MalformedEntry
-from bufstore.jetstream.ensure import ensure_consumer, shared_consumer
-from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
+from bufstore.jetstream.pulls import Delivery, PullRefused
+from bufstore.jetstream.shared_consumer import SharedConsumer
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.mailbox.config import NatsMailboxNames
@@ -30,23 +29,8 @@ _log = logging.getLogger(__name__)
 _CROWDED_S = 0.5
 
 
-class NatsSignals:
-    """The durable consumer of all workers."""
-
-    def __init__(self, bucket: Bucket, api: str, names: NatsMailboxNames, ack_wait_s: float) -> None:
-        self._stream = bucket.stream
-        of_signals = bucket.keys.of("s", "*")
-        self._wanted = shared_consumer(names.consumer, ack_wait_s, names.signals_pending_max, filter_subject=of_signals)
-        self._name = names.consumer
-        self.pulls = Pulls(bucket.connection, f"{api}.CONSUMER.MSG.NEXT.{bucket.keys.stream}.{names.consumer}")
-
-    async def setup(self) -> None:
-        """Create the consumer, or check it. Raises ConfigDrift."""
-        await ensure_consumer(self._stream, self._wanted, "MailboxConfig, NatsMailboxNames")
-
-    async def info(self) -> dict[str, Any]:
-        """What the server says of the consumer. Raises ConsumerMissing."""
-        return await self._stream.consumer(self._name)
+class NatsSignals(SharedConsumer):
+    """The consumer of signals."""
 
     async def pull(self, limit: int, timeout_s: float) -> list[tuple[str, Delivery]]:
         """Threads that may have work: what waits, or the first that comes in time. Raises LogUnavailable."""

@@ -249,10 +249,7 @@ class _Agenda:
                     async for page in self._slots(part):
                         yield page
                 return
-            seq, full = 0, True
-            while full:
-                page = await self._bucket.read(subjects[0], seq, PAGE)
-                seq, full = page[-1].seq if page else 0, len(page) >= PAGE
+            async for page in self._bucket.pages(subjects[0]):
                 yield [m for m in page if m.body]
 
     async def _remove(self, page: list[StoredMessage], left: Collection[int], now_ms: int) -> None:

@@ -16,8 +16,7 @@ class KeyTaken(Exception):
 
     def __init__(self, holder: str, *, same_id: bool) -> None:
         super().__init__(holder)
-        self.holder = holder
-        self.same_id = same_id
+        self.holder, self.same_id = holder, same_id
 
 
 class InSteps(Exception):
@@ -135,10 +134,7 @@ class Backend(Protocol):
         ...
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
-        """Signal the threads whose delayed dispatches became due; how many.
-
-        0 where a thread's next time stands with it, and workers look there.
-        """
+        """Signal the threads whose delayed dispatches became due; how many. None where workers see the time."""
         return 0
 
     async def wake(self, thread_id: str) -> None:
@@ -181,8 +177,7 @@ class Backend(Protocol):
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         """Hand live deliveries to `handler` until the returned function is called."""
-        return nobody_listens
 
+        async def stop() -> None: ...
 
-async def nobody_listens() -> None:
-    """Ends a listening that never began."""
+        return stop

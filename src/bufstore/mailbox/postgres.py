@@ -107,9 +107,7 @@ class PostgresBackend(Backend):
         if not self._open:
             raise Closed("the mailbox is closed or not open")
         async with self._pool.lend(self._timeout_s) as connection:
-            cursor = arrays.ArrayCursor(connection)
-            await cursor.execute(self._sql[name], parameters, binary=True)
-            return await cursor.rows()
+            return await arrays.rows_of(connection, self._sql[name], parameters)
 
     async def _step(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """The same for a write: without an answer it may have been done. Raises AppendUnknown."""
@@ -128,8 +126,7 @@ class PostgresBackend(Backend):
             raise KeyTaken(d.dispatch_id if same_id else await self._holder(d), same_id=same_id) from None
         if d.available_at_ms <= now_ms:
             self._tell()
-        position, epoch = rows[0]
-        return replace(d, position=position, epoch=epoch)
+        return replace(d, position=rows[0][0], epoch=rows[0][1])
 
     def _tell(self) -> None:
         """Whatever becomes of the notification: what was stored is stored, and nobody waits for it."""

@@ -15,7 +15,7 @@ from bufstore.errors import LogUnavailable, Rejected, StaleClaim, StepUnknown, S
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.counters import Counters
-from bufstore.mailbox.decisions import Claiming, Step
+from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.ports import Backend
 from bufstore.newest import Newest
@@ -136,15 +136,12 @@ class Steps:
     async def write(self, thread: MailboxThread, step: Step, step_id: str, now_ms: int) -> MailboxThread:
         """Write one step; the state after it. Raises Conflict, AppendUnknown."""
         named = replace(step, thread=replace(step.thread, step=step_id))
-        after = await self._noted(thread.thread_id, self._backend.write(thread, named, now_ms))
+        after = await self.noted(thread.thread_id, self._backend.write(thread, named, now_ms))
         assert after is not None
         return after
 
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
-        """See `bufstore.mailbox.ports.Backend`."""
-        return await self._noted(thread_id, self._backend.claim_first(thread_id, claiming, step_id))
-
-    async def _noted(self, thread_id: str, writing: Awaitable[MailboxThread | None]) -> MailboxThread | None:
+    async def noted(self, thread_id: str, writing: Awaitable[MailboxThread | None]) -> MailboxThread | None:
+        """What a write to the thread gives, which is remembered."""
         try:
             after = await writing
         except BaseException as e:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from contextlib import suppress
 from typing import Any, Self
@@ -18,19 +19,11 @@ from msgspec.structs import replace
 
 from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleClaim, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
-from bufstore.mailbox import decisions
+from bufstore.mailbox import decisions, model
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import Counters, MailboxGauges, MailboxStatistics
 from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_same, is_stale
-from bufstore.mailbox.model import (
-    DEFAULT_PRIORITY,
-    Dispatch,
-    Interruption,
-    MailboxThread,
-    Status,
-    check_dispatch,
-    check_ms,
-)
+from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Interruption, MailboxThread, Status
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE, Done, Steps
 from bufstore.types import check_id
@@ -110,7 +103,7 @@ class MailboxStore:
             created_at_ms=now,
             updated_at_ms=now,
         )
-        check_dispatch(draft, payload_max=self.config.payload_max)
+        model.check_dispatch(draft, payload_max=self.config.payload_max)
 
         async def attempt(unsure: bool) -> Dispatch:
             if unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
@@ -192,7 +185,7 @@ class MailboxStore:
             nonlocal again
             if at_once:
                 with suppress(InSteps):
-                    return await self._steps.claim_first(thread_id, claiming, step_id)
+                    return await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
             thread, head = await find()
             if again and head is None and thread.step != step_id:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was.
@@ -249,7 +242,7 @@ class MailboxStore:
 
         Dead after `max_attempts` claims; superseded when the thread was interrupted.
         """
-        retry_at = 0 if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
+        retry_at = 0 if retry_at_ms is None else model.check_ms(retry_at_ms, "retry_at_ms")
         ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, error)
         self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
         return ended
@@ -284,7 +277,7 @@ class MailboxStore:
         now_ms: int | None = None,
     ) -> Dispatch:
         """Note what came of it, before the ack."""
-        check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
+        model.check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
         return await self._as_holder(claim, now_ms, decisions.finish, run_status, termination, result, error)
 
     async def cancel(self, thread_id: str, dispatch_id: str, *, now_ms: int | None = None) -> Dispatch | None:
@@ -363,10 +356,8 @@ class MailboxStore:
         """How many there are; of one thread, or of all (which costs what is kept)."""
         if thread_id is None:
             return await self.backend.counts()
-        counts = dict.fromkeys(Status, 0)
-        for d in await self.list_dispatches(thread_id, limit=1 << 30):
-            counts[d.status] += 1
-        return counts
+        listed = await self.list_dispatches(thread_id, limit=1 << 30)
+        return {**dict.fromkeys(Status, 0), **Counter(d.status for d in listed)}
 
     async def queued_thread_ids(self, *, limit: int = 1000) -> list[str]:
         """Threads that have queued dispatches, sorted."""
@@ -405,7 +396,7 @@ class MailboxStore:
 
     async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
         """Remove what finished before that time, the oldest first; how many."""
-        purged = await self.backend.purge(check_ms(finished_before_ms, "finished_before_ms"), limit)
+        purged = await self.backend.purge(model.check_ms(finished_before_ms, "finished_before_ms"), limit)
         self.counters.count("purged", purged)
         return purged
 
@@ -452,7 +443,7 @@ class MailboxStore:
         return await self.enqueue(thread_id, payload, **enqueue, maybe_delivered=live is Live.UNKNOWN)
 
     def _now(self, now_ms: int | None) -> int:
-        return self.backend.now_ms() if now_ms is None else check_ms(now_ms, "now_ms")
+        return self.backend.now_ms() if now_ms is None else model.check_ms(now_ms, "now_ms")
 
     def _ended(self, done: Done | None, how: str) -> Dispatch | None:
         if done is None:
@@ -461,7 +452,7 @@ class MailboxStore:
         return done.dispatch
 
     def _until(self, now: int, lease_s: float | None) -> int:
-        return check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
+        return model.check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
 
     async def _as_holder(
         self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object

@@ -11,21 +11,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Sequence
+import os
+import socket
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.errors import LogUnavailable, TokenLost, Unavailable
+from bufstore.errors import LogUnavailable, TokenBusy, TokenLost, Unavailable
 from bufstore.holding import Holding
+from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import seconds
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token
 from bufstore.tokens.model import Holder, Record, decode, encode
+from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
 
@@ -64,11 +68,7 @@ class Register:
         found = (await self._reads.last([subject])).get(subject)
         return (found.seq, decode(found.body)) if found is not None else (0, Record())
 
-    async def seen(self, subject: str) -> Seen:
-        """The same with its age."""
-        return (await self.seen_all([{"last_by_subj": subject}]))[0]
-
-    async def seen_all(self, which: Sequence[dict[str, Any]]) -> list[Seen]:
+    async def seen(self, *which: dict[str, Any]) -> list[Seen]:
         """What these requests (STREAM.MSG.GET) find, with their ages."""
         found = await asyncio.gather(*map(self._get, which))
         # Asked afterwards, so that nothing seems older than it is. One server's clock says both times.
@@ -200,3 +200,49 @@ class Lease:
             self._reason = reason
             _log.warning("lost %r: %s", self.key, reason, extra={"action": "token_lost"})
             self.lost.set()
+
+
+class Keyed:
+    """What work and locks have in common; their `open` gives it, for an ``async with`` block or to be closed."""
+
+    def __init__(self, connection: Connection, register: Register, prefix: str) -> None:
+        """`register`: of the records of keys, whose subjects begin with `prefix`."""
+        self._connection, self._register, self._prefix = connection, register, prefix
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def aclose(self) -> None:
+        """Disconnect. What is held goes to others when its time is over."""
+        await self._connection.aclose()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def who(self, key: str) -> Holder | None:
+        """Who holds the key, if anybody does. Raises LogUnavailable."""
+        (seen,) = await self._register.seen({"last_by_subj": self._subject(key)})
+        return seen.holder
+
+    async def release(self, key: str, *, force: bool = False) -> Holder | None:
+        """Take the key from its holder, who finds it lost. Returns who that was.
+
+        The item that was worked on goes to another. Raises TokenBusy without `force`, LogFull and LogUnavailable.
+        """
+        found = await self.who(key)
+        if found is not None and not force:
+            raise TokenBusy(key, found.name)
+        await self._free(self._subject(key), found)
+        return found
+
+    async def _free(self, subject: str, holder: Holder | None) -> None:
+        """Make the key of this record free, which that holder had."""
+        raise NotImplementedError
+
+    def _subject(self, key: str) -> str:
+        return self._prefix + token(check_id(key, "the key"))
+
+
+def holder_name(given: str) -> str:
+    """What others see as the holder: what was given, or host and process."""
+    return given or f"{socket.gethostname()}:{os.getpid()}"

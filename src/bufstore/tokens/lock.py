@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from types import TracebackType
 from typing import Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -20,22 +19,17 @@ from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
-from bufstore.jetstream.subject_tokens import token
-from bufstore.tokens.fence import Hold, Lease, Register
-from bufstore.tokens.model import NAMED, Holder, Record, Storage
-from bufstore.tokens.setup import Opened, holder_name, locks_config
-from bufstore.types import check_id
+from bufstore.tokens.fence import Hold, Keyed, Lease, Register, holder_name
+from bufstore.tokens.model import NAMED, Holder, Record, Storage, locks_config
 
 
-class Locks(Opened):
+class Locks(Keyed):
     """Locks by key; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, name: str, storage: Storage, timeout_s: float) -> None:
-        super().__init__(connection)
-        self._config = locks_config(name, storage)
-        self._name = name
         self._stream = NatsStream(connection, api, f"{name}-locks", storage.replicas)
-        self._register = Register(self._stream, timeout_s)
+        super().__init__(connection, Register(self._stream, timeout_s), f"{name}.lock.")
+        self._config = locks_config(name, storage)
 
     @classmethod
     async def open(
@@ -48,9 +42,8 @@ class Locks(Opened):
         nats_config = as_nats_config(nats)
         connection = Connection(nats_config, "bufstore-locks")
         locks = cls(connection, nats_config.api, name, storage or Storage(), timeout_s)
-        await connection.open_with(
-            lambda: ensure_stream(locks._stream, locks._config, "the arguments of Locks.open", {})
-        )
+        ours = "the arguments of Locks.open"
+        await connection.open_with(lambda: ensure_stream(locks._stream, locks._config, ours, {}))
         return locks
 
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0, holder: str = "") -> Lock:
@@ -69,25 +62,13 @@ class Locks(Opened):
             reraise=True,
         )(self._take, key, subject, ttl_s, holder)
 
-    async def who(self, key: str) -> Holder | None:
-        """Who holds the lock, if anybody does. Raises LogUnavailable."""
-        return (await self._register.seen(self._subject(key))).holder
-
-    async def release(self, key: str, *, force: bool = False) -> Holder | None:
-        """Take the lock from its holder, who finds it lost. Returns who that was. Raises TokenBusy without `force`."""
-        found = await self.who(key)
-        if found is not None:
-            if not force:
-                raise TokenBusy(key, found.name)
-            await self._stream.purge(self._subject(key))
-        return found
-
     async def held(self) -> int:
         """How many locks are held. Raises LogUnavailable."""
         return int((await self._stream.info())["state"]["messages"])
 
-    def _subject(self, key: str) -> str:
-        return f"{self._name}.lock.{token(check_id(key, 'the key'))}"
+    async def _free(self, subject: str, holder: Holder | None) -> None:
+        if holder is not None:  # else somebody may have taken it since
+            await self._stream.purge(subject)
 
     async def _take(self, key: str, subject: str, ttl_s: int, holder: str) -> Lock:
         began = asyncio.get_running_loop().time()
@@ -111,14 +92,12 @@ class Lock(Lease):
         self._keep()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         believed = not self.lost.is_set()
         try:
             await self.release()
         except (TokenLost, LogUnavailable) as e:
-            if error is None and not (believed and isinstance(e, LogUnavailable)):
+            if error[0] is None and not (believed and isinstance(e, LogUnavailable)):
                 raise  # until now the block believed that it held the lock
 
     async def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Exclusive work and locks: options, and the record that decides who holds a key. No I/O.
+"""Exclusive work and locks: options, the streams they ask for, and the record that decides who holds a key. No I/O.
 
 The record of a key is written by compare-and-set only. Whoever writes itself into it holds the key, and the sequence of
 that write is the **fencing token**: it grows with every holder. A holder writes again to stay it (a lease), and writes
@@ -17,10 +17,15 @@ import msgspec
 
 from bufstore.config import check_name
 from bufstore.errors import ConfigError
+from bufstore.jetstream.buckets import last_values
 from bufstore.jetstream.ensure import seconds
 
+#: All workers use one durable consumer of this name.
+WORKERS = "workers"
 NAMED = "the name of tokens or locks"
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 60.0
+#: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
+_RECORD_AGE_S = 7 * 24 * 3600
 
 
 class Policy(enum.Enum):
@@ -164,3 +169,33 @@ def oldest_s(info: Mapping[str, Any]) -> float:
     """The age of the oldest message of a stream, by its STREAM.INFO; 0 if there is none."""
     state = info["state"]
     return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
+
+
+def items_config(config: TokensConfig) -> dict[str, Any]:
+    """Items that are not done, and a message for each key that waits for its turn."""
+    return last_values(
+        f"{config.name}-items",
+        [f"{config.name}.item.*", f"{config.name}.turn.*"],
+        max_msgs_per_subject=config.per_key,
+        # Not per subject: the newest item of a key replaces the one before, and never one of another key.
+        discard_new_per_subject=config.policy is not Policy.REPLACE,
+        discard="new",
+        max_bytes=config.max_bytes,
+        **_stored(config),
+    )
+
+
+def fence_config(config: TokensConfig) -> dict[str, Any]:
+    """The last record of each key. Without a bound: what makes room for items writes here."""
+    age = _RECORD_AGE_S * 10**9
+    return last_values(f"{config.name}-fence", [f"{config.name}.fence.*"], max_age=age, **_stored(config))
+
+
+def locks_config(name: str, storage: Storage) -> dict[str, Any]:
+    """A record per lock that is held."""
+    return last_values(f"{name}-locks", [f"{name}.lock.*"], allow_msg_ttl=True, **_stored(storage))
+
+
+def _stored(storage: Storage) -> dict[str, Any]:
+    placement = {"placement": dict(storage.placement)} if storage.placement else {}
+    return {"storage": storage.storage, "num_replicas": storage.replicas, **placement}

@@ -32,31 +32,26 @@ from bufstore.errors import (
     Unavailable,
 )
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import MessageMissing, SubjectFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
-from bufstore.jetstream.pulls import Delivery, Pulls
+from bufstore.jetstream.pulls import Delivery
+from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
 from bufstore.tasks import end
-from bufstore.tokens.fence import Hold, Register
-from bufstore.tokens.model import (
-    Holder,
-    Policy,
-    Record,
-    Statistics,
-    TokensConfig,
-    attempt_of,
-    backoff_s,
-    done_to,
-    oldest_s,
-)
-from bufstore.tokens.setup import WORKERS, Opened, ensure, holder_name
+from bufstore.tokens import model
+from bufstore.tokens.fence import Hold, Keyed, Register, holder_name
+from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
 
+_ID = "bufstore.id"
+#: So many items may be with workers, and so many workers may wait for some, at once.
+_TOLD_MAX, _ASKING_MAX = 100_000, 10_000
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
 #: A worker looks at so many items, of so many bytes or so, and so often in `ttl_s`.
@@ -65,19 +60,22 @@ _LOOKED_AT, _LOOKED_AT_BYTES, _LOOKS = 50, 1 << 20, 10
 Handler = Callable[[Task], Awaitable[None]]
 
 
-class ExclusiveWork(Opened):
+class ExclusiveWork(Keyed):
     """One kind of exclusive work; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
-        super().__init__(connection)
-        self._config = config
-        self._holder = holder_name(holder)
-        self._id = ""
         self._items = NatsStream(connection, api, f"{config.name}-items", config.replicas)
         self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
-        self._register = Register(self._fences, config.timeout_s)
+        super().__init__(connection, Register(self._fences, config.timeout_s), f"{config.name}.fence.")
+        self._config = config
+        self._holder = holder_name(holder)
+        #: What tells the stream of the items from one of the same name before or after it.
+        self._id = ""
         self._stored = Register(self._items, config.timeout_s)  # for the ages of items
-        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._items.name}.{WORKERS}")
+        # Only an idle worker asks it for more, and many wait at once.
+        wanted = consumer_config(WORKERS, config.ttl_s, _TOLD_MAX, max_waiting=_ASKING_MAX)
+        self._consumer = SharedConsumer(connection, self._items, api, wanted, "TokensConfig")
+        self._pulls = self._consumer.pulls
         self._ending: set[asyncio.Future[Any]] = set()
         self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
         #: When to look for items that nobody was told of, and how many were found.
@@ -96,7 +94,11 @@ class ExclusiveWork(Opened):
         return work
 
     async def _prepare(self) -> None:
-        self._id = await ensure(self._config, self._items, self._fences)
+        c, ours = self._config, "TokensConfig"
+        info = await ensure_stream(self._items, model.items_config(c), ours, {_ID: secrets.token_hex(8)})
+        self._id = str((info["config"].get("metadata") or {}).get(_ID, ""))
+        await ensure_stream(self._fences, model.fence_config(c), ours, {})
+        await self._consumer.setup()
 
     async def aclose(self) -> None:
         """Disconnect. Held items go to other workers when their time is over."""
@@ -118,7 +120,7 @@ class ExclusiveWork(Opened):
         except SubjectFull:
             if c.policy is Policy.QUEUE:
                 raise TokenQueueFull(key, c.waiting_max) from None
-            raise TokenBusy(key, (await self._register.read(self._fence(name)))[1].holder) from None
+            raise TokenBusy(key, (await self._register.read(self._prefix + name))[1].holder) from None
         except AppendUnknown as e:
             raise SubmitUnknown(key, str(e)) from None
 
@@ -161,37 +163,21 @@ class ExclusiveWork(Opened):
 
     # For people.
 
-    async def who(self, key: str) -> Holder | None:
-        """Who holds the key, if anybody does. Raises LogUnavailable."""
-        return (await self._register.seen(self._fence(token(check_id(key, "the key"))))).holder
-
-    async def release(self, key: str, *, force: bool = False) -> Holder | None:
-        """Take the key from its holder, who finds it lost; its item goes to another. Returns who that was.
-
-        Raises TokenBusy without `force`, LogFull and LogUnavailable.
-        """
-        found = await self.who(key)
-        if found is not None and not force:
-            raise TokenBusy(key, found.name)
-        fence = self._fence(token(key))
-        seq, record = await self._register.read(fence)
+    async def _free(self, subject: str, holder: Holder | None) -> None:
+        seq, record = await self._register.read(subject)
         free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
         with contextlib.suppress(Conflict):  # another holds it meanwhile
-            await self._register.write(fence, free, seq)
-        await self._give_turn(token(key))
-        return found
+            await self._register.write(subject, free, seq)
+        await self._give_turn(subject.rpartition(".")[2])
 
     async def statistics(self) -> Statistics:
         """What there is to do, as the server counts it. Raises LogUnavailable."""
-        stream, consumer = await asyncio.gather(self._items.info(), self._items.consumer(WORKERS))
+        stream, consumer = await asyncio.gather(self._items.info(), self._consumer.info())
         state, untold, told = stream["state"], consumer["num_pending"], consumer["num_ack_pending"]
         again = consumer["num_redelivered"]
-        return Statistics(state["messages"], state["bytes"], oldest_s(stream), untold, told, again, self._found)
+        return Statistics(state["messages"], state["bytes"], model.oldest_s(stream), untold, told, again, self._found)
 
     # Taking.
-
-    def _fence(self, name: str) -> str:
-        return f"{self._config.name}.fence.{name}"
 
     async def _to_the_end(self, taking: Coroutine[Any, Any, Task | None]) -> Task | None:
         """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
@@ -225,12 +211,12 @@ class ExclusiveWork(Opened):
 
     async def _begin(self, key: str, name: str, delivery: Delivery | None) -> Task | None:
         """Take the key's first item; None when there is none, or its turn is not now. `delivery`: what told of it."""
-        c, subject = self._config, self._fence(name)
+        c, subject = self._config, self._prefix + name
         # A delivery that came before may be the only one that will tell of the key when its holder is gone.
         again, is_turn = delivery is None or delivery.times > 1, _is_turn(delivery)
         while True:
             (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
-            if items and items[0].seq <= done_to(record, self._id):
+            if items and items[0].seq <= model.done_to(record, self._id):
                 await self._remove(items[0].seq)  # its holder died just before, or this leader lags
                 continue
             if not items:
@@ -240,7 +226,7 @@ class ExclusiveWork(Opened):
                 if not again and (is_turn or c.per_key > 1):
                     await self._drop(delivery)
                     return None
-                seen = await self._register.seen(subject)
+                (seen,) = await self._register.seen({"last_by_subj": subject})
                 if seen.seq != seq:
                     continue
                 if (left := seen.record.lease_s - seen.age_s) > 0:
@@ -248,7 +234,7 @@ class ExclusiveWork(Opened):
                     return None
             began = asyncio.get_running_loop().time()
             item = items[0]
-            attempt = attempt_of(record, item.seq)
+            attempt = model.attempt_of(record, item.seq)
             mark = secrets.token_hex(8)
             mine = Record(self._holder, mark, item=item.seq, stream=self._id, attempt=attempt, lease_s=c.ttl_s)
             try:
@@ -303,13 +289,13 @@ class ExclusiveWork(Opened):
         others had left answered. An item is not looked at before it and its key's record have stood for `ttl_s`.
         """
         c = self._config
-        if oldest_s(await self._items.info()) < c.ttl_s:
+        if model.oldest_s(await self._items.info()) < c.ttl_s:
             return None
         page = await self._walk.next(_LOOKED_AT)
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
-        seen = await self._register.seen_all([{"last_by_subj": self._fence(name)} for name in firsts])
+        seen = await self._register.seen(*({"last_by_subj": self._prefix + name} for name in firsts))
         for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
-            if age_s < record.lease_s + c.ttl_s or (await self._stored.seen_all([{"seq": item}]))[0].age_s < c.ttl_s:
+            if age_s < record.lease_s + c.ttl_s or (await self._stored.seen({"seq": item}))[0].age_s < c.ttl_s:
                 continue
             with contextlib.suppress(MalformedEntry):
                 if (task := await self._begin(untoken(name), name, None)) is not None:
@@ -345,7 +331,7 @@ class ExclusiveWork(Opened):
                     await task.done()
                 else:
                     _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
-                    await task.retry(backoff_s(task.attempt))
+                    await task.retry(model.backoff_s(task.attempt))
             except (TokenLost, LogUnavailable) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
 

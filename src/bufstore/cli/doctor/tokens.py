@@ -13,8 +13,7 @@ from bufstore.errors import BufstoreError
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.model import oldest_s
-from bufstore.tokens.setup import WORKERS
+from bufstore.tokens.model import WORKERS, oldest_s
 
 _FULL = 0.9
 #: Older than so many leases: its holder renews, or nobody works.

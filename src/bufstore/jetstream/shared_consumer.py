@@ -1,0 +1,43 @@
+"""A durable consumer that all workers pull from: whoever is idle gets what comes, until it is acknowledged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.ensure import ensure_consumer
+from bufstore.jetstream.pulls import Pulls
+from bufstore.jetstream.stream import NatsStream
+
+
+def consumer_config(name: str, ack_wait_s: float, pending_max: int, **more: Any) -> dict[str, Any]:
+    """Its configuration: what is not acknowledged comes again after `ack_wait_s`; so many may be so at once."""
+    return {
+        "name": name,
+        "durable_name": name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": round(ack_wait_s * 1e9),
+        "max_deliver": -1,
+        "max_ack_pending": pending_max,
+        "replay_policy": "instant",
+        **more,
+    }
+
+
+class SharedConsumer:
+    """A consumer of a stream, and pulls from it; to be made before the connection is opened."""
+
+    def __init__(self, connection: Connection, stream: NatsStream, api: str, wanted: dict[str, Any], ours: str) -> None:
+        """`ours` is the place of its settings, for `ConfigDrift`."""
+        self._stream, self._wanted, self._ours = stream, wanted, ours
+        self._name = str(wanted["durable_name"])
+        self.pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{stream.name}.{self._name}")
+
+    async def setup(self) -> None:
+        """Create it, or check it. Raises ConfigDrift, ConfigError, LogUnavailable."""
+        await ensure_consumer(self._stream, self._wanted, self._ours)
+
+    async def info(self) -> dict[str, Any]:
+        """What the server says of it. Raises ConsumerMissing, LogUnavailable."""
+        return await self._stream.consumer(self._name)
