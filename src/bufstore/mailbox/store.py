@@ -383,11 +383,10 @@ class MailboxStore:
                 continue
             if done is None:
                 continue  # its holder or another sweeper was faster
-            after = done.dispatch
-            reclaimed.append(after)
+            reclaimed.append(done.dispatch)
             self.counters.count("reclaimed")
-            if after.status is not Status.QUEUED:
-                self.counters.count(_counted(after))
+            if done.dispatch.status is not Status.QUEUED:
+                self.counters.count(_counted(done.dispatch))
         ended = {d.thread_id for d in reclaimed}
         self._not_reclaimed = (self._not_reclaimed & {t.thread_id for t in expiring} | failed.keys()) - ended
         if failed and not reclaimed:
