@@ -38,7 +38,7 @@ class Holding:
         held = True
         while held:
             due_s = self.began + every_s - asyncio.get_running_loop().time()
-            await asyncio.sleep(max(due_s, self._for_s / 20))
+            await asyncio.sleep(max(due_s, min(every_s, self._for_s / 20)))
             held = await renew()
         self.stop()
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bufstore import AlreadyExists, BufstoreError, LogFull, LogUnavailable, MalformedEntry
+from bufstore import AlreadyExists, BufstoreError, ConfigError, LogFull, LogUnavailable, MalformedEntry, NatsConfig
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.subject_tokens import token
@@ -25,7 +25,7 @@ from bufstore.mailbox import (
     Sweeper,
     Worker,
 )
-from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.nats import NatsBackend, find_mailbox
 from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.notify import MemoryNotifier
@@ -568,3 +568,9 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
         with pytest.raises(asyncio.CancelledError):
             await pulling
         assert [s.thread_id for s in await b.pull_signals(timeout_s=0)] == [thread_id]
+
+
+@pytest.mark.parametrize("bucket", ["a b", "a.b", "x\r\nPING", "*", ""])
+async def test_a_name_that_no_bucket_can_have_is_not_sent(bucket: str) -> None:
+    with pytest.raises(ConfigError, match="bucket"):
+        await find_mailbox(NatsConfig(servers=("nats://127.0.0.1:1",)), bucket)

@@ -84,3 +84,16 @@ def test_what_is_closed_is_renewed_no_more_and_what_is_stopped_is_not_lost() -> 
         assert (closed.lost_at, stopped.lost_at) == ([13.0], [])
 
     run(main())
+
+
+def test_what_is_renewed_far_more_often_than_it_must_be_is_renewed_in_time() -> None:
+    """A worker with a long lease keeps its signal with the same call."""
+
+    async def main() -> None:
+        held = Held()
+        held.answers = [True, True, True, False]
+        held.holding.keep(held.renew, 0.1)
+        await asyncio.sleep(1)
+        assert held.renewed == [0.1, 0.2, 0.3, 0.4]
+
+    run(main())

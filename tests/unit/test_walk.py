@@ -38,12 +38,13 @@ async def test_a_round_passes_each_message_once_in_growing_pages() -> None:
     assert [m.seq for m in await walk.next(3)] == [1, 2, 3], "the next round, and no more than is wanted"
 
 
-async def test_a_page_of_large_messages_has_few_of_them() -> None:
-    stream = Messages(100, 300)
-    walk = _walk(stream)
-    for _ in range(3):
-        await walk.next(1000)
-    assert stream.asked == [16, 3, 3]
+async def test_a_page_of_large_messages_has_few_of_them_and_yet_some() -> None:
+    for size, asked in ((50, 20), (300, 16)):
+        stream = Messages(200, size)
+        walk = _walk(stream)
+        for _ in range(3):
+            await walk.next(1000)
+        assert stream.asked == [16, asked, asked]
 
 
 async def test_an_empty_stream_is_a_round() -> None:

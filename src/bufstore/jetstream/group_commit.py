@@ -73,6 +73,10 @@ class AppendUnit(msgspec.Struct, eq=False):
     #: `ended` was called.
     over: bool = False
 
+    def __repr__(self) -> str:
+        # Not what it carries: asyncio shows the arguments of a callback that fails.
+        return f"{type(self).__name__}(thread_id={self.thread_id!r}, {len(self.messages)} messages)"
+
     @property
     def given_up(self) -> bool:
         """Nobody waits for the unit any more: it need not be sent."""

@@ -19,7 +19,6 @@ from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
-    HEADER_BYTES_MAX,
     AppendUnknown,
     BatchRefused,
     BegunBatch,
@@ -30,6 +29,8 @@ from bufstore.jetstream.messages import (
 )
 
 _SUBJECTS_PER_GET = 1000
+#: Of a message that is not an entry of a log, its headers never take more.
+_HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
 #: Idempotent requests: every consumer here has a name.
 _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
@@ -94,7 +95,7 @@ class NatsStream:
 
     def check_size(self, body: bytes) -> None:
         """Raise TooLarge for what no message can hold."""
-        limit = self.message_bytes_max - HEADER_BYTES_MAX
+        limit = self.message_bytes_max - _HEADERS_BYTES
         if len(body) > limit:
             raise TooLarge(len(body), limit)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.stream import NatsStream
 
-#: The first page has so many messages at most: nobody knows yet how large they are.
-_FIRST = 16
+#: A page has so many messages at least, if it may, and the first one no more: nobody knows yet how large they are.
+_LEAST = 16
 
 
 class Walk:
@@ -16,7 +16,7 @@ class Walk:
         """A page has at most `most` messages, of about `bytes_most` bytes together."""
         self._stream, self._subject, self._timeout_s = stream, subject, timeout_s
         self._most, self._bytes_most = most, bytes_most
-        self._size = min(_FIRST, most)
+        self._size = min(_LEAST, most)
         #: What comes next is above this sequence; 0: a round has ended.
         self.position = 0
 
@@ -26,5 +26,6 @@ class Walk:
         page = await self._stream.read(self._subject, self.position, self._timeout_s, size)
         self.position = page[-1].seq if len(page) >= size else 0
         bytes_each = sum(len(message.body) for message in page) / len(page) if page else 0.0
-        self._size = max(1, int(min(self._most, 2 * self._size, self._bytes_most / max(bytes_each, 1.0))))
+        fitting = int(self._bytes_most / max(bytes_each, 1.0))
+        self._size = min(self._most, 2 * self._size, max(fitting, _LEAST))
         return page

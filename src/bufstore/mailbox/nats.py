@@ -16,7 +16,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from bufstore.config import NatsConfig, ToNats, as_nats_config
+from bufstore.config import NatsConfig, ToNats, as_nats_config, check_name
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.buckets import bucket, placed
 from bufstore.jetstream.connection import Connection
@@ -371,6 +371,7 @@ class NatsMailboxStore(MailboxStore):
 
 async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
     """The mailbox in this bucket, to be opened, with the settings that it has. Raises ConfigError, LogUnavailable."""
+    check_name(bucket, "the bucket's name")
     connection = Connection(nats, "bufstore mailbox")
     stream = NatsStream(connection, nats.api, f"KV_{bucket}", 1)
     await connection.open()

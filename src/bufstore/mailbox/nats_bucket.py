@@ -27,6 +27,7 @@ from bufstore.jetstream.subject_tokens import untoken
 from bufstore.mailbox.decisions import is_stale
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_keys import Keys
+from bufstore.tasks import together
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Bucket(FreshReads):
                 raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
     async def put_each(self, messages: Iterable[Outgoing]) -> set[str]:
-        """Write each by itself; the subjects of those that were not, or not surely."""
+        """Write each by itself; the subjects of those that were not, or not surely. None is on its way afterwards."""
 
         async def failed(message: Outgoing) -> set[str]:
             with suppress(Conflict, AppendUnknown):
@@ -106,7 +107,7 @@ class Bucket(FreshReads):
                 return set()
             return {message.subject}
 
-        return set().union(*await asyncio.gather(*map(failed, messages)))
+        return set().union(*await together(map(failed, messages)))
 
     def dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
         """What can be read; what cannot is set aside: it stands where it is, and nothing waits for it."""

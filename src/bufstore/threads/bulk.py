@@ -10,11 +10,12 @@ from typing import NamedTuple
 from bufstore.buffer import producers
 from bufstore.buffer.append.tip import Prepare
 from bufstore.errors import BufstoreError, NotFound, Rejected
+from bufstore.tasks import together
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edits import WantedEdit
-from bufstore.threads.lanes import Lanes, together
+from bufstore.threads.lanes import Lanes
 from bufstore.threads.lineage import LineageChange
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.runs import Runs

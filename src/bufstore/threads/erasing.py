@@ -10,10 +10,11 @@ from typing import NamedTuple
 from bufstore.buffer.entry import entry_id
 from bufstore.errors import AlreadyExists, NotFound
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.tasks import together
 from bufstore.threads import edits
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
-from bufstore.threads.lanes import Lanes, ThreadBuffer, together
+from bufstore.threads.lanes import Lanes, ThreadBuffer
 from bufstore.threads.lineage import Children, deletion
 
 _PAGE = 1000

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import lane_of
+from bufstore.tasks import together
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import ThreadChange
 from bufstore.threads.state import ThreadState
@@ -95,14 +96,3 @@ class Lanes:
     async def broken(self) -> frozenset[str]:
         """See `Ledger.broken`."""
         return frozenset[str]().union(*await self.each(lambda buffer: buffer.ledger.broken()))
-
-
-async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """The results, in order; the first error once all have ended."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    found: list[T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found

@@ -33,9 +33,10 @@ from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
 from bufstore.spark.sink.spark_ledger import row_key
 from bufstore.spark.task import Counts
+from bufstore.tasks import together
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.edits import WantedEdit
-from bufstore.threads.lanes import ThreadBuffer, together
+from bufstore.threads.lanes import ThreadBuffer
 from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence, check_id
 
