@@ -303,7 +303,7 @@ async def test_a_lost_hot_bucket_is_made_anew_and_needs_no_repair(deployment: De
 
 
 async def _deletable(store: BufferedThreadStore) -> dict[str, Any]:
-    info = await store.buffer.shared._stream.api(f"STREAM.INFO.{store.buffer.shared._stream._name}")
+    info = await store.buffer.shared._stream.api(f"STREAM.INFO.{store.buffer.shared._stream.name}")
     config: dict[str, Any] = info["config"]
     return config
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.stream import NatsStream
 
-#: A page has so many messages at least, if it may, and the first one no more: nobody knows yet how large they are.
-_LEAST = 16
+#: The first page has so many messages at most: nobody knows yet how large they are.
+_FIRST = 16
 
 
 class Walk:
     """One round after the other. Any copy is read: what it lacks is at the end, and comes with the next round."""
 
-    def __init__(self, stream: NatsStream, subject: str, timeout_s: float, most: int, bytes_most: int) -> None:
-        """A page has at most `most` messages, of about `bytes_most` bytes together."""
+    def __init__(
+        self, stream: NatsStream, subject: str, timeout_s: float, most: int, bytes_most: int, least: int = 1
+    ) -> None:
+        """A page has at most `most` messages, of about `bytes_most` bytes together; but `least`, however large."""
         self._stream, self._subject, self._timeout_s = stream, subject, timeout_s
-        self._most, self._bytes_most = most, bytes_most
-        self._size = min(_LEAST, most)
+        self._most, self._bytes_most, self._least = most, bytes_most, least
+        self._size = min(_FIRST, most)
         #: What comes next is above this sequence; 0: a round has ended.
         self.position = 0
 
@@ -27,5 +29,5 @@ class Walk:
         self.position = page[-1].seq if len(page) >= size else 0
         bytes_each = sum(len(message.body) for message in page) / len(page) if page else 0.0
         fitting = int(self._bytes_most / max(bytes_each, 1.0))
-        self._size = min(self._most, 2 * self._size, max(fitting, _LEAST))
+        self._size = min(self._most, 2 * self._size, max(fitting, self._least))
         return page

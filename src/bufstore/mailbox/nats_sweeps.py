@@ -185,7 +185,7 @@ class _Walk(Walk):
     """Through all queued dispatches."""
 
     def __init__(self, bucket: Bucket, subject: str) -> None:
-        super().__init__(bucket.stream, subject, bucket.timeout_s, _WALK_MAX, _WALK_BYTES)
+        super().__init__(bucket.stream, subject, bucket.timeout_s, _WALK_MAX, _WALK_BYTES, least=16)
         #: Since when threads wait whose signal a worker has: as seen in this round, and in the one before.
         self._since: dict[_Waiting, float] = {}
         self._before: dict[_Waiting, float] = {}
