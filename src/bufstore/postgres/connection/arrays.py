@@ -34,15 +34,21 @@ def unstorable() -> Iterator[None]:
         raise InvalidBinaryRepresentation(f"{type(e).__name__} in a message or run") from e
 
 
-class Array(bytes):
+class Array:
     """A Postgres array in its binary form."""
+
+    # Not a kind of bytes: to make one of bytes copies them, and a batch has many.
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
 
 
 class _ArrayDumper(Dumper):
     format = Format.BINARY  # its type is what the statement casts the parameter to
 
     def dump(self, obj: Array) -> bytes:
-        return obj
+        return obj.data
 
 
 async def rows_of(
