@@ -227,33 +227,6 @@ async def test_a_hot_thread_is_flushed_in_parts_of_bounded_size(
         assert await store.load_messages(thread_id) == [said(n, size) for n in range(80)]
 
 
-async def test_two_flushers_each_read_a_backlog_once(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partitions that were a moment behind the others got a delivery of their own, all the way beside the first."""
-    threads, written = [fresh() for _ in range(40)], 2400
-    async with deployment.store(flusher=False) as writer:
-        for n in range(written):
-            await writer.checkpoint_append(threads[n % 40], [said(n)], run_of(threads[n % 40]))
-    given = 0
-    take = NatsFeed.take
-
-    def counted(feed: NatsFeed) -> Any:
-        nonlocal given
-        arrived = take(feed)
-        given += len(arrived)
-        return arrived
-
-    monkeypatch.setattr(NatsFeed, "take", counted)
-    async with (
-        deployment.store(flush_max_entries=100) as one,
-        deployment.store(flush_max_entries=100) as two,
-    ):
-        await asyncio.gather(one.force_flush_all(), two.force_flush_all())
-        for store in (one, two):
-            assert store.buffer.log._feeds._common._groups.left == 0  # type: ignore[attr-defined]
-    # Each begins anew a few times, for partitions that it takes one after another.
-    assert given < 2.5 * written, given
-
-
 @pytest.mark.parametrize("flush_max_bytes", [BufferConfig().flush_max_bytes, 1 << 30])
 async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
     deployment: Deployment, flush_max_bytes: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,36 +142,6 @@ def test_what_is_appended_is_flushed_acked_and_purged() -> None:
         assert it.log.groups == [5], "the entry at the cursor stays"
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
-
-
-def test_a_window_takes_what_is_oldest_of_all_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partition by partition, the first one's entries were all flushed before the last one's: nothing could be
-    acknowledged meanwhile, and the last one seemed to stop the others.
-    """
-    windows: list[Sequence[str]] = []
-
-    async def main(it: Bench) -> None:
-        flush, there = it.ledger.flush, asyncio.Event()
-
-        async def watched(held: Any, threads: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-            await there.wait()
-            windows.append(threads)
-            return await flush(held, threads, *args, **kwargs)
-
-        monkeypatch.setattr(it.ledger, "flush", watched)
-        await it.start()
-        await it.writer.append([0], "first")
-        await asyncio.sleep(1)
-        threads = [f"t{n}" for n in range(100)]
-        await asyncio.gather(*(it.writer.append([0], thread_id) for thread_id in threads))
-        there.set()
-        assert await it.flushed(*threads)
-        assert [len(window) for window in windows if window] == [1, 40, 40, 20]
-        assert {len({SUBJECTS.partition(t) for t in window}) for window in windows[1:]} == {4}
-        places = [[it.log.last_of(SUBJECTS.of(t)) for t in window] for window in windows]
-        assert all(max(one) < min(next_) for one, next_ in itertools.pairwise(places))
-
-    bench(main, flush_max_entries=40)
 
 
 def test_a_postgres_that_went_back_gets_what_it_missed() -> None:

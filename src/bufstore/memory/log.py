@@ -146,10 +146,6 @@ class MemoryFeed:
     def crowded(self) -> bool:
         return 2 * len(self._held) >= self._messages_max
 
-    @property
-    def left(self) -> int:
-        return sum(1 for _ in self._stream.after(self._filter, self._seen))
-
     async def ack(self, seq: int) -> None:
         self.acked = max(self.acked, min(seq, self._next - 1))
         while self._held and self._held[0] <= seq:

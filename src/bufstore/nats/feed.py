@@ -93,8 +93,6 @@ class NatsFeed:
         self._counter = 0
         self._last_seq: int = config["opt_start_seq"] - 1
         self._held_bytes = 0
-        #: How many more there are for it, as of the last delivery.
-        self.left = 0
         self._outstanding = 0
         self._heard = 0.0
         self._lost: str | None = None
@@ -183,7 +181,7 @@ class NatsFeed:
         if counter != self._counter + 1:
             self._lose(f"delivery {self._counter + 1} is missing")
             return None
-        self._counter, self.left = counter, int(words[at + 6])
+        self._counter = counter
         self._outstanding -= 1
         if seq > self._last_seq:  # else a redelivery of what is still held
             self._last_seq = seq

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from operator import attrgetter
 
 import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark, plan
 from bufstore.buffer.domain import Change, Coalesce, Inapplicable
 from bufstore.buffer.entry import Item, StoredEntry
-
-_position = attrgetter("seq")
 
 #: Entries to flush, by thread; None stands for entries whose thread is unknown.
 Threads = MutableMapping[str | None, list[Item]]
@@ -42,14 +39,6 @@ def decide_thread(
         return msgspec.structs.replace(
             todo, watermark=msgspec.structs.replace(todo.watermark, gone=change.gone)
         ), change
-
-
-def oldest(items: list[Item], most: int) -> list[Item]:
-    """So many of these, the ones that come first in the log.
-
-    Partition by partition, what is acknowledged, and with it what is delivered, would wait for the last one's turn.
-    """
-    return items if len(items) <= most else sorted(items, key=_position)[:most]
 
 
 def by_partition(threads: Threads, partition_of: Callable[[str | None, Sequence[Item]], int]) -> list[Threads]:

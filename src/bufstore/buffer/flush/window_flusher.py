@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from bufstore.buffer.entry import Item, StoredEntry
 from bufstore.buffer.flush.blame import THREADS_MIN, Blame
 from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, WindowOutcome
-from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry, oldest
+from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.queues import Queues
 from bufstore.buffer.flush.takeover import Takeover
@@ -84,7 +84,7 @@ class WindowFlusher:
 
     async def settle_pending(self) -> None:
         """Flush what has arrived, except of threads that have to wait. Raises Later when it cannot be flushed now."""
-        pending = self._gather((lambda thread_id: thread_id not in self.waiting) if self.waiting else None)
+        pending = self._gather(lambda thread_id: thread_id not in self.waiting)
         self.more = sum(map(len, pending.values())) >= self._room
         if pending:
             await self._settle(pending)
@@ -196,25 +196,19 @@ class WindowFlusher:
             text += f"; so much waits that partitions {full} stop"
         return text, bool(self._told)
 
-    def _gather(self, wanted: Callable[[str | None], bool] | None) -> Threads:
-        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger.
-
-        `wanted`: of which threads; None: of all.
-        """
-        self._committer.begin_window()
-        items: list[Item] = []
-        for owned in self._owned.values():
-            if wanted is None and not owned.queues:
-                items += owned.pending.values()
-            else:
-                items += (
-                    i
-                    for i in owned.pending.values()
-                    if i.thread_id not in owned.queues and (wanted is None or wanted(i.thread_id))
-                )
+    def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
+        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger."""
+        room = self._room
         found: Threads = {}
-        for item in oldest(items, self._room):
-            found.setdefault(item.thread_id, []).append(item)
+        self._committer.begin_window()
+        for owned in self._owned.values():
+            for item in owned.pending.values():
+                if item.thread_id in owned.queues or not wanted(item.thread_id):
+                    continue
+                if room <= 0:
+                    return found
+                room -= 1
+                found.setdefault(item.thread_id, []).append(item)
         return found
 
     # --- what becomes of it -----------------------------------------------------------------------------------

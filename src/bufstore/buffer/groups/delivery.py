@@ -4,7 +4,7 @@ What the server delivers ahead is bounded by what is not acknowledged: a group i
 has entries in it, and gets them from here, has passed them.
 
 A partition that passes nothing while others do would soon stop them all. It is set aside: nothing more is delivered to
-it, and nothing waits for it, until it has passed what it has. Whose owner has not looked yet is not late.
+it, and nothing waits for it, until it has passed what it has.
 """
 
 from __future__ import annotations
@@ -47,11 +47,6 @@ class StreamFeed(Protocol):
     @property
     def crowded(self) -> bool:
         """Whether half of the messages that may be unacknowledged are."""
-        ...
-
-    @property
-    def left(self) -> int:
-        """How many messages it has still to deliver, as of the last one."""
         ...
 
     def take(self) -> list[StoredMessage]:
@@ -106,15 +101,9 @@ class Delivery:
             self._lost = self._groups.lost
         return self._lost
 
-    def should_begin_anew(self, first: int) -> bool:
-        """Whether who comes late, and begins at this sequence, is better brought up by this one than by a second.
-
-        That is so if this one has just begun, which brings little more than what is on its way once more; and while
-        more is left for it than lies between: a second one would go over that beside it, and not catch up before.
-        """
-        if self._began is not None and self._began - first <= _BEHIND_MAX:
-            return True
-        return self._groups is not None and self.next - first <= self._groups.left
+    def has_just_begun(self, first: int) -> bool:
+        """Whether to begin anew at this sequence brings little more than what is on its way, once more."""
+        return self._began is not None and self._began - first <= _BEHIND_MAX
 
     @property
     def crowded(self) -> bool:
@@ -166,11 +155,8 @@ class Delivery:
             if (feed := self.feeds.get(partition)) is not None:
                 feed.wake()
 
-    async def acknowledge(self, *, judge: bool = False) -> None:
-        """Acknowledge the groups of which every entry is passed.
-
-        `judge`: set aside who stops the others. That is for who comes from a commit: it took the oldest entries first.
-        """
+    async def acknowledge(self) -> None:
+        """Acknowledge the groups of which every entry is passed."""
         passed = 0
         while self._open:
             seq, touched = self._open[0]
@@ -179,8 +165,7 @@ class Delivery:
                 for p, place in touched.items()
                 if (feed := self.feeds.get(p)) is not None and not feed.ended and feed.acked < place
             ]
-            looked = all(feed.taken >= touched[feed.partition] for feed in behind)
-            if behind and not (judge and looked and self._stops_others(seq)):
+            if behind and not self._stops_others(seq):
                 break
             for feed in behind:
                 del self.feeds[feed.partition]

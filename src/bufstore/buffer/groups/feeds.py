@@ -9,9 +9,8 @@ neither for them nor for what they have missed. There are never more than these 
 of bytes on its way, and the server closes the connection of who is owed too many. Who comes too late for the second
 one is served when that has ended.
 
-Who comes a moment after the common one has begun, or beside a backlog, gets no second one, which might go over all of
-that beside it, and never catch up: the common one begins anew for all, and who had some of that already gets none of it
-twice.
+Who comes a moment after the common one has begun gets no second one, which might go over a whole backlog beside it, and
+never catch up: the common one begins anew for all, and who had some of that already gets none of it twice.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ class PartitionFeed:
         self.partition = partition
         #: Everything up to here was delivered, or was not to be.
         self.delivered = start - 1
-        #: Up to here, the owner has it.
-        self.taken = start - 1
         #: Everything up to here is acknowledged.
         self.acked = start - 1
         #: What delivers to it, from its start on, so that it misses none.
@@ -59,8 +56,6 @@ class PartitionFeed:
 
     def take(self) -> list[StoredMessage]:
         arrived, self._arrived = self._arrived, []
-        if arrived:
-            self.taken = arrived[-1].seq
         return arrived
 
     @property
@@ -84,7 +79,7 @@ class PartitionFeed:
         if self.aside and self.acked >= self.delivered:
             self._source.resume(self)
         elif self.delivery is not None:
-            await self.delivery.acknowledge(judge=True)
+            await self.delivery.acknowledge()
 
     async def close(self) -> None:
         self.lose("closed")
@@ -168,7 +163,7 @@ class Feeds:
         delivery = Delivery(self._split, self._joins)
         await delivery.begin(lambda wake: self._follow(first, wake), first)
         common = self._common
-        if common is not None and common.should_begin_anew(first):
+        if common is not None and common.has_just_begun(first):
             feeds += common.feeds.values()
             common.feeds.clear()
             self._past.append(common)
