@@ -104,36 +104,38 @@ async def test_a_stream_that_is_made_anew_while_it_is_read_is_noticed(
     await client.close()
 
 
+def _stream(options: dict[str, str], **more: str) -> Any:
+    source = ThreadLogSource(options | more)
+    return source.streamReader(source.schema())
+
+
+def _latest(reader: Any, start: Any) -> Any:
+    return reader.latestOffset(start, reader.getDefaultReadLimit())
+
+
 async def test_a_micro_batch_waits_for_rows_and_not_for_ever(deployment: Deployment) -> None:
     thread = fresh()
     await write(deployment, [thread], range(2))
     options = read_options(deployment, startingPosition="earliest", minOffsetsPerTrigger=3, maxTriggerDelay="1h")
 
-    def stream(**more: Any) -> Any:
-        source = ThreadLogSource(options | more)
-        return source.streamReader(source.schema())
-
-    def latest(reader: Any, start: Any) -> Any:
-        return reader.latestOffset(start, reader.getDefaultReadLimit())
-
-    waiting, hasty = stream(), stream(maxTriggerDelay="0s")
+    waiting, hasty = _stream(options), _stream(options, maxTriggerDelay="0s")
     start = await asyncio.to_thread(waiting.initialOffset)
-    first = await asyncio.to_thread(latest, waiting, start)
+    first = await asyncio.to_thread(_latest, waiting, start)
     assert first != start, "what a query finds when it starts does not wait"
-    assert await asyncio.to_thread(latest, hasty, start) == first
+    assert await asyncio.to_thread(_latest, hasty, start) == first
     for steps in (range(2, 4), range(4, 5)):
-        assert await asyncio.to_thread(latest, waiting, first) == first, "fewer than 3 rows"
+        assert await asyncio.to_thread(_latest, waiting, first) == first, "fewer than 3 rows"
         await write(deployment, [thread], steps)
-    assert await asyncio.to_thread(latest, hasty, first) != first, "it has waited long enough"
+    assert await asyncio.to_thread(_latest, hasty, first) != first, "it has waited long enough"
     behind = await asyncio.to_thread(waiting.reportLatestOffset)
     assert (behind["messagesBehind"], behind["headroom"]) == (3, 2)
     assert behind["bytesBehind"] > 0
     assert behind["unreadSince"] is not None
-    at_once = stream()
+    at_once = _stream(options)
     await asyncio.to_thread(at_once.prepareForTriggerAvailableNow)
-    second = await asyncio.to_thread(latest, waiting, first)
+    second = await asyncio.to_thread(_latest, waiting, first)
     assert second["position"] == first["position"] + 3
-    assert await asyncio.to_thread(latest, at_once, first) == second, "with availableNow nothing waits"
+    assert await asyncio.to_thread(_latest, at_once, first) == second, "with availableNow nothing waits"
     behind = await asyncio.to_thread(waiting.reportLatestOffset)
     assert (behind["messagesBehind"], behind["bytesBehind"], behind["unreadSince"]) == (0, 0, None)
 
@@ -146,23 +148,16 @@ async def test_a_stream_waits_for_a_server_that_is_away(own_servers: Servers) ->
     await write(deployment, [thread], range(3))
     options = read_options(deployment, startingPosition="earliest", numPartitions=1)
 
-    def stream(**more: Any) -> Any:
-        source = ThreadLogSource(options | more)
-        return source.streamReader(source.schema())
-
-    def latest(reader: Any, start: Any) -> Any:
-        return reader.latestOffset(start, reader.getDefaultReadLimit())
-
-    patient, hasty = stream(), stream(outageTimeout="0")
+    patient, hasty = _stream(options), _stream(options, outageTimeout="0")
     start = await asyncio.to_thread(patient.initialOffset)
-    end = await asyncio.to_thread(latest, patient, start)
+    end = await asyncio.to_thread(_latest, patient, start)
     told = await asyncio.to_thread(patient.reportLatestOffset)
     (part,) = await asyncio.to_thread(patient.partitions, start, end)
     own_servers.nats.stop()
 
-    assert await asyncio.to_thread(latest, patient, end) == end
+    assert await asyncio.to_thread(_latest, patient, end) == end
     with pytest.raises(LogUnavailable):
-        await asyncio.to_thread(latest, hasty, end)
+        await asyncio.to_thread(_latest, hasty, end)
     waits = await asyncio.to_thread(patient.reportLatestOffset)
     assert waits.pop("unavailableSince") is not None
     assert waits == told
@@ -170,7 +165,7 @@ async def test_a_stream_waits_for_a_server_that_is_away(own_servers: Servers) ->
     own_servers.nats.start()
     assert sum(batch.num_rows for batch in await reading) == 3
     await write(deployment, [thread], range(3, 5))
-    assert await asyncio.to_thread(latest, patient, end) != end
+    assert await asyncio.to_thread(_latest, patient, end) != end
     assert "unavailableSince" not in await asyncio.to_thread(patient.reportLatestOffset)
 
 

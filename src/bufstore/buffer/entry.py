@@ -127,7 +127,7 @@ def header_of(
     payload: bytes,
 ) -> str:
     """The header value of the entry with these fields (`Entry`): who only writes it need not make one."""
-    # As `_Meta` (and `_MetaWithSources`) is encoded, likewise.
+    # As `_Meta` (and `_MetaWithSources`) is encoded, likewise; 0 and 1 are `_ONE_PIECE`.
     meta = (id_, prev_id, base, seen, version, self_contained, keys, 0, 1, keys_complete)
     text = b2a_base64(_encode((*meta, producers) if producers else meta), newline=False)
     return f"{VERSION}.{crc32(payload, crc32(text)):08x}.{text.decode()}"

@@ -99,8 +99,8 @@ class Sequencer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: The server's max_payload, as it was last known; how many bytes of entries fit into one message of it.
-        self._bytes_max, self.room = BYTES_MAX, BYTES_MAX - HEAD_BYTES_MAX
+        #: How many bytes of entries fit into one message of the server, as it was last known.
+        self.room = BYTES_MAX - HEAD_BYTES_MAX
         #: Below this place the log may be purged.
         self._purged = 0
         #: What tells the groups of this writer from others', and from each other.
@@ -209,8 +209,7 @@ class Sequencer:
 
     def _look_at_limit(self) -> None:
         with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
-            self._bytes_max = self._stream.message_bytes_max
-            self.room = self._bytes_max - HEAD_BYTES_MAX
+            self.room = self._stream.message_bytes_max - HEAD_BYTES_MAX
 
     @property
     def oldest(self) -> int | None:
@@ -241,7 +240,7 @@ class Sequencer:
     def _take(self) -> list[Queued]:
         waiting = self._waiting
         self._look_at_limit()
-        count = count_fitting(waiting, self._bytes_max)
+        count = count_fitting(waiting, self.room + HEAD_BYTES_MAX)
         taken = [waiting.popleft() for _ in range(count)]
         # Who waited for a large entry was told that it may be stored.
         given_up = [queued for queued in taken if queued.unit.given_up and not queued.elsewhere]
