@@ -17,10 +17,12 @@ from msgspec.structs import replace
 
 from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
+from bufstore.jetstream import subject_tokens
 from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.stream import Shown
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
+from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.store import MailboxStore
 from helpers import eventually, fresh
 from mailboxes import Mailboxes
@@ -285,6 +287,34 @@ async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind:
         claim = await other.claim(forgotten, "w")
         assert claim is not None
         assert claim.dispatch_id == after.dispatch_id
+
+
+async def test_what_a_killed_server_brought_back_is_removed_for_good(own_servers: Servers) -> None:
+    """Else all that ever came back comes again with each kill, and is removed one by one once more."""
+    boxes, thread_id = Mailboxes("nats", own_servers), fresh()
+    async with boxes.open(1) as (store,):
+        backend = store.backend
+        assert isinstance(backend, NatsBackend)
+
+        async def queued() -> list[int]:
+            with suppress(BufstoreError):
+                places = backend._keys.places(subject_tokens.token(thread_id))[:2]
+                return [sum([len(await backend._bucket.all(place)) for place in places])]
+            return []  # the server does not answer yet
+
+        for n in range(6):
+            await store.enqueue(thread_id, priority=(128, 3)[n % 2])
+        while (claim := await store.claim(thread_id, "w")) is not None:
+            await (store.nack(claim) if claim.attempts == 1 else store.ack(claim))
+        came_back = []
+        for _ in range(2):
+            await asyncio.sleep(2.5)  # what marks a removal stays for a second or two
+            await asyncio.to_thread(own_servers.nats.kill)
+            await asyncio.to_thread(own_servers.nats.start)
+            came_back += await eventually(queued, 30)
+            async with boxes.open(1) as (anew,):  # which does not know how far the queue was read
+                assert await anew.claim(thread_id, "w") is None
+        assert came_back == [6, 0]
 
 
 @pytest.mark.parametrize("kind", ("memory", *DURABLE))

@@ -39,6 +39,7 @@ from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
 from bufstore.newest import Newest
+from bufstore.tasks import together
 
 _log = logging.getLogger(__name__)
 
@@ -101,13 +102,12 @@ class NatsBackend(NatsSweeps, Backend):
             wanted[self._keys.of("k", t, token(dispatch.dedupe_key))] = False
         subject = self._keys.thread(dispatch.thread_id)
         found = await self._stream.last([subject, *wanted], self._config.timeout_s)
-        keys = []
+        keys, holder = [], token(dispatch.dispatch_id).encode()
         for key, same_id in wanted.items():
             held = found.get(key)
             if held is not None and held.body:
                 await self._check_key(dispatch.thread_id, held, same_id)
-            body = token(dispatch.dispatch_id).encode()
-            keys.append(Outgoing(key, body, expected=held.seq if held is not None else 0))
+            keys.append(Outgoing(key, holder, expected=held.seq if held is not None else 0))
         state = self._keys.state(found.get(subject), dispatch.thread_id)
         d, messages = self._keys.enqueued(dispatch, state, keys)
         seq = await self._bucket.put_new(messages)
@@ -130,10 +130,9 @@ class NatsBackend(NatsSweeps, Backend):
             if isinstance(e, Conflict):
                 self._doubted[before.thread_id] = True
             raise
-        for move in step.moves:
-            if move.before is not None:
-                for ahead in self._ahead.get(before.thread_id, {}).values():
-                    ahead.dispatches.pop(move.before.dispatch_id, None)
+        for was in (move.before for move in step.moves if move.before is not None):
+            for ahead in self._ahead.get(before.thread_id, {}).values():
+                ahead.dispatches.pop(was.dispatch_id, None)
         return self._keys.state(StoredMessage("", seq, None, messages[-1].body), before.thread_id)
 
     # Reading
@@ -237,12 +236,13 @@ class NatsBackend(NatsSweeps, Backend):
             return queued
         now_at = {s: d for d in queued for s in (self._keys.ended(d), self._keys.returned(d))}
         found = await self._bucket.last(list(now_at))
-        ended = {now_at[s].dispatch_id for s, m in found.items() if m.body and s != self._keys.queued(now_at[s])}
-        left = [d for d in queued if d.dispatch_id not in ended]
-        if len(left) == len(queued):
+        ended = {now_at[s].dispatch_id: m.seq for s, m in found.items() if m.body and s != self._keys.queued(now_at[s])}
+        left, gone = ([d for d in queued if (d.dispatch_id in ended) is been] for been in (False, True))
+        if not gone:
             self._doubted.pop(thread_id, None)
             return queued
-        await self._bucket.put_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
+        # Not replaced: of a purge the server keeps record, so that they do not come back each time it is killed.
+        await together(self._bucket.stream.purge(self._keys.queued(d), ended[d.dispatch_id]) for d in gone)
         self._ahead.pop(thread_id, None)
         return left
 
