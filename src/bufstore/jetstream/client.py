@@ -14,6 +14,7 @@ from nats.aio.subscription import Subscription
 from bufstore.config import mask_url
 from bufstore.errors import ConfigError
 from bufstore.jetstream import frames, hooks
+from bufstore.jetstream.parser import MessageParser
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ class ListeningClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
+        if frames.supported:
+            self._ps = MessageParser(self)
         #: Subscriptions whose messages do not take nats-py's way; see `listen`.
         self._listeners: dict[int, Listener] = {}
 

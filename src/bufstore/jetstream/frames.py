@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
 from bufstore.jetstream.messages import HEADER, Outgoing
+from bufstore.jetstream.parser import read_all
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
@@ -40,7 +41,12 @@ supported = version("nats-py").startswith(CHECKED_VERSIONS)
 
 
 def prepare(client: Client) -> None:
-    """Have a new client send at once: uvloop keeps small writes back until all ready callbacks have had their turn."""
+    """Have a new client read all at once, and send at once.
+
+    uvloop keeps small writes back until all ready callbacks have had their turn.
+    """
+    if supported:
+        read_all(client)
     if supported and type(client._transport) is TcpTransport and client._transport._io_writer is not None:
         client._transport._io_writer.transport.set_write_buffer_limits(0)
 
