@@ -11,11 +11,13 @@ import pytest
 from nats.aio.client import Client
 
 from bufstore.config import NatsConfig
+from bufstore.errors import Closed
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.mailbox.nats import NatsMailboxStore
 
 
 async def test_closing_ends_although_connecting_swallows_that_it_was_cancelled() -> None:
@@ -28,11 +30,26 @@ async def test_closing_ends_although_connecting_swallows_that_it_was_cancelled()
         connection._lost.clear()  # it is connected
 
     connection._connect = swallows  # type: ignore[method-assign]
+    connection._closed = False
     connection._lost.set()
     connection._supervisor = asyncio.create_task(connection._supervise())
     await begun.wait()
     async with asyncio.timeout(10):
         await connection.aclose()
+
+
+async def test_what_was_not_opened_is_closed() -> None:
+    connection = Connection(NatsConfig(), "test")
+    with pytest.raises(Closed):
+        connection.client()
+    async with asyncio.timeout(10):
+        with pytest.raises(Closed):
+            await connection.wait_up(3600)
+    mailbox = NatsMailboxStore(NatsConfig())
+    for call in (mailbox.enqueue("thread"), mailbox.claim("thread", "w"), mailbox.load_dispatch("thread", "id")):
+        async with asyncio.timeout(10):
+            with pytest.raises(Closed):
+                await call
 
 
 class Recorder:

@@ -65,7 +65,8 @@ class Connection:
         self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
         self._supervisor: asyncio.Task[None] | None = None
         self._reason = "not connected yet"
-        self._closed = False
+        #: Or not open yet.
+        self._closed = True
         self._inbox = ""
         self._tokens = itertools.count()
         self._answers: dict[str, _Question] = {}
@@ -96,6 +97,7 @@ class Connection:
 
     async def open(self) -> None:
         """Connect. Raises ConfigError when the server refuses us, LogUnavailable when no server can be reached."""
+        self._closed = False
         for concern in hooks.concerns():
             _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
         try:
@@ -127,7 +129,7 @@ class Connection:
     def client(self) -> ListeningClient:
         """The live client. Raises LogUnavailable (or Closed) when there is none now."""
         if self._closed:
-            raise Closed("the store is closed")
+            raise Closed("the store is closed or not open")
         if self._client is None or not self._client.is_connected:
             raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
         return self._client

@@ -242,7 +242,8 @@ class NatsBackend(NatsSweeps, Backend):
             self._doubted.pop(thread_id, None)
             return queued
         # Not replaced: of a purge the server keeps record, so that they do not come back each time it is killed.
-        await together(self._bucket.stream.purge(self._keys.queued(d), ended[d.dispatch_id]) for d in gone)
+        purge, at = self._bucket.stream.purge, self._keys.queued
+        await together(purge(at(d), max(ended[d.dispatch_id], d.position)) for d in gone)
         self._ahead.pop(thread_id, None)
         return left
 

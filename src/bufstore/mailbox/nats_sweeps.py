@@ -167,9 +167,8 @@ class NatsSweeps:
             return
         if self._keys.state(kept.get(subject), thread_id).active or any(m.body for m in queued.values()):
             return
-        days = {subject: THREAD_GONE_S}
         await self._bucket.put_each(
-            self._keys.gone(s, m.seq, ttl_s=days.get(s, GONE_S)) for s, m in kept.items() if m.body
+            self._keys.gone(s, m.seq, ttl_s=(GONE_S, THREAD_GONE_S)[s == subject]) for s, m in kept.items() if m.body
         )
 
 
