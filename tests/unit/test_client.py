@@ -11,12 +11,13 @@ import pytest
 from nats.aio.client import Client
 
 from bufstore.config import NatsConfig
-from bufstore.errors import Closed
+from bufstore.errors import Closed, LogFull, LogUnavailable
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.mailbox.nats import NatsMailboxStore
 
 
@@ -122,3 +123,77 @@ async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: 
         server.close()
         await server.wait_closed()
     assert posts == 2
+
+
+class TwoLeaders(Recorder):
+    """Two nodes that both believe they lead: the first refuses for want of room, the other stores, at some time."""
+
+    FULL = b'{"error":{"code":503,"err_code":10077,"description":"maximum bytes exceeded"},"stream":"s"}'
+
+    def __init__(self, stores: bool, before_proof: bool) -> None:
+        super().__init__()
+        self._stores, self._before_proof = stores, before_proof
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+
+        def answer(words: list[bytes], payload: bytes) -> None:
+            writer.write(b"MSG %b 1 %d\r\n%b\r\n" % (words[2], len(payload), payload))
+
+        published: list[bytes] = []
+        while line := await reader.readline():
+            words = line.split()
+            if words[0] == b"PING":
+                writer.write(b"PONG\r\n")
+            elif words[0] == b"PUB":
+                await reader.readexactly(int(words[-1]) + 2)
+                self.verbs.append(words[1].decode())
+                if b".PURGE." not in words[1]:
+                    published = words
+                    answer(words, self.FULL)
+                if self._stores and (b".PURGE." in words[1]) is self._before_proof:
+                    answer(published, b'{"stream":"s","seq":7}')
+                if b".PURGE." in words[1]:
+                    answer(words, b'{"success":true,"purged":0}')
+        writer.close()
+
+
+@pytest.mark.parametrize("before_proof", [True, False])
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
+    stores: bool, before_proof: bool, replicas: int
+) -> None:
+    """Who is told that nothing was stored writes again; and the node that leads has stored it."""
+    leaders = TwoLeaders(stores, before_proof)
+    server = await asyncio.start_server(leaders.serve, "127.0.0.1", 0)
+    nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"])
+    connection = Connection(nats_, "test")
+    stream = NatsStream(connection, nats_.api, "s", replicas)
+    await connection.open()
+    try:
+        if replicas > 1 and stores:
+            assert await stream.publish(Outgoing("a", b"x"), 10) == 7
+        else:
+            with pytest.raises(LogFull):
+                await stream.publish(Outgoing("a", b"x"), 10)
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+    assert connection._answers == {}
+    assert leaders.verbs == ["a", "$JS.API.STREAM.PURGE.s"][: 1 if replicas == 1 else 2]
+
+
+async def test_what_was_refused_and_not_proven_may_be_stored() -> None:
+    connection = Connection(NatsConfig(), "test")
+
+    async def post(reply: str) -> None:
+        connection._on_answer(reply, "", TwoLeaders.FULL, b"")
+
+    async def prove() -> None:
+        raise LogUnavailable("nobody leads")
+
+    with pytest.raises(AppendUnknown, match="nobody leads"):
+        await connection._answer(["a"], post, 10, doubt=connections.Doubt(lambda _: True, prove))
+    assert connection._answers == {}

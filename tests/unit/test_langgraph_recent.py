@@ -24,7 +24,7 @@ from unit.test_langgraph_rows import OPERATIONS
 NAMESPACES = ("", "child:1")
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=3600.0, lease_s=4)
-PUT = encode_payload(Put(CheckpointRow("", "a", None, b'{"v":4}', b"{}")))
+PUT = Put(CheckpointRow("", "a", None, b'{"v":4}', b"{}"))
 
 
 def _shown(tables: Tables, row: CheckpointRow | None) -> Any:
@@ -75,7 +75,7 @@ def test_what_is_known_is_what_a_read_would_show(before: list[Operation], steps:
         elif what == "write":
             tables.apply(of)
             last += 1
-            recent.wrote("t", last - 1, End(last, last), encode_payload(of))
+            recent.wrote("t", last - 1, End(last, last), of, len(encode_payload(of)))
         else:
             tables.apply(Delete())
             last += 1
@@ -90,21 +90,21 @@ def test_what_is_known_is_what_a_read_would_show(before: list[Operation], steps:
 
 
 def test_nothing_is_known_behind_what_another_wrote_or_what_nobody_can_tell() -> None:
-    def known(*payloads: bytes, behind: int = 1, life: bool = False) -> bool:
+    def known(*operations: Operation | None, behind: int = 1, life: bool = False) -> bool:
         recent = Recent(1 << 20)
         recent.read("t", "", Newest(End(1, 1), Tables(), None), 10.0, whole=True)
         if life:
             recent.forget("t")
-        for n, payload in enumerate(payloads):
-            recent.wrote("t", behind + n, End(2 + n, 2 + n), payload)
+        for n, operation in enumerate(operations):
+            recent.wrote("t", behind + n, End(2 + n, 2 + n), operation, 100)
         return recent.newest("t", "", None, 10.0) is not None
 
     assert known()
     assert known(PUT, PUT)
     assert known(*[PUT] * 200)
     assert not known(PUT, behind=7)
-    assert not known(PUT, encode_payload(Rows()))
-    assert not known(b"poison")
+    assert not known(PUT, Rows())
+    assert not known(PUT, None), "what it was is not known any more"
     assert not known(life=True)
     recent = Recent(1 << 20)
     recent.read("t", "", Newest(End(1, 1), Tables(), None), 10.0, whole=False)
@@ -117,9 +117,7 @@ def test_no_more_bytes_are_held_than_may_be() -> None:
     for n in range(200):
         thread = f"t{n % 15}"
         recent.read(thread, "", Newest(End(n, n), Tables(), None), 0.0, whole=True)
-        recent.wrote(
-            thread, n, End(n + 1, n + 1), encode_payload(Writes([WriteRow("", "a", "t", 0, "x", "b", bytes(900), "")]))
-        )
+        recent.wrote(thread, n, End(n + 1, n + 1), Writes([WriteRow("", "a", "t", 0, "x", "b", bytes(900), "")]), 930)
         assert recent.bytes == sum(thread.size for thread in recent._threads.values()) <= 20_000
     assert recent.newest("t5", "", None, 0.0) is None
     recent.forget(None)

@@ -150,7 +150,7 @@ class Connection:
         message = {"subject": found[0], "seq": 1, "hdrs": base64.b64encode(headers.encode()).decode()}
         return json.dumps({"message": message}).encode()
 
-    async def write(self, messages: list[Outgoing], batch: Any, timeout_s: float) -> bytes:
+    async def write(self, messages: list[Outgoing], batch: Any, timeout_s: float, *, doubt: Any = None) -> bytes:
         for message in messages:
             self.end += 1
             self.messages[self.end] = (message.subject, message.header or "")

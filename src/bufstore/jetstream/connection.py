@@ -15,7 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import nats.errors
 from nats.aio.client import Client
@@ -51,6 +51,19 @@ class _Question:
     subjects: Sequence[str]
     #: Called once, with the answer's payload or why there is none.
     end: Callable[[bytes | Exception], None]
+
+
+class Doubt(NamedTuple):
+    """Which answers to a write are not believed at once.
+
+    For a while two nodes may believe that they lead a stream (docs/adr/0028). A write reaches both, and both answer: it
+    may be refused by the one that the others have left, and stored by the other.
+    """
+
+    #: Whether the answer is a refusal that may be wrong.
+    refused: Callable[[bytes], bool]
+    #: Returns when a leader that the others follow has dealt with what was sent before. Raises like `request`.
+    prove: Callable[[], Awaitable[None]]
 
 
 class Connection:
@@ -171,11 +184,17 @@ class Connection:
         return BegunBatch(batch, client)
 
     async def write(
-        self, messages: Sequence[Outgoing], batch: BegunBatch | None, timeout_s: float, *, again: bool = False
+        self,
+        messages: Sequence[Outgoing],
+        batch: BegunBatch | None,
+        timeout_s: float,
+        *,
+        again: bool = False,
+        doubt: Doubt | None = None,
     ) -> bytes:
         """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
 
-        `again`: as there.
+        `again`: as there. `doubt`: a refusal is returned only when no other answer has come by the time of its proof.
 
         Without an answer the connection is thrown away, so that nothing in its buffers arrives after somebody has
         looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`). A batch that was begun on an
@@ -192,7 +211,7 @@ class Connection:
                 await frames.send(client, messages, id_, reply, begun=begun, moved=watch.moved)
                 watch.sent()
 
-            answer = await self._answer(subjects, send, timeout_s, paced=True, again=again)
+            answer = await self._answer(subjects, send, timeout_s, paced=True, again=again, doubt=doubt)
             watch.answered()
             return answer
         except AppendUnknown:
@@ -261,9 +280,20 @@ class Connection:
         *,
         again: bool = False,
         paced: bool = False,
+        doubt: Doubt | None = None,
     ) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        token = self._ask(subjects, partial(_settle, answer))
+        accepted: list[bytes] = []
+
+        def heard(outcome: bytes | Exception) -> None:
+            if doubt is not None and isinstance(outcome, bytes):
+                if doubt.refused(outcome):
+                    self._answers[token] = _Question(subjects, heard)  # another leader may answer, too
+                else:
+                    accepted.append(outcome)
+            _settle(answer, outcome)
+
+        token = self._ask(subjects, heard)
         sent = False
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -275,7 +305,11 @@ class Connection:
                 while again and not (await asyncio.wait([answer], timeout=pause))[0]:
                     await send(f"{self._inbox}.{token}")
                     pause *= 2
-                return await answer
+                first = await answer
+                if doubt is None or not doubt.refused(first):
+                    return first
+                await self._proven(doubt)
+                return accepted[0] if accepted else first
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             if sent:
                 raise AppendUnknown("the connection was lost before NATS answered") from None
@@ -290,6 +324,12 @@ class Connection:
                 answer.exception()  # or asyncio reports one that came while `send` failed
             if paced:
                 self._pace.end(token)
+
+    async def _proven(self, doubt: Doubt) -> None:
+        try:
+            await doubt.prove()
+        except BufstoreError as e:  # it was sent, and a leader that stores it may answer later
+            raise AppendUnknown(f"it was refused by a node that may not lead any more: {e}") from None
 
     def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
         # Our own table of answers: nats-py's does not notice a lost connection, so its requests then wait for their

@@ -15,7 +15,7 @@ import nats.errors
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import ListeningClient
-from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.connection import Connection, Doubt
 from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
@@ -100,7 +100,7 @@ class NatsStream:
             raise TooLarge(len(body), limit)
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return self._seq(await self._connection.write([message], None, timeout_s))
+        return self._seq(await self._connection.write([message], None, timeout_s, doubt=self._doubt(timeout_s)))
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
@@ -122,7 +122,16 @@ class NatsStream:
         self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
     ) -> int:
         batch = begun or BegunBatch(secrets.token_hex(8), None)
-        return self._seq(await self._connection.write(messages, batch, timeout_s))
+        return self._seq(await self._connection.write(messages, batch, timeout_s, doubt=self._doubt(timeout_s)))
+
+    def _doubt(self, timeout_s: float) -> Doubt | None:
+        """Of several replicas: a node refuses without asking the others, for want of room for example.
+
+        A conflict stands: its writer looks what is there.
+        """
+        if not self.replicated:
+            return None
+        return Doubt(_is_refused, lambda: self.prove(f"{self.name}.unused", timeout_s))
 
     def _seq(self, answer: bytes) -> int:
         try:
@@ -293,6 +302,14 @@ class NatsStream:
         get = self._gets.get(subject.rpartition(".")[2])
         if get is not None:
             get.add(data, headers)
+
+
+def _is_refused(answer: bytes) -> bool:
+    try:
+        error = _ack_decoder.decode(answer).error
+    except msgspec.MsgspecError:
+        return False
+    return error is not None and not isinstance(to_error(error), Conflict)
 
 
 class _Get:

@@ -120,9 +120,11 @@ class CheckpointEngine:
         watched = self._seen is not None
         seen = partial(self._last_seen, thread_id) if watched else None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
-        del operation  # what waits for the log holds no more than it must
+        # Beside the payload only where a read is to show it: what waits for the log holds no more than it must.
+        known = operation if thread_id in self._recent else None
+        del operation
         appending = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind)
-        cost = self.backlog.enter(len(payload))
+        cost = self.backlog.enter(len(payload) if known is None else 2 * len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         except StoreUnavailable:
@@ -132,7 +134,7 @@ class CheckpointEngine:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         finally:
             self.backlog.leave(cost)
-        self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), payload)
+        self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
         if watched:
             # Behind what was seen, or our own: when the thread is looked up again, this is what it must end with.
             self._saw(thread_id, receipt.thread_seq, receipt.id)

@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from bufstore.langgraph.model import CheckpointRow, Delete, Drop, Put, Rows, Tables, Writes, takes_sends, versions_of
-from bufstore.langgraph.payload import decode_payload
+from bufstore.langgraph.model import (
+    CheckpointRow,
+    Delete,
+    Drop,
+    Operation,
+    Put,
+    Rows,
+    Tables,
+    Writes,
+    takes_sends,
+    versions_of,
+)
 
 #: What was written is applied when it is read, or when there is so much of it.
 _COUNT, _BYTES = 64, 256 << 10
@@ -46,8 +56,9 @@ class _Thread:
         self.whole = False
         #: Namespaces whose newest checkpoint needs more than is here.
         self.partial: set[str] = set()
-        #: Payloads of entries that are not applied yet; `end` is the last of them.
-        self.behind: list[bytes] = []
+        #: What was written and is not applied yet, and its bytes; `end` is the last of them.
+        self.behind: list[Operation] = []
+        self.behind_bytes = 0
         self.size = 0
 
     def add(self, ns: str, tables: Tables, *, whole: bool) -> None:
@@ -66,12 +77,8 @@ class _Thread:
 
     def fold(self) -> bool:
         """Apply what was written. False: nobody knows what that leaves; the thread must be read again."""
-        behind, self.behind = self.behind, []
-        for payload in behind:
-            try:
-                operation = decode_payload(payload)
-            except ValueError:  # poison: it will not be applied
-                return False
+        behind, self.behind, self.behind_bytes = self.behind, [], 0
+        for operation in behind:
             match operation:
                 case Put(row, _, _):
                     namespaces = {row.ns}
@@ -143,19 +150,27 @@ class Recent:
         self.bytes += thread.size
         self._make_room(thread_id)
 
-    def wrote(self, thread_id: str, behind: int | None, end: End, payload: bytes) -> None:
-        """Note an entry of this process. `behind`: the id of the one before it, if that is what it was drafted on."""
+    def __contains__(self, thread_id: str) -> bool:
+        """Whether anything is known of the thread."""
+        return thread_id in self._threads
+
+    def wrote(self, thread_id: str, behind: int | None, end: End, operation: Operation | None, size: int) -> None:
+        """Note an entry of this process. `behind`: the id of the one before it, if that is what it was drafted on.
+
+        `operation`: what it does, in `size` bytes; None, if nothing was known of the thread when it was made.
+        """
         thread = self._threads.get(thread_id)
         if thread is None:
             return
-        if thread.end.id != behind:  # others have written, or an answer was lost
+        if thread.end.id != behind or operation is None:  # others have written, or an answer was lost
             self._drop(thread_id)
             return
         thread.end = end
-        thread.behind.append(payload)
-        thread.size += len(payload)
-        self.bytes += len(payload)
-        if len(thread.behind) >= _COUNT or sum(map(len, thread.behind)) >= _BYTES:
+        thread.behind.append(operation)
+        thread.behind_bytes += size
+        thread.size += size
+        self.bytes += size
+        if len(thread.behind) >= _COUNT or thread.behind_bytes >= _BYTES:
             self._fold(thread_id, thread)
         self._make_room(thread_id)
 

@@ -89,7 +89,9 @@ def put_of(
         _json({**checkpoint, "channel_values": inline}, "the checkpoint"),
         _json(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
     )
-    if not _surely_fit([thread_id, ns, row.id, *told, *map(str, told.values())]):
+    if not _surely_fit([thread_id, ns, row.id, *told, *map(str, told.values()), *(blob.type for blob in blobs)]):
+        for blob in blobs:
+            _check_text(blob.type)
         base = _check_key(thread_id, ns)
         _check_key(row.id, beside=base)
         for channel, version in told.items():
@@ -109,15 +111,16 @@ def writes_of(
     if checkpoint_id is None:
         raise InvalidId("writes need the id of a checkpoint")
     channels = [channel for channel, _ in writes]
-    if not _surely_fit([thread_id, ns, checkpoint_id, task_id, task_path, *channels]):
-        _check_key(thread_id, ns, checkpoint_id, task_id)
-        for text in (*channels, task_path):
-            _check_text(text)
     rows = []
     for i, (channel, value) in enumerate(writes):
         type_, blob = serde.dumps_typed(value)
         index = WRITES_IDX_MAP.get(channel, i)
         rows.append(WriteRow(ns, checkpoint_id, task_id, index, channel, type_, blob, task_path))
+    types = [row.type for row in rows]
+    if not _surely_fit([thread_id, ns, checkpoint_id, task_id, task_path, *channels, *types]):
+        _check_key(thread_id, ns, checkpoint_id, task_id)
+        for text in (*channels, task_path, *types):
+            _check_text(text)
     return Writes(rows, WRITES_IDX_MAP.keys() >= set(channels))
 
 
