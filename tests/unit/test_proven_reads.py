@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import BufferedThreadStore, LogUnavailable, MemoryThreadStore, NotFound, ReadNotFresh, StoreUnavailable
-from bufstore.buffer.shared_call import SharedCall
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.stream import Shown
 from bufstore.memory import MemoryNats
 from bufstore.nats.log import NatsLog
+from bufstore.shared_call import SharedCall
 from helpers import fresh, run_of
 from unit.fake_log import run
 

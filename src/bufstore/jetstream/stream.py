@@ -27,8 +27,11 @@ from bufstore.jetstream.messages import (
     Part,
     StoredMessage,
 )
+from bufstore.shared_call import SharedCall
 
 _SUBJECTS_PER_GET = 1000
+#: How long a leader may take to prove that it leads.
+_PROOF_S = 5.0
 #: Of a message that is not an entry of a log, its headers never take more.
 _HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
@@ -69,6 +72,10 @@ class NatsStream:
         self.name = name
         #: Any replica may answer a direct get, and may lag: on a replicated stream only the leader is asked.
         self.replicated = replicas > 1
+        #: A node refuses without asking the others, for want of room for example. A conflict stands: its writer looks
+        #: what is there. One proof is enough for all who were refused meanwhile.
+        leads = SharedCall(lambda: self.prove(f"{name}.unused", _PROOF_S))
+        self._doubt = Doubt(_is_refused, leads) if self.replicated else None
         self._gets: dict[str, _Get] = {}
         self._inbox = ""
         self._tokens = itertools.count()
@@ -100,7 +107,7 @@ class NatsStream:
             raise TooLarge(len(body), limit)
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return self._seq(await self._connection.write([message], None, timeout_s, doubt=self._doubt(timeout_s)))
+        return self._seq(await self._connection.write([message], None, timeout_s, doubt=self._doubt))
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
@@ -122,16 +129,7 @@ class NatsStream:
         self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
     ) -> int:
         batch = begun or BegunBatch(secrets.token_hex(8), None)
-        return self._seq(await self._connection.write(messages, batch, timeout_s, doubt=self._doubt(timeout_s)))
-
-    def _doubt(self, timeout_s: float) -> Doubt | None:
-        """Of several replicas: a node refuses without asking the others, for want of room for example.
-
-        A conflict stands: its writer looks what is there.
-        """
-        if not self.replicated:
-            return None
-        return Doubt(_is_refused, lambda: self.prove(f"{self.name}.unused", timeout_s))
+        return self._seq(await self._connection.write(messages, batch, timeout_s, doubt=self._doubt))
 
     def _seq(self, answer: bytes) -> int:
         try:

@@ -16,10 +16,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from bufstore.buffer.shared_call import SharedCall
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import Shown
+from bufstore.shared_call import SharedCall
 from bufstore.tasks import end
 
 #: Everything that a proof is asked for has an end in this time.

@@ -10,7 +10,6 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client
 
-from bufstore.buffer.shared_call import SharedCall
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -39,6 +38,7 @@ from bufstore.nats.setup import (
     with_windows,
     withdrawn,
 )
+from bufstore.shared_call import SharedCall
 
 #: What is asked for at once by a feed, of which there may be two. A server takes a client for which 64 MiB wait
 #: (``max_pending``) for dead and cuts it off, and while a large window is computed nothing is read.

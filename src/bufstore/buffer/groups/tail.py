@@ -14,9 +14,9 @@ from bufstore.buffer.groups.heads import Gap, Heads
 from bufstore.buffer.groups.last_seen import LastSeen, Seen, ShownLog
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import group_of
-from bufstore.buffer.shared_call import SharedCall
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import Part, StoredMessage
+from bufstore.shared_call import SharedCall
 
 _log = logging.getLogger(__name__)
 

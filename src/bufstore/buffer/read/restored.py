@@ -16,8 +16,8 @@ from bufstore.buffer import elapsed
 from bufstore.buffer.flush.takeover import mismatch, never_flushed
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor
-from bufstore.buffer.shared_call import SharedCall
 from bufstore.errors import StoreUnavailable
+from bufstore.shared_call import SharedCall
 
 T = TypeVar("T")
 
