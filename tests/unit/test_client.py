@@ -148,28 +148,32 @@ class TwoLeaders(Recorder):
             elif words[0] == b"PUB":
                 await reader.readexactly(int(words[-1]) + 2)
                 self.verbs.append(words[1].decode())
-                if b".PURGE." not in words[1]:
+                proves = words[1].startswith(b"$JS.API.")
+                if not proves:
                     published = words
                     answer(words, self.FULL)
-                if self._stores and (b".PURGE." in words[1]) is self._before_proof:
+                if self._stores and proves is self._before_proof:
                     answer(published, b'{"stream":"s","seq":7}')
                 if b".PURGE." in words[1]:
                     answer(words, b'{"success":true,"purged":0}')
+                elif proves:
+                    answer(words, b'{"error":{"code":404,"err_code":10057,"description":"no message found"}}')
         writer.close()
 
 
 @pytest.mark.parametrize("before_proof", [True, False])
 @pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("consumed", "proof"), [(False, "PURGE"), (True, "MSG.DELETE")])
 async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
-    stores: bool, before_proof: bool, replicas: int
+    stores: bool, before_proof: bool, replicas: int, consumed: bool, proof: str
 ) -> None:
     """Who is told that nothing was stored writes again; and the node that leads has stored it."""
     leaders = TwoLeaders(stores, before_proof)
     server = await asyncio.start_server(leaders.serve, "127.0.0.1", 0)
     nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"])
     connection = Connection(nats_, "test")
-    stream = NatsStream(connection, nats_.api, "s", replicas)
+    stream = NatsStream(connection, nats_.api, "s", replicas, consumed_whole=consumed)
     await connection.open()
     try:
         if replicas > 1 and stores:
@@ -182,7 +186,7 @@ async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
         server.close()
         await server.wait_closed()
     assert connection._answers == {}
-    assert leaders.verbs == ["a", "$JS.API.STREAM.PURGE.s"][: 1 if replicas == 1 else 2]
+    assert leaders.verbs == ["a", f"$JS.API.STREAM.{proof}.s"][: 1 if replicas == 1 else 2]
 
 
 async def test_what_was_refused_and_not_proven_may_be_stored() -> None:

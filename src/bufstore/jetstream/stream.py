@@ -7,6 +7,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection, Doubt
-from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
+from bufstore.jetstream.errors import ApiError, MessageMissing, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
     AppendUnknown,
@@ -32,6 +33,8 @@ from bufstore.shared_call import SharedCall
 _SUBJECTS_PER_GET = 1000
 #: How long a leader may take to prove that it leads.
 _PROOF_S = 5.0
+#: A sequence that no stream reaches.
+_NOWHERE = 1 << 62
 #: Of a message that is not an entry of a log, its headers never take more.
 _HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
@@ -66,7 +69,10 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 class NatsStream:
     """One stream; see `bufstore.jetstream.messages.Stream` for what each method promises."""
 
-    def __init__(self, connection: Connection, api: str, name: str, replicas: int) -> None:
+    def __init__(
+        self, connection: Connection, api: str, name: str, replicas: int, *, consumed_whole: bool = False
+    ) -> None:
+        """`consumed_whole`: a consumer of it takes all subjects."""
         self._connection = connection
         self._api = api
         self.name = name
@@ -74,8 +80,8 @@ class NatsStream:
         self.replicated = replicas > 1
         #: A node refuses without asking the others, for want of room for example. A conflict stands: its writer looks
         #: what is there. One proof is enough for all who were refused meanwhile.
-        leads = SharedCall(lambda: self.prove(f"{name}.unused", _PROOF_S))
-        self._doubt = Doubt(_is_refused, leads) if self.replicated else None
+        leads = self._remove_nothing if consumed_whole else lambda: self.prove(f"{name}.unused", _PROOF_S)
+        self._doubt = Doubt(_is_refused, SharedCall(leads)) if self.replicated else None
         self._gets: dict[str, _Get] = {}
         self._inbox = ""
         self._tokens = itertools.count()
@@ -210,6 +216,11 @@ class NatsStream:
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self.name}", json.dumps({"filter": unused}).encode())
         # As a write: a leader without followers does not answer, and then its connection is given up.
         self._result(await self._connection.write([asked], None, timeout_s, again=True))
+
+    async def _remove_nothing(self) -> None:
+        """The same where a consumer takes all subjects: with a purge, also of nothing, it forgets what it waits for."""
+        with suppress(MessageMissing):
+            await self.delete(_NOWHERE)
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""

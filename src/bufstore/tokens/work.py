@@ -64,7 +64,7 @@ class ExclusiveWork(Keyed):
     """One kind of exclusive work; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
-        self._items = NatsStream(connection, api, f"{config.name}-items", config.replicas)
+        self._items = NatsStream(connection, api, f"{config.name}-items", config.replicas, consumed_whole=True)
         self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
         super().__init__(connection, Register(self._fences, config.timeout_s), f"{config.name}.fence.")
         self._config = config
