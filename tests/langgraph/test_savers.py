@@ -172,6 +172,53 @@ async def test_what_a_row_cannot_hold_is_refused_at_once(saver: AsyncBufferedSav
         assert str((await saver.aget_tuple(at)).checkpoint["channel_values"]) == str({"a": [value]})  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("wrong", ["a\0b", "\ud800", 5], ids=["NUL", "surrogate", "no str"])
+async def test_a_parent_that_no_row_could_have_is_refused_at_once(saver: AsyncBufferedSaver, wrong: Any) -> None:
+    """Acknowledged, it would be poison: the thread would go into quarantine, with all that follows."""
+    thread_id = fresh()
+    with pytest.raises(InvalidId):
+        await _put(saver, config(thread_id, wrong), {"a": [1]})
+    for named in (config(thread_id, wrong), config(thread_id, ns=wrong)):
+        with pytest.raises(InvalidId):
+            await saver.aget_tuple(named)
+        with pytest.raises(InvalidId):
+            await anext(saver.alist(named), None)
+    with pytest.raises(InvalidId):
+        await anext(saver.alist(config(thread_id), before=config(thread_id, wrong)), None)
+    await _put(saver, config(thread_id), {"a": [1]})
+    await saver.force_flush(thread_id)
+    assert await saver.aget_tuple(config(thread_id)) is not None
+
+
+@pytest.mark.parametrize("wrong", ["", "a\0b", "\ud800", "x" * 1025], ids=["empty", "NUL", "surrogate", "long"])
+async def test_no_method_takes_an_id_that_no_thread_could_have(saver: AsyncBufferedSaver, wrong: str) -> None:
+    """A deletion of such a thread could never be flushed, and whoever flushes the whole log would wait for it."""
+    at = await _put(saver, config(fresh()), {"a": [1]})
+    good = at["configurable"]["thread_id"]
+    for work in (
+        saver.adelete_thread(wrong),
+        saver.aprune([good, wrong]),
+        saver.aprune([good, wrong], strategy="delete"),
+        saver.acopy_thread(wrong, good),
+        saver.acopy_thread(good, wrong),
+        saver.aerase_thread(wrong),
+        saver.force_flush(wrong),
+    ):
+        with pytest.raises(InvalidId):
+            await work
+    await saver.force_flush(timeout_s=20)
+    assert await saver.aget_tuple(at) is not None
+
+
+async def test_a_list_goes_on_before_a_checkpoint_of_which_only_the_id_is_given(saver: AsyncBufferedSaver) -> None:
+    first = await _put(saver, config(fresh()), {"a": [1]})
+    second = await _put(saver, first, {"a": [2]})
+    before: Any = {"configurable": {"checkpoint_id": second["configurable"]["checkpoint_id"]}}
+    thread: Any = {"configurable": {"thread_id": first["configurable"]["thread_id"]}}
+    assert [item.config async for item in saver.alist(thread, before=before)] == [first]
+    assert [item.config async for item in saver.alist({}, before=before, limit=1)] == [first]
+
+
 async def test_all_levels_show_what_they_promise(place: Place) -> None:
     thread_id = fresh()
     async with place.saver(flush=0.0) as writer:

@@ -26,7 +26,7 @@ from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads,
 from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
-from bufstore.langgraph.serialize import config_of, json_of, place, put_of, tuple_of, writes_of
+from bufstore.langgraph.serialize import config_of, id_in, json_of, place, put_of, thread_of, tuple_of, writes_of
 from bufstore.nats.session import Nats
 from bufstore.types import Consistency
 
@@ -133,7 +133,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
     async def force_flush(self, thread_id: str | None = None, *, timeout_s: float | None = None) -> None:
         """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        await self.engine.flush(thread_id, timeout_s=timeout_s)
+        await self.engine.flush(thread_of(thread_id) if thread_id is not None else None, timeout_s=timeout_s)
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 
@@ -202,9 +202,9 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """
         query = Query(
             metadata=json_of(filter, "the filter") if filter else None,
-            before=place(before)[2] if before is not None else None,
+            before=id_in(before) if before is not None else None,
         )
-        if config is not None:
+        if config:
             thread_id, _, checkpoint_id = place(config)
             query = Query(
                 thread_id=thread_id,
@@ -219,7 +219,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
     async def adelete_thread(self, thread_id: str) -> None:
         """Delete all of a thread's checkpoints and writes. Raises like `aput`."""
-        await self.engine.delete(str(thread_id))
+        await self.engine.delete(thread_of(thread_id))
 
     async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints that these runs have saved, in any thread, and their writes.
@@ -231,7 +231,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
     async def acopy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy all of a thread's checkpoints and their writes. Raises like `alist` and `aput`."""
-        await self.engine.copy(str(source_thread_id), str(target_thread_id))
+        await self.engine.copy(thread_of(source_thread_id), thread_of(target_thread_id))
 
     async def aprune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
         """Delete the threads ("delete"), or all but the newest checkpoint of each namespace ("keep_latest").
@@ -244,15 +244,16 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             raise TypeError("thread_ids is a sequence of ids, not a str")
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")
+        threads = [thread_of(thread_id) for thread_id in thread_ids]
         if strategy == "delete":
-            for thread_id in thread_ids:
-                await self.engine.delete(str(thread_id))
+            for thread_id in threads:
+                await self.engine.delete(thread_id)
             return
-        delta = [t for t in thread_ids if any(o.delta for o in await self.engine.outlines(str(t)))]
+        delta = [t for t in threads if any(o.delta for o in await self.engine.outlines(t))]
         if delta:
             raise NotImplementedError(f"threads with a DeltaChannel cannot be pruned: {', '.join(delta)}")
-        for thread_id in thread_ids:
-            await self.engine.prune(str(thread_id))
+        for thread_id in threads:
+            await self.engine.prune(thread_id)
 
     async def aprune_idle(self, idle_for: timedelta, *, strategy: str = "keep_latest") -> list[str]:
         """Prune the threads whose last checkpoint is at least so old, as `aprune` does; which they are.
@@ -271,7 +272,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         ``failover_window_s`` at the earliest, because until then Postgres may need the entries again. Safe to repeat.
         Raises FlushTimeout, StoreUnavailable, and like `aput`.
         """
-        await self.engine.erase(str(thread_id))
+        await self.engine.erase(thread_of(thread_id))
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]

@@ -37,10 +37,22 @@ Place = tuple[str, str, str | None]
 def place(config: Mapping[str, Any]) -> Place:
     """The thread, namespace and checkpoint that a config names. Raises InvalidId."""
     configurable = config["configurable"]
-    thread_id = check_id(str(configurable["thread_id"]), "thread_id")
     ns = configurable.get("checkpoint_ns") or ""
-    checkpoint_id = configurable.get("checkpoint_id") or None
-    return thread_id, ns, checkpoint_id
+    _check_text(ns)
+    return thread_of(configurable["thread_id"]), ns, id_in(config)
+
+
+def thread_of(thread_id: object) -> str:
+    """The id of a thread, for which LangGraph takes anything that has a text. Raises InvalidId."""
+    return check_id(str(thread_id), "thread_id")
+
+
+def id_in(config: Mapping[str, Any]) -> str | None:
+    """The id of the checkpoint that a config names, if it names one. Raises InvalidId for what no row could have."""
+    checkpoint_id: str | None = config["configurable"].get("checkpoint_id") or None
+    if checkpoint_id is not None:
+        _check_text(checkpoint_id)
+    return checkpoint_id
 
 
 def put_of(
