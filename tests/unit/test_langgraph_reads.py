@@ -173,3 +173,19 @@ def test_the_cache_holds_no_more_bytes_than_it_may() -> None:
     assert cache.oldest("nothing") is None
     cache.forget_oldest("t19")
     assert cache.get("t19", ("", None)) is None
+
+
+def test_the_cache_keeps_no_rows_with_the_namespaces_of_an_earlier_read() -> None:
+    """The first read of a thread tells its namespaces, later ones do not: its rows would be held, and not counted."""
+    cache = ReadCache(10_000)
+    for n in range(100):
+        tables = Tables()
+        tables.add(blobs=[BlobRow("", "a", "1", "bytes", bytes(5000))])
+        cache.put(f"t{n}", ("", None), Part(Watermark(flushed_seq=1), tables, frozenset({""})), 0.0)
+        cache.put(f"t{n}", ("", None), Part(Watermark(flushed_seq=2), Tables()), 0.0)
+        assert cache.knows_namespaces(f"t{n}")
+        held = sum(read.part.tables.size for thread in cache._threads.values() for read in thread.all())
+        assert held <= cache._bytes <= 10_000
+    cache.forget_oldest("t99")
+    assert not cache.knows_namespaces("t99")
+    assert sum(thread.size for thread in cache._threads.values()) == cache._bytes

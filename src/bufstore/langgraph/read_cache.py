@@ -22,7 +22,7 @@ class _Read(msgspec.Struct):
 
 class _Thread(msgspec.Struct):
     reads: dict[Asked, _Read]
-    #: The read that told all namespaces that the thread had.
+    #: What told all namespaces that the thread had, without its rows.
     namespaces: _Read | None = None
     size: int = 0
 
@@ -53,9 +53,9 @@ class ReadCache:
         if before is not None and before.part.watermark.flushed_seq > part.watermark.flushed_seq:
             return
         self._grow(thread, _size(part) - (_size(before.part) if before is not None else 0))
-        read = thread.reads[asked] = _Read(part, at)
+        thread.reads[asked] = _Read(part, at)
         if part.namespaces is not None:
-            thread.namespaces = read
+            self._note_namespaces(thread, _Read(Part(part.watermark, Tables(), part.namespaces), at))
         while self._bytes > self._bytes_max and self._threads:
             self.forget(next(iter(self._threads)))
 
@@ -88,7 +88,11 @@ class ReadCache:
         for asked in [a for a, r in thread.reads.items() if r.part.watermark.flushed_seq <= watermark.flushed_seq]:
             self._grow(thread, -_size(thread.reads.pop(asked).part))
         if thread.namespaces is not None and thread.namespaces.part.watermark.flushed_seq <= watermark.flushed_seq:
-            thread.namespaces = None
+            self._note_namespaces(thread, None)
+
+    def _note_namespaces(self, thread: _Thread, told: _Read | None) -> None:
+        before, thread.namespaces = thread.namespaces, told
+        self._grow(thread, sum(_size(read.part) * sign for read, sign in ((told, 1), (before, -1)) if read is not None))
 
     def forget(self, thread_id: str) -> None:
         """Forget the thread."""
