@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -134,6 +135,32 @@ async def test_a_large_value_comes_back(saver: AsyncBufferedSaver) -> None:
     found = await saver.aget_tuple(at)
     assert found is not None
     assert found.checkpoint["channel_values"] == {"a": [bytes(3 << 20)], "b": "x" * (1 << 20)}
+
+
+async def test_a_thread_whose_state_is_larger_than_an_entry_is_copied(place: Place) -> None:
+    """Each checkpoint has brought one value, and all of them belong to the newest."""
+    source, target = fresh(), fresh()
+    place.log = dataclasses.replace(place.log, max_entry_bytes=64 << 10)
+    values: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    async with place.saver() as saver:
+        at = config(source)
+        for channel in "abcde":
+            new = {channel: saver.get_next_version(None, None)}
+            values[channel], versions[channel] = [channel * 30_000], new[channel]
+            at = await saver.aput(at, checkpoint(dict(versions), dict(values)), META, new)
+            for n in range(3):
+                await saver.aput_writes(at, [("w", channel * 30_000)], f"task {n}")
+        await saver.acopy_thread(source, target)
+        theirs, ours = [[item async for item in saver.alist(config(t))] for t in (source, target)]
+        assert len(theirs) == 5
+        for one, other in zip(theirs, ours, strict=True):
+            assert (one.checkpoint, one.metadata, one.pending_writes) == (
+                other.checkpoint,
+                other.metadata,
+                other.pending_writes,
+            )
+        assert (await saver.aget_tuple(config(target))).checkpoint["channel_values"] == values  # type: ignore[union-attr]
 
 
 async def test_what_an_old_version_was_sent_stands_with_its_parent(saver: AsyncBufferedSaver) -> None:

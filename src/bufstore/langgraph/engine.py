@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import partial
-from typing import Literal, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.entry import StoredEntry
@@ -23,7 +23,18 @@ from bufstore.errors import (
 )
 from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
-from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
+from bufstore.langgraph.model import (
+    BlobKey,
+    BlobRow,
+    CheckpointKey,
+    CheckpointRow,
+    Delete,
+    Drop,
+    Operation,
+    Rows,
+    Tables,
+    WriteRow,
+)
 from bufstore.langgraph.outlines import all_but_latest, drop_of
 from bufstore.langgraph.payload import encode_payload, saves_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
@@ -51,6 +62,8 @@ _BACKLOG_BYTES = 64 << 20
 _DROP_TRIES = 10
 #: About how large an entry of a copied thread is.
 _COPY_BYTES = 4 << 20
+#: What a row takes there besides its values.
+_ROW_BYTES = 200
 
 
 class CheckpointEngine:
@@ -323,24 +336,49 @@ class CheckpointEngine:
     async def copy(self, source: str, target: str) -> None:
         """Copy all checkpoints of a thread, with their blobs and writes. Raises like `delete_for_runs`.
 
-        A large thread takes several entries, the newest checkpoints first.
+        A large thread takes several entries, the newest checkpoints first, each behind its values and writes.
         """
         copied: set[BlobKey] = set()
-        rows, size = Rows([], [], []), 0
+        bytes_max = min(_COPY_BYTES, self.buffer.config.log.max_entry_bytes // 2)
+        rows, size = _Copied([], [], []), 0
         async for _, tables in self.pages(Query(thread_id=source), None):
             (checkpoint,) = tables.checkpoints.values()
             blobs = [blob for key, blob in tables.blobs.items() if key not in copied]
+            copied.update(tables.blobs)
             writes = tables.writes_of(checkpoint.ns, checkpoint.id)
-            added = len(checkpoint.checkpoint) + len(checkpoint.metadata)
-            added += sum(len(b.blob or b"") for b in blobs) + sum(len(w.blob) for w in writes)
-            if rows.checkpoints and size + added > _COPY_BYTES:
-                await self.append(target, rows)
-                rows, size = Rows([], [], []), 0
-            rows = Rows([*rows.checkpoints, checkpoint], [*rows.blobs, *blobs], [*rows.writes, *writes])
-            copied.update(blob.key for blob in blobs)
-            size += added
-        if rows.checkpoints:
-            await self.append(target, rows)
+            parts: list[CheckpointRow | BlobRow | WriteRow] = [*blobs, *writes, checkpoint]
+            for row in parts:
+                added = _bytes_of(row)
+                if size and size + added > bytes_max:
+                    await self.append(target, Rows(*rows))
+                    rows, size = _Copied([], [], []), 0
+                rows.add(row)
+                size += added
+        if size:
+            await self.append(target, Rows(*rows))
+
+
+class _Copied(NamedTuple):
+    """Rows of an entry of a copied thread."""
+
+    checkpoints: list[CheckpointRow]
+    blobs: list[BlobRow]
+    writes: list[WriteRow]
+
+    def add(self, row: CheckpointRow | BlobRow | WriteRow) -> None:
+        if isinstance(row, CheckpointRow):
+            self.checkpoints.append(row)
+        elif isinstance(row, BlobRow):
+            self.blobs.append(row)
+        else:
+            self.writes.append(row)
+
+
+def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:
+    """About how many bytes a row takes in an entry."""
+    if isinstance(row, CheckpointRow):
+        return _ROW_BYTES + len(row.checkpoint) + len(row.metadata)
+    return _ROW_BYTES + len(row.blob or b"")
 
 
 def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | None:
