@@ -12,6 +12,7 @@ from bufstore.buffer.entry import Malformed
 from bufstore.buffer.places import first_place, group_of
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
+from bufstore.threads.write import call_of
 from helpers import fresh, run_of
 from unit.fake_log import run
 from unit.test_buffered_in_memory import instance
@@ -87,5 +88,25 @@ def test_what_is_no_group_goes_to_quarantine_by_its_place() -> None:
             assert (parked.seq, parked.thread_id) == (first_place(foreign), None)
             assert await inner.load_messages(thread_id) == [0, 1]
             assert await store.quarantine.discard([parked.seq]) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("wrong", ["a\0b", "t" * 1025], ids=["NUL", "long"])
+def test_an_entry_of_a_thread_that_no_database_could_hold_goes_to_quarantine(wrong: str) -> None:
+    """It would wait for ever, and whoever flushes the whole log would wait for it."""
+
+    async def main() -> None:
+        nats, inner, good = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, flusher=False) as store:
+            call = call_of(good, [1], run_of(good), None, None)
+            await asyncio.gather(
+                store.checkpoint(good, [0], run_of(good)), store.buffer.appender.append(wrong, call.whole_list)
+            )
+        async with instance(nats, inner) as store:
+            await store.force_flush_all()
+            (parked,) = await store.quarantine.page()
+            assert parked.thread_id is None
+            assert await inner.load_messages(good) == [0]
 
     run(main())

@@ -24,8 +24,9 @@ import msgspec
 
 from bufstore.buffer.groups.oversize import first_part, whole_bytes
 from bufstore.buffer.places import ENTRIES_MAX, place
-from bufstore.errors import MalformedEntry
+from bufstore.errors import InvalidId, MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.types import check_id
 
 VERSION = "G1"
 HASH_BYTES = 16
@@ -208,4 +209,9 @@ def decode_entry(group: Group, number: int, body: bytes) -> GroupEntry:
         raise MalformedEntry(f"undecodable entry: {type(e).__name__}") from e
     if at + threads + heads > end or hash_of(thread_id) != record.hash:
         raise MalformedEntry("an entry is not where the header of its group says")
+    try:
+        # No writer of ours makes such an entry, and no database could take it, not even among those that wait.
+        check_id(thread_id, "the thread's id")
+    except InvalidId as e:
+        raise MalformedEntry(str(e)) from None
     return GroupEntry(thread_id, header or None, body[at + threads + heads : end], elsewhere)
