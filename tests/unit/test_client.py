@@ -186,7 +186,9 @@ async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
         server.close()
         await server.wait_closed()
     assert connection._answers == {}
-    assert leaders.verbs == ["a", f"$JS.API.STREAM.{proof}.s"][: 1 if replicas == 1 else 2]
+    proofs = [f"$JS.API.STREAM.{proof}.s"] if replicas > 1 else []
+    if not (stores and not before_proof):  # else both answers may have come before anybody looked
+        assert leaders.verbs == ["a", *proofs]
 
 
 async def test_what_was_refused_and_not_proven_may_be_stored() -> None:

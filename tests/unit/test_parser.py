@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-from bufstore.jetstream.parser import MessageParser
+from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.parser import MessageParser, read_all
 
 
 class Told:
@@ -112,3 +115,17 @@ def test_what_came_with_a_connection_ends_with_it(cut: int) -> None:
 
     asyncio.run(main())
     assert told.calls[2:] == ["PING"]
+
+
+async def test_all_that_has_come_is_read_at_once() -> None:
+    transport, reader = TcpTransport(), asyncio.StreamReader(limit=1 << 15)
+    transport._io_reader = reader
+    reader.feed_data(bytes(100_000))
+    read_all(transport)
+    assert len(await transport.read(1 << 15)) == 100_000
+
+
+def test_the_installed_client_asks_this_parser() -> None:
+    """Without an error it would go by its own, and only be slower."""
+    assert type(ListeningClient()._ps) is MessageParser
+    assert {"_ps", "parse"} <= set(Client._read_loop.__code__.co_names)

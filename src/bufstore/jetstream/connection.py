@@ -306,9 +306,8 @@ class Connection:
                     await send(f"{self._inbox}.{token}")
                     pause *= 2
                 first = await answer
-                if doubt is None or not doubt.refused(first):
-                    return first
-                await self._proven(doubt)
+                if doubt is not None and not accepted:
+                    await self._proven(doubt)
                 return accepted[0] if accepted else first
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             if sent:

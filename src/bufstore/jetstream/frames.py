@@ -45,10 +45,12 @@ def prepare(client: Client) -> None:
 
     uvloop keeps small writes back until all ready callbacks have had their turn.
     """
-    if supported:
-        read_all(client)
-    if supported and type(client._transport) is TcpTransport and client._transport._io_writer is not None:
-        client._transport._io_writer.transport.set_write_buffer_limits(0)
+    transport = client._transport
+    if not supported or type(transport) is not TcpTransport:
+        return
+    read_all(transport)
+    if transport._io_writer is not None:
+        transport._io_writer.transport.set_write_buffer_limits(0)
 
 
 async def send(
