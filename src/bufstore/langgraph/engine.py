@@ -21,6 +21,7 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.langgraph.ancestors import Walk
 from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import (
@@ -165,6 +166,12 @@ class CheckpointEngine:
             return None
         self._saw(thread_id, 0, last)
         return found
+
+    async def ancestors(self, thread_id: str, ns: str, at: str | None, channels: Sequence[str]) -> Walk:
+        """See `CheckpointReads.ancestors`. `at`: the first of them."""
+        walk = Walk(ns, at, channels)
+        await self._reads.ancestors(thread_id, walk, self._consistency)
+        return walk
 
     def _saw(self, thread_id: str, position: int, last: int) -> None:
         # Writes that were stored together do not return in their order.

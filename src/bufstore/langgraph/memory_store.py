@@ -85,6 +85,19 @@ class MemoryCheckpointStore:
             _add(found, all_, row)
         return Part(await self._ledger.watermark(thread_id), found)
 
+    async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
+        """See `CheckpointStore.ancestors`."""
+        all_, found = self._threads.get(thread_id, Tables()), Tables()
+        next_: str | None = at
+        while next_ is not None and limit and (row := all_.checkpoints.get((ns, next_))) is not None:
+            found.add(
+                [row],
+                (all_.blobs[key] for key in versions_of(row) if key in all_.blobs and key[1] in channels),
+                (write for write in all_.writes_of(ns, row.id) if write.channel in channels),
+            )
+            next_, limit = row.parent, limit - 1
+        return Part(await self._ledger.watermark(thread_id), found)
+
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """See `CheckpointStore.rows`."""
         all_, found = self._threads.get(thread_id, Tables()), Tables()

@@ -88,6 +88,14 @@ class CheckpointStore(Protocol):
         """A checkpoint by its id, with its blobs and writes, and what was sent to it; its writes also without it."""
         ...
 
+    async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
+        """This checkpoint and its ancestors, `limit` at most, with their blobs and writes of these channels.
+
+        Metadata are left out. Behind what is stored last of a channel nothing more of it need come, and behind what is
+        stored last of all of them nothing at all.
+        """
+        ...
+
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """These blobs, and the writes of these checkpoints."""
         ...

@@ -18,6 +18,7 @@ from bufstore.buffer.entry import Malformed, items_of
 from bufstore.buffer.read.store_watch import StoreWatch
 from bufstore.errors import LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.langgraph.ancestors import Walk, unknown_blobs
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
 from bufstore.langgraph.model import CheckpointKey, CheckpointRow, LangGraphChange, Tables, takes_sends, versions_of
 from bufstore.langgraph.payload import decode_payload
@@ -35,6 +36,8 @@ NAMESPACES_MAX = 1000
 _TRIES = 4
 _LOOK_S = 0.1
 _RECENT_FOR_S = 60.0
+#: So many ancestors are read at a time.
+_ANCESTORS = 250
 
 #: Rows that this read has asked for already: with them comes what the first question for the thread's state would tell.
 _on_the_way: ContextVar[list[asyncio.Future[Part]] | None] = ContextVar("rows on the way", default=None)
@@ -183,6 +186,40 @@ class CheckpointReads:
             found = Newest(End(last, state.watermark.flushed_seq), tables, row)
             self._recent.read(thread_id, ns, found, at, whole=state.new)
         return last, (tables, row) if row is not None else None
+
+    async def ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> None:
+        """Walk through a checkpoint's ancestors.
+
+        Raises StoreUnavailable also while Postgres is away and what is remembered would have to do; ReadNotFresh,
+        ThreadQuarantined.
+        """
+        while (at := walk.at) is not None:
+            walk.on(await self._some_ancestors(thread_id, walk, level))
+            if walk.at == at:
+                return  # it is not there, and so the history begins behind it
+
+    async def _some_ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> Tables:
+        for _ in range(_TRIES):
+            state = await self._buffer.reads.thread(thread_id, level)
+            if state.base == CACHE:
+                raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+            tail = _with_tail(Part(Watermark(), Tables()), state)
+            at = walk.first_beyond(tail)
+            if at is None or state.base == LOG:
+                part = Part(state.watermark, Tables())
+                tables = tail
+            else:
+                part = await self._store.ancestors(thread_id, walk.ns, at, walk.channels, _ANCESTORS)
+                tables = _with_tail(part, state)
+            if part.watermark.flushed_seq < state.base_seq:
+                continue
+            named = {key for row in tail.checkpoints.values() if row.ns == walk.ns for key in versions_of(row)}
+            missing = unknown_blobs(tables, named, walk.channels) if state.base == STORE else []
+            if missing:
+                more = _with_tail(await self._store.rows(thread_id, missing, []), state)
+                tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
+            return tables
+        raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 
     async def _complete(self, thread_id: str, part: Part, state: Tail, tables: Tables, row: CheckpointRow) -> None:
         """Add what the checkpoint names and neither the rows that were read nor the tail have."""

@@ -21,12 +21,22 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads, OnConflict
 from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
-from bufstore.langgraph.serialize import config_of, id_in, json_of, place, put_of, thread_of, tuple_of, writes_of
+from bufstore.langgraph.serialize import (
+    config_of,
+    history_of,
+    id_in,
+    json_of,
+    place,
+    put_of,
+    thread_of,
+    tuple_of,
+    writes_of,
+)
 from bufstore.nats.session import Nats
 from bufstore.types import Consistency
 
@@ -277,8 +287,21 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
-        """What the ancestors of a checkpoint have written to these channels, back to where a value is stored."""
-        return await super().aget_delta_channel_history(config=config, channels=channels)
+        """What the ancestors of a checkpoint have written to these channels, back to where a value is stored.
+
+        Many at a time; one at a time, as far as they are remembered, while Postgres is away. Raises like `aget_tuple`.
+        """
+        target = await self.aget_tuple(config) if channels else None
+        if target is None:
+            return {channel: {"writes": []} for channel in channels}
+        thread_id, ns, _ = place(target.config)
+        try:
+            walk = await self.engine.ancestors(
+                thread_id, ns, id_in(target.parent_config) if target.parent_config else None, channels
+            )
+        except (StoreUnavailable, ReadNotFresh):
+            return await super().aget_delta_channel_history(config=target.config, channels=channels)
+        return {channel: history_of(self.serde, walk, channel) for channel in channels}
 
     # --- the same, blocking -----------------------------------------------------------------------------------
 

@@ -13,12 +13,14 @@ from langgraph.checkpoint.base import (
     Checkpoint,
     CheckpointMetadata,
     CheckpointTuple,
+    DeltaChannelHistory,
     get_serializable_checkpoint_metadata,
 )
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.types import _DeltaSnapshot
 
 from bufstore.errors import InvalidId, InvalidRecord
+from bufstore.langgraph.ancestors import Walk
 from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables, WriteRow, Writes, takes_sends
 from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
@@ -162,6 +164,15 @@ def tuple_of(
         config_of(thread_id, row.ns, row.parent) if row.parent else None,
         [(w.task_id, w.channel, serde.loads_typed((w.type, w.blob))) for w in tables.writes_of(row.ns, row.id)],
     )
+
+
+def history_of(serde: SerializerProtocol, walk: Walk, channel: str) -> DeltaChannelHistory:
+    """What a walk has found of a channel, as LangGraph reads it: what was written, oldest first, on what value."""
+    writes = [(w.task_id, w.channel, serde.loads_typed((w.type, w.blob))) for w in reversed(walk.writes[channel])]
+    blob = walk.blobs.get(channel)
+    if blob is not None:
+        return {"writes": writes, "seed": serde.loads_typed((blob.type, blob.blob or b""))}
+    return {"writes": writes, "seed": walk.inline[channel]} if channel in walk.inline else {"writes": writes}
 
 
 def config_of(thread_id: str, ns: str, checkpoint_id: str) -> RunnableConfig:

@@ -166,6 +166,20 @@ class PostgresCheckpointStore:
         ((*row, waits_to, there),) = await self._read("one", thread_id, ns, checkpoint_id)
         return _part(ns, row, waits_to, there)
 
+    async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
+        """See `CheckpointStore.ancestors`."""
+        ((*row,),) = await self._read("ancestors", thread_id, ns, at, arrays.texts(channels), limit)
+        tables = Tables()
+        tables.add(
+            (
+                CheckpointRow(ns, id_, parent, checkpoint.encode(), b"{}")
+                for id_, parent, checkpoint in _rows(row[7:10])
+            ),
+            (BlobRow(ns, *blob) for blob in _rows(row[10:14])),
+            (WriteRow(ns, *write) for write in _rows(row[14:21])),
+        )
+        return Part(_watermark(row[:7]), tables)
+
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """See `CheckpointStore.rows`."""
         ((*row,),) = await self._read(

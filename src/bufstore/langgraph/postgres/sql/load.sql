@@ -86,6 +86,55 @@ CROSS JOIN LATERAL (
     )
 ) AS writes;
 
+-- name: ancestors
+-- A checkpoint and its ancestors, $5 of them at most, with their blobs and writes of the channels $4, up to those that
+-- have a value of all the channels (`stored`: those that have had one further up). One row, always.
+WITH RECURSIVE chain (id, parent, checkpoint, stored, values, depth) AS (
+    SELECT NULL::text, $3::text, NULL::jsonb, '{}'::text[], '{}'::text[], 0
+    UNION ALL
+    SELECT c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint, p.stored || p.values, here.found, p.depth + 1
+    FROM chain AS p
+    JOIN {schema}.checkpoints AS c
+        ON c.thread_id = $1::text AND c.checkpoint_ns = $2::text AND c.checkpoint_id = p.parent
+    CROSS JOIN LATERAL (
+        SELECT ARRAY(
+            SELECT k.channel FROM unnest($4::text[]) AS k (channel)
+            WHERE k.channel <> ALL (p.stored || p.values) AND (
+                c.checkpoint -> 'channel_values' ? k.channel OR EXISTS (
+                    SELECT FROM {schema}.checkpoint_blobs AS x
+                    WHERE x.thread_id = c.thread_id AND x.checkpoint_ns = c.checkpoint_ns AND x.channel = k.channel
+                        AND x.version = c.checkpoint -> 'channel_versions' ->> k.channel AND x.type <> 'empty'
+                )
+            )
+        )
+    ) AS here (found)
+    WHERE p.depth < $5::bigint AND NOT (p.stored || p.values) @> $4::text[]
+)
+SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
+    checkpoints.*, blobs.*, writes.*
+FROM (SELECT $1::text AS thread_id) AS s
+LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
+CROSS JOIN LATERAL (
+    SELECT array_agg(a.id), array_agg(a.parent), array_agg(a.checkpoint::text) FROM chain AS a
+    WHERE a.depth > 0
+) AS checkpoints
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    FROM chain AS a
+    CROSS JOIN LATERAL unnest(a.values) AS k (channel)
+    JOIN {schema}.checkpoint_blobs AS x
+        ON x.channel = k.channel AND x.version = a.checkpoint -> 'channel_versions' ->> k.channel
+    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text
+) AS blobs
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx), array_agg(x.channel),
+        array_agg(x.type), array_agg(x.blob), array_agg(x.task_path)
+    FROM chain AS a
+    JOIN {schema}.checkpoint_writes AS x ON x.checkpoint_id = a.id
+    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND x.channel = ANY ($4::text[])
+        AND x.channel <> ALL (a.stored)
+) AS writes;
+
 -- name: rows
 -- Blobs by their keys ($2 to $4), and the writes of checkpoints ($5 and $6). One row, always.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources, blobs.*, writes.*

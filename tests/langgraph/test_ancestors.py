@@ -1,0 +1,133 @@
+"""The history of a DeltaChannel: read many ancestors at a time, it is what LangGraph gathers one at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.checkpoint.serde.types import _DeltaSnapshot
+
+from bufstore import StoreUnavailable
+from bufstore.embedded import Servers
+from bufstore.langgraph import AsyncBufferedSaver, reads
+from helpers import fresh
+from langgraph_graphs import diary
+from langgraph_savers import Place, checkpoint, config
+
+META: Any = {"source": "loop", "step": 1, "parents": {}}
+_CHANNELS = ("a", "b", "c")
+_STEPS = 40
+
+
+@pytest.fixture(params=["memory", "servers"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(request.getfixturevalue("servers") if request.param == "servers" else None)
+
+
+#: A None that is stored counts as a value, as it does one ancestor at a time; LangGraph's saver for Postgres passes it.
+_NONE = [None]
+
+
+def _value(chance: random.Random, step: int, others: list[Any]) -> Any:
+    """A value in a blob, one in the row, a snapshot, and others."""
+    return chance.choice([[f"value {step}"], f"inline {step}", _DeltaSnapshot([f"snapshot {step}"]), *others])
+
+
+async def _grow(
+    saver: AsyncBufferedSaver, thread_id: str, chance: random.Random, ns: str, others: list[Any]
+) -> list[Any]:
+    """Checkpoints that fork now and then, with some channels stored and others only written to."""
+    places: list[Any] = [config(thread_id, ns=ns)]
+    versions: list[dict[str, Any]] = [{}]
+    for step in range(_STEPS):
+        at = len(places) - 1 if chance.random() < 0.85 else chance.randrange(len(places))
+        changed = {c: saver.get_next_version(versions[at].get(c), None) for c in _CHANNELS if chance.random() < 0.5}
+        values = {c: _value(chance, step, others) for c in changed if chance.random() < 0.2}
+        all_ = {**versions[at], **changed}
+        places.append(await saver.aput(places[at], checkpoint(all_, values), META, changed))  # type: ignore[arg-type]
+        versions.append(all_)
+        for task in range(chance.randrange(3)):
+            channels = [c for c in (*_CHANNELS, "other") if chance.random() < 0.5]
+            writes = [(c, f"write {step} {task}") for c in channels]
+            await saver.aput_writes(places[-1], writes, f"task-{task}", f"~{chance.randrange(3)}")
+    return places[1:]
+
+
+async def _one_at_a_time(saver: AsyncBufferedSaver, at: Any, channels: list[str]) -> Any:
+    return await BaseCheckpointSaver.aget_delta_channel_history(saver, config=at, channels=channels)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("flush", [0.0, 0.1, 1.0])
+async def test_it_is_what_one_ancestor_after_the_other_tells(
+    place: Place, monkeypatch: pytest.MonkeyPatch, flush: float, seed: int
+) -> None:
+    monkeypatch.setattr(reads, "_ANCESTORS", 7)
+    chance, thread_id = random.Random(seed), fresh()
+    async with place.saver(flush=flush) as saver, place.saver(flush=0.0) as other:
+        for ns in ("", "inner:1"):
+            places = [*await _grow(saver, thread_id, chance, ns, [] if ns else _NONE), config(thread_id, ns=ns)]
+            for at in chance.sample(places, 6):
+                channels = chance.sample(_CHANNELS, chance.randint(1, 3))
+                expected = await _one_at_a_time(saver, at, channels)
+                for reader in (saver, other):
+                    assert await reader.aget_delta_channel_history(config=at, channels=channels) == expected
+        if place.dsn:
+            await saver.force_flush()
+            async with place.plain() as plain:
+                for at in places:
+                    found = await saver.aget_delta_channel_history(config=at, channels=_CHANNELS)
+                    assert {c: h["writes"] for c, h in found.items()} == {
+                        c: h["writes"]
+                        for c, h in (await plain.aget_delta_channel_history(config=at, channels=_CHANNELS)).items()
+                    }
+
+
+async def test_there_is_nothing_of_what_is_not_there(place: Place) -> None:
+    async with place.saver() as saver:
+        for at in (config(fresh()), config(fresh(), "no such checkpoint")):
+            assert await saver.aget_delta_channel_history(config=at, channels=["a"]) == {"a": {"writes": []}}
+            assert await saver.aget_delta_channel_history(config=at, channels=[]) == {}
+
+
+async def test_a_long_history_is_a_question_or_two(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+        at: Any = config(thread_id)
+        for step in range(30):
+            changed: Any = {"a": saver.get_next_version(None, None)}
+            at = await saver.aput(at, checkpoint(changed, {}), META, changed)
+            await saver.aput_writes(at, [("a", step)], "task")
+        await saver.force_flush()
+        asked = []
+        store: Any = saver.engine._store
+        fetch = store._fetch
+
+        async def fetched(name: str, *rest: Any) -> Any:
+            asked.append(name)
+            return await fetch(name, *rest)
+
+        monkeypatch.setattr(store, "_fetch", fetched)
+        history = await saver.aget_delta_channel_history(config=at, channels=["a"])
+        assert [value for _, _, value in history["a"]["writes"]] == list(range(29))
+        assert asked.count("ancestors") == 1
+        assert "one" not in asked[1:], "the checkpoint itself, and no ancestor"
+
+
+async def test_while_postgres_is_away_what_was_read_is_enough(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A history that was read one by one before."""
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+        await diary(saver).ainvoke({"entries": ["first"]}, config(thread_id))
+        at = config(thread_id)
+        expected = await _one_at_a_time(saver, at, ["entries"])
+
+        async def away(*_: Any) -> Any:
+            raise StoreUnavailable("away")
+
+        monkeypatch.setattr(saver.engine._store, "ancestors", away)
+        assert await saver.aget_delta_channel_history(config=at, channels=["entries"]) == expected
