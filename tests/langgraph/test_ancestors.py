@@ -92,6 +92,18 @@ async def test_there_is_nothing_of_what_is_not_there(place: Place) -> None:
             assert await saver.aget_delta_channel_history(config=at, channels=[]) == {}
 
 
+@pytest.mark.parametrize("flush", [0.0, 1.0])
+async def test_checkpoints_that_are_each_others_parents_end_somewhere(place: Place, flush: float) -> None:
+    thread_id, changed = fresh(), {"a": "1"}
+    one, two = "1f000000-0000-6000-8000-000000000001", "1f000000-0000-6000-8000-000000000002"
+    async with place.saver(flush=flush) as saver:
+        for parent, id_ in ((two, one), (one, two)):
+            at = await saver.aput(config(thread_id, parent), checkpoint(changed, {}, id_), META, changed)  # type: ignore[arg-type]
+            await saver.aput_writes(at, [("a", id_)], "task")
+        found = await saver.aget_delta_channel_history(config=config(thread_id, two), channels=["a"])
+        assert found == {"a": {"writes": [("task", "a", two), ("task", "a", one)]}}
+
+
 async def test_a_long_history_is_a_question_or_two(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:

@@ -19,6 +19,8 @@ class Walk:
         self.ns = ns
         #: The checkpoint that comes next; None: all is found, or there are no more.
         self.at = at
+        #: Where it has been: nothing keeps a checkpoint from naming itself, or a later one, as its parent.
+        self._passed: set[str] = set()
         #: The writes of each channel, oldest last.
         self.writes: dict[str, list[WriteRow]] = {channel: [] for channel in channels}
         #: The stored value that a channel's writes are based on: JSON, or in a blob.
@@ -32,9 +34,10 @@ class Walk:
 
     def first_beyond(self, tables: Tables) -> str | None:
         """The next checkpoint that these rows do not have."""
-        at = self.at
+        at, passed = self.at, set(self._passed)
         while at is not None and (row := tables.checkpoints.get((self.ns, at))) is not None:
-            at = row.parent
+            passed.add(at)
+            at = row.parent if row.parent not in passed else None
         return at
 
     def on(self, tables: Tables) -> None:
@@ -59,7 +62,8 @@ class Walk:
                 else:
                     continue
                 left.discard(channel)
-            self.at = row.parent
+            self._passed.add(row.id)
+            self.at = row.parent if row.parent not in self._passed else None
         if not left:
             self.at = None
 
