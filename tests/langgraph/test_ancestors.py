@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import psycopg
 import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.serde.types import _DeltaSnapshot
@@ -126,6 +127,35 @@ async def test_a_long_history_is_a_question_or_two(servers: Servers, monkeypatch
         assert [value for _, _, value in history["a"]["writes"]] == list(range(29))
         assert asked.count("ancestors") == 1
         assert "one" not in asked[1:], "the checkpoint itself, and no ancestor"
+
+
+async def test_only_the_ancestors_rows_are_looked_at(servers: Servers) -> None:
+    """Also in tables that nobody has analyzed; at the thread's writes once then, not for each ancestor."""
+    place, thread_id, limit, steps = Place(servers), fresh(), 5, 200
+    async with place.saver() as saver:
+        at: Any = config(thread_id)
+        for step in range(steps):
+            changed: Any = {"a": saver.get_next_version(None, None), "b": saver.get_next_version(None, None)}
+            at = await saver.aput(at, checkpoint(changed, {"b": [step]}), META, changed)
+            await saver.aput_writes(at, [("a", step)], "task")
+        await saver.force_flush()
+        named = {"thread": thread_id, "id": at["configurable"]["checkpoint_id"], "limit": limit}
+        statement = f"EXPLAIN (ANALYZE, FORMAT JSON) {saver.engine._store._sql['ancestors']}"  # type: ignore[attr-defined]
+    places = {"$1": "%(thread)s", "$2": "''", "$3": "%(id)s", "$4": "'{a}'", "$5": "%(limit)s"}
+    for place_, text in places.items():
+        statement = statement.replace(place_, text)
+    async with await psycopg.AsyncConnection.connect(place.dsn) as connection:
+        cursor = await connection.execute(statement, named)  # type: ignore[arg-type]
+        ((plans,),) = await cursor.fetchall()
+    seen = {"checkpoints": 0.0, "checkpoint_writes": 0.0, "checkpoint_blobs": 0.0, "buffer_threads": 0.0}
+    nodes = [plans[0]["Plan"]]
+    for node in nodes:
+        nodes += node.get("Plans", ())
+        if "Relation Name" in node:
+            filtered = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+            seen[node["Relation Name"]] += (node["Actual Rows"] + filtered) * node["Actual Loops"]
+    assert limit <= seen.pop("checkpoint_writes") <= steps
+    assert seen == {"checkpoints": limit, "checkpoint_blobs": 0, "buffer_threads": 1}
 
 
 async def test_while_postgres_is_away_what_was_read_is_enough(

@@ -88,23 +88,27 @@ CROSS JOIN LATERAL (
 
 -- name: ancestors
 -- A checkpoint and its ancestors, $5 of them at most, with their blobs and writes of the channels $4, up to those that
--- have a value of all the channels (`stored`: those that have had one further up). One row, always.
+-- have a value of all the channels (`stored`: those that have had one further up). One row, always. Without a LIMIT
+-- each ancestor would be looked for among all of the thread's checkpoints, where nobody has analyzed the table.
 WITH RECURSIVE chain (id, parent, checkpoint, stored, values, depth) AS (
     SELECT NULL::text, $3::text, NULL::jsonb, '{}'::text[], '{}'::text[], 0
     UNION ALL
     SELECT c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint, p.stored || p.values, here.found, p.depth + 1
     FROM chain AS p
-    JOIN {schema}.checkpoints AS c
-        ON c.thread_id = $1::text AND c.checkpoint_ns = $2::text AND c.checkpoint_id = p.parent
+    CROSS JOIN LATERAL (
+        SELECT n.checkpoint_id, n.parent_checkpoint_id, n.checkpoint FROM {schema}.checkpoints AS n
+        WHERE n.thread_id = $1::text AND n.checkpoint_ns = $2::text AND n.checkpoint_id = p.parent LIMIT 1
+    ) AS c
     CROSS JOIN LATERAL (
         SELECT ARRAY(
             SELECT k.channel FROM unnest($4::text[]) AS k (channel)
             WHERE k.channel <> ALL (p.stored || p.values) AND (
-                c.checkpoint -> 'channel_values' ? k.channel OR EXISTS (
-                    SELECT FROM {schema}.checkpoint_blobs AS x
-                    WHERE x.thread_id = c.thread_id AND x.checkpoint_ns = c.checkpoint_ns AND x.channel = k.channel
-                        AND x.version = c.checkpoint -> 'channel_versions' ->> k.channel AND x.type <> 'empty'
-                )
+                c.checkpoint -> 'channel_values' ? k.channel OR (
+                    SELECT x.type FROM {schema}.checkpoint_blobs AS x
+                    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND x.channel = k.channel
+                        AND x.version = c.checkpoint -> 'channel_versions' ->> k.channel
+                    LIMIT 1
+                ) <> 'empty'
             )
         )
     ) AS here (found)
@@ -119,12 +123,15 @@ CROSS JOIN LATERAL (
     WHERE a.depth > 0
 ) AS checkpoints
 CROSS JOIN LATERAL (
-    SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    SELECT array_agg(v.channel), array_agg(v.version), array_agg(v.type), array_agg(v.blob)
     FROM chain AS a
     CROSS JOIN LATERAL unnest(a.values) AS k (channel)
-    JOIN {schema}.checkpoint_blobs AS x
-        ON x.channel = k.channel AND x.version = a.checkpoint -> 'channel_versions' ->> k.channel
-    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text
+    CROSS JOIN LATERAL (
+        SELECT x.channel, x.version, x.type, x.blob FROM {schema}.checkpoint_blobs AS x
+        WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND x.channel = k.channel
+            AND x.version = a.checkpoint -> 'channel_versions' ->> k.channel
+        LIMIT 1
+    ) AS v
 ) AS blobs
 CROSS JOIN LATERAL (
     SELECT array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx), array_agg(x.channel),
