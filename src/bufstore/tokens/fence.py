@@ -104,10 +104,12 @@ class Register:
 
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                return await AsyncRetrying(
+                async for attempt in AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=0.5),
                     retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
-                )(once)
+                ):
+                    with attempt:
+                        return await once()
         raise LogUnavailable(f"{subject} may or may not be written: no answer in time")
 
 
@@ -162,9 +164,8 @@ class Lease:
         async with self._changing:
             if self._over:
                 raise TokenLost(self.key, "it was done or given back")
-            number = self._record.number + 1
-            self._record = replace(self._record, number=number)
-            record = replace(record, number=number)
+            self._record = replace(self._record, number=self._record.number + 1)
+            record = replace(record, number=self._record.number)
             while True:
                 try:
                     self._seq = await self._register.write(self._subject, record, self._seq, self._server_ttl_s)
@@ -221,8 +222,7 @@ class Keyed:
 
     async def who(self, key: str) -> Holder | None:
         """Who holds the key, if anybody does. Raises LogUnavailable."""
-        (seen,) = await self._register.seen({"last_by_subj": self._subject(key)})
-        return seen.holder
+        return (await self._register.seen({"last_by_subj": self._subject(key)}))[0].holder
 
     async def release(self, key: str, *, force: bool = False) -> Holder | None:
         """Take the key from its holder, who finds it lost. Returns who that was.

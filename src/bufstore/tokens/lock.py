@@ -55,6 +55,8 @@ class Locks(Keyed):
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
         subject = self._subject(key)
+        if not wait_s:
+            return await self._take(key, subject, ttl_s, holder)
         return await AsyncRetrying(
             wait=wait_random_exponential(multiplier=0.01, max=0.25),
             stop=stop_after_delay(wait_s),

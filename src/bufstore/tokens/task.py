@@ -34,8 +34,7 @@ class Task(Lease):
         self.attempt = hold.record.attempt
         self.item = hold.record.item
         self.delivery, self.others_wait = delivery, others_wait
-        self._pulls, self._finish = pulls, finish
-        self._done = False
+        self._pulls, self._finish, self._done = pulls, finish, False
         self._keep()
 
     async def __aenter__(self) -> Self:

@@ -317,8 +317,7 @@ class ExclusiveWork(Keyed):
                 await _unless(stopping, asyncio.sleep(_PAUSE_S * (1 + random.random())))  # noqa: S311 - no secret
                 continue
             if task is not None:
-                limit = self._config.max_attempts
-                await self._handle(dead_letter if 0 < limit < task.attempt else handler, task)
+                await self._handle(dead_letter if 0 < self._config.max_attempts < task.attempt else handler, task)
 
     async def _handle(self, handler: Handler, task: Task) -> None:
         async with task:
