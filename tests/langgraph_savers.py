@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import pytest
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
 from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
@@ -89,3 +90,17 @@ def flush_now_and_then(saver: AsyncBufferedSaver, likely: float) -> None:
         return receipt
 
     engine.append = appended  # type: ignore[method-assign]
+
+
+def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Postgres is asked from now on."""
+    asked: list[str] = []
+    store: Any = saver.engine._store
+    fetch = store._fetch
+
+    async def fetched(name: str, *rest: Any) -> Any:
+        asked.append(name)
+        return await fetch(name, *rest)
+
+    monkeypatch.setattr(store, "_fetch", fetched)
+    return asked

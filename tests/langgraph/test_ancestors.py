@@ -15,7 +15,7 @@ from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, reads
 from helpers import fresh
 from langgraph_graphs import diary
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import Place, asked_of, checkpoint, config
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 _CHANNELS = ("a", "b", "c")
@@ -114,15 +114,7 @@ async def test_a_long_history_is_a_question_or_two(servers: Servers, monkeypatch
             at = await saver.aput(at, checkpoint(changed, {}), META, changed)
             await saver.aput_writes(at, [("a", step)], "task")
         await saver.force_flush()
-        asked = []
-        store: Any = saver.engine._store
-        fetch = store._fetch
-
-        async def fetched(name: str, *rest: Any) -> Any:
-            asked.append(name)
-            return await fetch(name, *rest)
-
-        monkeypatch.setattr(store, "_fetch", fetched)
+        asked = asked_of(saver, monkeypatch)
         history = await saver.aget_delta_channel_history(config=at, channels=["a"])
         assert [value for _, _, value in history["a"]["writes"]] == list(range(29))
         assert asked.count("ancestors") == 1
@@ -158,10 +150,10 @@ async def test_only_the_ancestors_rows_are_looked_at(servers: Servers) -> None:
     assert seen == {"checkpoints": limit, "checkpoint_blobs": 0, "buffer_threads": 1}
 
 
-async def test_while_postgres_is_away_what_was_read_is_enough(
+async def test_it_goes_one_by_one_where_the_store_does_not_answer(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A history that was read one by one before."""
+    """As far as each ancestor is remembered or can be read."""
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:
         await diary(saver).ainvoke({"entries": ["first"]}, config(thread_id))

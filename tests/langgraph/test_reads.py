@@ -12,7 +12,7 @@ from bufstore import Consistency, ThreadQuarantined
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver
 from helpers import eventually, fresh, query
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import Place, asked_of, checkpoint, config
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 
@@ -27,20 +27,6 @@ def _said(found: Any) -> str:
     return str(text)
 
 
-def _asked(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Postgres is asked from now on."""
-    asked: list[str] = []
-    store: Any = saver.engine._store
-    fetch = store._fetch
-
-    async def fetched(name: str, *rest: Any) -> Any:
-        asked.append(name)
-        return await fetch(name, *rest)
-
-    monkeypatch.setattr(store, "_fetch", fetched)
-    return asked
-
-
 @pytest.mark.parametrize("level", [Consistency.READ_YOUR_WRITES, Consistency.EVENTUAL])
 async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what this process does not remember."""
@@ -49,7 +35,7 @@ async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, m
         at = await _put(saver, thread_id, "flushed")
         await saver.force_flush()
     async with place.saver(consistency=level) as saver:
-        asked = _asked(saver, monkeypatch)
+        asked = asked_of(saver, monkeypatch)
         for named, question in ((config(thread_id), "latest"), (at, "one"), (config(thread_id), "latest")):
             found = await saver.aget_tuple(named)
             assert found is not None
@@ -98,7 +84,7 @@ async def test_a_process_goes_on_with_what_it_knows_until_another_writes(
     place, thread_id = Place(servers), fresh()
     async with place.saver() as one, place.saver() as other:
         assert await one.aget_tuple(config(fresh())) is None
-        asked = _asked(one, monkeypatch)
+        asked = asked_of(one, monkeypatch)
         assert await one.aget_tuple(config(thread_id)) is None
         first = at = await _put(one, thread_id, "0")
         for n in range(1, 5):
