@@ -71,7 +71,7 @@ async def test_whoever_signs_in_as_somebody_else_has_a_connection_of_their_own(
     url = deployment.servers.nats.url
     ours = replace(config, nats=NatsConfig(servers=[url]))
     opened = process_loop().run(open_sink(ours))
-    assert process_loop().run(open_sink(ours)) is opened
+    assert process_loop().run(open_sink(replace(ours, mode="postgres"))) is opened
     with pytest.raises(ConfigError, match="refused the credentials"):  # instead of the connection that there is
         process_loop().run(open_sink(replace(config, nats=NatsConfig(servers=[url], user="me", password="hush"))))
 

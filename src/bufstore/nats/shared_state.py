@@ -106,7 +106,7 @@ class NatsSharedState:
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
-            await self._put(message, timeout_s)
+            await self._submit(message)
             return thread_id
         except Conflict as e:
             # Claims that came together failed together, and what stands there was read for all of them.
@@ -243,14 +243,18 @@ class NatsSharedState:
     async def _put(self, message: Outgoing, timeout_s: float) -> int:
         try:
             async with asyncio.timeout(timeout_s):
-                try:
-                    return await self._writes.submit([message])
-                except LogUnavailable:
-                    # Maybe somebody removed the bucket. Correctness needs nothing in it: create a new one.
-                    await ensure_bucket(self._stream, self._config)
-                    return await self._writes.submit([message])
+                return await self._submit(message)
         except TimeoutError:
             raise LogUnavailable("the shared-state bucket did not answer in time") from None
+
+    async def _submit(self, message: Outgoing) -> int:
+        """For callers that bound its time themselves."""
+        try:
+            return await self._writes.submit([message])
+        except LogUnavailable:
+            # Maybe somebody removed the bucket. Correctness needs nothing in it: create a new one.
+            await ensure_bucket(self._stream, self._config)
+            return await self._writes.submit([message])
 
     async def _add_listener(self, subject: str, heard: Callable[[Msg], None]) -> None:
         async def on_message(msg: Msg) -> None:

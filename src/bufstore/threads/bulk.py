@@ -61,7 +61,11 @@ class BulkWriter:
     async def claim(self, runs: Iterable[Run]) -> None:
         """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`."""
         new: dict[str, Run] = {}
+        before: Run | None = None
         for run in runs:
+            if run is before:
+                continue
+            before = run
             if run.parent_thread_id is None and not self._runs.claimed(run):
                 with suppress(Rejected):
                     check_run(run, run.thread_id)

@@ -108,7 +108,7 @@ class TipFinder(Generic[S, M]):
         held = await self._held(thread_ids)
         return [t for t in thread_ids if t not in held]
 
-    def _as_new(self, thread_id: str) -> Tip[M] | None:
+    def as_new(self, thread_id: str) -> Tip[M] | None:
         """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
         found = self._new.pop(thread_id, None)
         if found is None or elapsed.now_s() - found[0] > self._new_for_s:
@@ -180,7 +180,7 @@ class TipFinder(Generic[S, M]):
 
     async def of_version(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's version. What it holds is not read where all of it is in Postgres."""
-        if (new := self._as_new(thread_id)) is not None:
+        if (new := self.as_new(thread_id)) is not None:
             return new
         tip = await self._judged.of(thread_id)
         if tip is None:
@@ -191,7 +191,7 @@ class TipFinder(Generic[S, M]):
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
-        if (new := self._as_new(thread_id)) is not None:
+        if (new := self.as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
         last = await self._last.of(self._subjects.of(thread_id))
@@ -203,7 +203,7 @@ class TipFinder(Generic[S, M]):
 
     async def of_content(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's content, from Postgres and the tail."""
-        if (new := self._as_new(thread_id)) is not None:
+        if (new := self.as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
         if await self._nowhere.of(thread_id) and elapsed.now_s() - at <= self._new_for_s:
@@ -222,7 +222,7 @@ class TipFinder(Generic[S, M]):
 
     async def of_row(self, thread_id: str) -> Tip[M]:
         """The tip with all remembered keys and producers: those of its chain in the log, and those in Postgres."""
-        if (new := self._as_new(thread_id)) is not None:
+        if (new := self.as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
         watermark = await self._stored.watermark(thread_id)

@@ -73,10 +73,11 @@ def prepare(thread_id: str, wanted: Sequence[tuple[CheckpointRow, bytes | None]]
             check_run(run, thread_id)
             encoded, save = encode_run(run), save_of(run)
         messages = encode_messages(write.messages)
-        ids = [id_ for id_ in ids_of(write.messages) if id_]
-        if len(set(ids)) < len(ids) and not write.whole:
+        ids = ids_of(write.messages)
+        has_ids = any(ids)
+        if has_ids and not write.whole and len(set(present := list(filter(None, ids)))) < len(present):
             raise InvalidRecord(f"thread {thread_id!r}: two of the new messages have the same id")
-        prepared.append(Prepared(mark, write.whole, messages, bool(ids), encoded, save))
+        prepared.append(Prepared(mark, write.whole, messages, has_ids, encoded, save))
     return prepared
 
 

@@ -111,7 +111,6 @@ def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
     return CheckpointRow(row["thread_id"], whole is not None, messages, run)
 
 
-_OF_RUN = ("agent_id", "status", "parent_thread_id", "run")
 #: Longer JSON of a run is not remembered: it mostly differs in each row.
 _REMEMBERED_CHARS = 4096
 _decode = msgspec.json.Decoder().decode
@@ -120,7 +119,9 @@ _decode = msgspec.json.Decoder().decode
 def _run_of_row(row: Mapping[str, Any]) -> Run:
     rest = row.get("run")
     find = _run_of if rest is None or len(rest) <= _REMEMBERED_CHARS else _run_of.__wrapped__
-    return find(row["run_id"], row["thread_id"], *[row.get(name) for name in _OF_RUN])
+    return find(
+        row["run_id"], row["thread_id"], row.get("agent_id"), row.get("status"), row.get("parent_thread_id"), rest
+    )
 
 
 # The rows of a thread mostly say the same of their run.

@@ -23,7 +23,7 @@ class OpenSink(NamedTuple):
 
     store: BufferedThreadStore
     ledger: SparkLedger
-    #: In mode="postgres".
+    #: The way past the log; None where there are several lanes.
     direct: BackfillWriter | None
 
 
@@ -32,19 +32,21 @@ async def open_sink(config: SinkConfig) -> OpenSink:
 
     async def open_() -> OpenSink:
         log = await config.find_log()
-        if config.mode == "postgres" and log.lanes > 1:
-            raise ConfigError(f"SinkConfig.mode must be 'log': stream {log.stream} has {log.lanes} lanes")
         longest = config.append_timeout_s or min(_APPEND_TIMEOUT_S, log.failover_window_s / 2)
         buffer = BufferConfig.fitting(log, flusher=False, append_timeout_s=longest)
         inner = config.store(pool_size=_POOL)
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()
-        direct = BackfillWriter(inner, store.buffer) if config.mode == "postgres" else None
+        direct = BackfillWriter(inner, store.buffer) if len(store.lanes.all) == 1 else None
         return OpenSink(store, ledger, direct)
 
-    # Whoever signs in as somebody else, or finds the log elsewhere, has a connection of its own.
+    # Whoever signs in as somebody else, or finds the log elsewhere, has a connection of its own. Both modes share one:
+    # each that is open hears all that is written.
     c = config
     server = replace(c.server, servers=tuple(c.server.servers))
-    key = (server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s, c.mode)
-    return await loop().opened(key, open_)
+    opened = await loop().opened((server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s), open_)
+    if config.mode == "postgres" and opened.direct is None:
+        lanes = len(opened.store.lanes.all)
+        raise ConfigError(f"SinkConfig.mode must be 'log': stream {config.stream} has {lanes} lanes")
+    return opened

@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -138,8 +140,8 @@ class _Task:
         self._in_flight = _InFlight(config.in_flight)
         who = f"batch {batch_id} of {config.app_id}"
         self._patience = Patience(config.outage_timeout_s, who, numbered=batch_id is not None)
-        #: The next place of the last thread, and its rows from an earlier try: it may go on in the next part.
-        self._places: dict[str, tuple[int, SettledThread | None]] = {}
+        #: Of the last thread: it may go on in the next part.
+        self._place: _Place | None = None
         #: Threads of which a row is bad, when that fails the batch.
         self._failed: set[str] = set()
         #: Threads that were written through the log: it may not show them at once.
@@ -193,29 +195,31 @@ class _Task:
     def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[_Line]]:
         """The rows that are to be written, by thread."""
         threads: dict[str, list[_Line]] = {}
-        places = self._places
-        for row in rows:
-            thread_id = row["thread_id"]
+        line = self._line if self._set_aside else _line
+        for thread_id, found in groupby(rows, itemgetter("thread_id")):
             if (self._only is not None and thread_id not in self._only) or thread_id in self._written.deferred:
+                self._place = None
                 continue
+            some: Sequence[Row] = list(found)
             if thread_id in self._kept:
-                self._kept[thread_id].lines.append(_line(0, row))
+                self._kept[thread_id].lines += [_line(0, row) for row in some]
+                self._place = None
                 continue
-            place = places.get(thread_id)
-            if place is None:
-                before = self._settled.of(row[THREAD]) if self._settled else None
-                place = (before.next_rank if before is not None else 0, before)
-            rank, before = places[thread_id] = place
-            if before is not None and before.holds(key_of(row)):
-                self._written.counts.repeated += 1
-                continue
-            places[thread_id] = rank + 1, before
-            threads.setdefault(thread_id, []).append(self._line(rank, row))
-        self._places = {thread_id: places[thread_id]} if rows and thread_id in places else {}
+            if self._place is None or self._place.thread_id != thread_id:
+                before = self._settled.of(some[0][THREAD]) if self._settled else None
+                self._place = _Place(thread_id, before, before.next_rank if before is not None else 0)
+            place = self._place
+            if place.before is not None:
+                new = [row for row in some if not place.before.holds(key_of(row))]
+                self._written.counts.repeated += len(some) - len(new)
+                some = new
+            if some:
+                threads[thread_id] = [line(rank, row) for rank, row in enumerate(some, place.next_rank)]
+                place.next_rank += len(some)
         return threads
 
     def _line(self, rank: int, row: Row) -> _Line:
-        if self._set_aside and row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
+        if row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
             # It may be written by now (a replay), or become good meanwhile and be replayed later.
             return _Line(rank, row, _SetAside("an earlier try of the batch has set this row aside"))
         return _line(rank, row)
@@ -415,7 +419,9 @@ class _Task:
     def _marked(self, line: _Line) -> tuple[CheckpointRow, bytes | None]:
         if not isinstance(line.wanted, CheckpointRow):
             raise line.wanted if isinstance(line.wanted, Rejected) else InvalidRecord("an edit goes through the log")
-        return line.wanted, producers.item_of(self._mark(line.rank))
+        if self._batch_id is None:
+            return line.wanted, None
+        return line.wanted, producers.item(self._config.app_id, number_of(self._batch_id, line.rank))
 
 
 class _SetAside(InvalidRecord):
@@ -447,6 +453,16 @@ def _line(rank: int, row: Row) -> _Line:
         return _Line(rank, row, wanted_of(row))
     except Rejected as e:
         return _Line(rank, row, e)
+
+
+@dataclass
+class _Place:
+    """How far the rows of a thread have come."""
+
+    thread_id: str
+    #: Its rows from an earlier try.
+    before: SettledThread | None
+    next_rank: int
 
 
 @dataclass
