@@ -21,6 +21,7 @@ from bufstore.buffer.flush.blame import THREADS_MIN, Blame
 from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, WindowOutcome
 from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
 from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.next_window import gather
 from bufstore.buffer.flush.queues import Queues
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.verdict import Verdict
@@ -197,19 +198,8 @@ class WindowFlusher:
         return text, bool(self._told)
 
     def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
-        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger."""
-        room = self._room
-        found: Threads = {}
         self._committer.begin_window()
-        for owned in self._owned.values():
-            for item in owned.pending.values():
-                if item.thread_id in owned.queues or not wanted(item.thread_id):
-                    continue
-                if room <= 0:
-                    return found
-                room -= 1
-                found.setdefault(item.thread_id, []).append(item)
-        return found
+        return gather(self._owned.values(), wanted, self._room)
 
     # --- what becomes of it -----------------------------------------------------------------------------------
 
