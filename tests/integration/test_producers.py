@@ -19,6 +19,7 @@ from bufstore import (
     OutcomeUnknown,
     ProducerSequence,
     Run,
+    VersionConflict,
 )
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.memory import MemoryNats
@@ -163,6 +164,17 @@ async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
         held = {t: await store.load_messages(t) for t in kinds}
     with_before = {t: ["before", "after"] for t in ("logged", "flushed", "raced")}
     assert held == with_before | {"new": ["after"], "deleted": ["after"]}
+
+
+async def test_nothing_is_refused_because_of_what_was_learnt_before_it_came(opened: Opener) -> None:
+    async with opened(flusher=False) as one, opened(flusher=False) as other:
+        await one.bulk.learn_new(["t"])
+        await other.checkpoint_append("t", ["theirs"], run_of("t"))
+        await one.checkpoint_append("t", ["mine"], run_of("t"), expected_version=1)
+        assert await other.load_messages("t") == ["theirs", "mine"]
+        await one.bulk.learn_new(["never"])
+        with pytest.raises(VersionConflict):
+            await one.checkpoint_append("never", ["mine"], run_of("never"), expected_version=1)
 
 
 @pytest.mark.parametrize("how", ["token", "source"])

@@ -279,9 +279,8 @@ class Appender(Generic[S, M]):
         if not queue:
             self._lanes.pop(thread_id, None)
             return
-        tip = tip or self._tips.get(thread_id)
-        if tip is None and (tip := self._finder.as_new(thread_id)) is not None:
-            looked_up = len(queue)
+        # What was found out ahead of the writes: a refusal must not rest on it.
+        tip = tip or self._tips.get(thread_id) or self._finder.as_new(thread_id)
         if tip is None:
             # Not before this process has looked at the log at all: what it finds meanwhile, it looks for once more.
             if self._life and (need := needs(queue[0])) is not None:

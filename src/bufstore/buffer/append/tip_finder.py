@@ -180,8 +180,6 @@ class TipFinder(Generic[S, M]):
 
     async def of_version(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's version. What it holds is not read where all of it is in Postgres."""
-        if (new := self.as_new(thread_id)) is not None:
-            return new
         tip = await self._judged.of(thread_id)
         if tip is None:
             return await self.of_content(thread_id)
@@ -191,8 +189,6 @@ class TipFinder(Generic[S, M]):
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
-        if (new := self.as_new(thread_id)) is not None:
-            return new
         at, seen = elapsed.now_s(), await self._seen_lately()
         last = await self._last.of(self._subjects.of(thread_id))
         if last is None:
@@ -203,8 +199,6 @@ class TipFinder(Generic[S, M]):
 
     async def of_content(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's content, from Postgres and the tail."""
-        if (new := self.as_new(thread_id)) is not None:
-            return new
         at, seen = elapsed.now_s(), await self._seen_lately()
         if await self._nowhere.of(thread_id) and elapsed.now_s() - at <= self._new_for_s:
             return tip_of_row(Watermark(), seen, at, self._domain.nothing())
@@ -222,8 +216,6 @@ class TipFinder(Generic[S, M]):
 
     async def of_row(self, thread_id: str) -> Tip[M]:
         """The tip with all remembered keys and producers: those of its chain in the log, and those in Postgres."""
-        if (new := self.as_new(thread_id)) is not None:
-            return new
         at, seen = elapsed.now_s(), await self._seen_lately()
         watermark = await self._stored.watermark(thread_id)
         known = self._tips.get(thread_id)
