@@ -47,6 +47,17 @@ async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployme
     assert (await held(deployment, threads))[threads[0]] == [*range(5), *range(5)], "without a number it is new"
 
 
+async def test_rows_without_a_thread_do_not_hide_each_other(spark: Any, deployment: Deployment) -> None:
+    """A null and an empty id are no threads, and not the same one."""
+    await prepared(deployment)
+    rows = rows_of([None, ""], range(3))  # type: ignore[list-item]
+    save(frame(spark, rows), write_options(deployment, appId="nobody", batchId=0, badRows="quarantine"))
+    kept = await query(deployment.servers.postgres.dsn, f'SELECT row FROM "{deployment.name}".spark_quarantine')
+    rejected = [json.loads(row) for (row,) in kept]
+    found = sorted((row["thread_id"] or "", row["position"], row["thread_id"] is None) for row in rejected)
+    assert found == [("", n, is_null) for n in range(3) for is_null in (False, True)]
+
+
 async def test_a_stream_whose_commit_fails_is_gone_on_with(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
     good, bad = fresh(), fresh()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +14,16 @@ import pytest
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark import SinkConfig, checkpoint_sink
+from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.foreach_batch import _Rows
+from bufstore.spark.sink.open_sink import open_sink
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import write_rows
 from bufstore.spark.sink.settled import Settled
 from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
-from helpers import fresh, query
+from helpers import eventually, fresh, query
 from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, stream, uncommit
 
 
@@ -153,6 +156,55 @@ async def test_a_backfill_past_the_log_writes_each_row_once(
     await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(5, 8))), 1)
     wanted[threads[1]].append(8)
     assert await held(deployment, threads) == wanted
+
+
+async def test_what_goes_through_the_log_builds_on_what_went_past_it(
+    deployment: Deployment, config: SinkConfig
+) -> None:
+    """A process that wrote a thread in one mode, and then in the other."""
+    await prepared(deployment)
+    thread, past = fresh(), replace(config, app_id="past", mode="postgres")
+    rows = rows_of([thread], range(4))
+    rows[2]["delta"] = [json.dumps({"n": 2, "id": "known"})]  # whether it is there, only the log's checks can say
+    write_rows(config, 0, [rows[:1]])
+    assert await held(deployment, [thread]) == {thread: [0]}
+    log = loop().run(open_sink(config)).store.buffer.log
+
+    async def forget() -> None:
+        """What a process does that remembers much: nothing needs these entries any more."""
+        log._forgetting.forget(1 + await log.end(5.0))  # type: ignore[attr-defined]
+
+    loop().run(forget())
+    end = loop().run(log.end(5.0))
+    write_rows(past, 0, [rows[1:2]])
+    assert loop().run(log.end(5.0)) == end, "it went past the log"
+    write_rows(past, 1, [rows[2:3]])
+    write_rows(config, 1, [rows[3:]])
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2, 3]}
+    async with deployment.store() as store:
+        assert await store.quarantined() == 0
+
+
+async def test_others_are_told_what_went_past_the_log(deployment: Deployment, config: SinkConfig) -> None:
+    thread = fresh()
+    run = Run(run_id=f"run-{thread}", thread_id=thread)
+    async with deployment.store(flusher=False) as app:
+        await app.checkpoint_append(thread, [{"n": 0}], run)
+        assert await held(deployment, [thread]) == {thread: [0]}
+        past = replace(config, mode="postgres")
+        await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # all is open
+        for log in (app.buffer.log, loop().run(open_sink(past)).store.buffer.log):
+            log._forgetting.forget(1 + await log.end(5.0))  # type: ignore[attr-defined]
+        await asyncio.to_thread(write_rows, past, 1, [rows_of([thread], range(1, 2))])
+
+        async def forgotten() -> bool:
+            return app.buffer.appender.tip(thread) is None
+
+        await eventually(forgotten)
+        await app.checkpoint_append(thread, [{"n": 2}], run)
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
+    async with deployment.store() as store:
+        assert await store.quarantined() == 0
 
 
 async def test_a_source_that_gives_other_rows_for_a_batch_is_found_out(

@@ -118,7 +118,7 @@ class Appender(Generic[S, M]):
         lane = self._lanes.get(thread_id)
         if lane is not None:
             lane.stale = True
-        self._tips.drop(thread_id)
+        self._finder.forget(thread_id)
 
     def _let_go(self, everything: bool) -> None:
         self._life += 1

@@ -83,6 +83,11 @@ class TipFinder(Generic[S, M]):
         if seq > self._seen[0]:
             self._seen = seq, at
 
+    def forget(self, thread_id: str) -> None:
+        """Rely on nothing that was found out of the thread before."""
+        self._tips.drop(thread_id)
+        self._new.pop(thread_id, None)
+
     async def learn_new(self, thread_ids: Collection[str]) -> None:
         """Find out which of many threads exist nowhere, in a few requests; nothing if the store cannot tell."""
         at, seen = elapsed.now_s(), await self._seen_lately()

@@ -13,9 +13,9 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 def gather(partitions: Iterable[OwnedPartition], wanted: Callable[[str | None], bool], room: int) -> Threads:
     """At most `room` entries of wanted threads, by thread; nothing behind entries that wait in the ledger.
 
-    The partition whose first such entry is the oldest goes first. In any fixed order the last ones would wait for as
-    long as there is a backlog: their feed would set them aside, and deliver all of it again
-    (`bufstore.buffer.groups.delivery`).
+    Each partition has its share of the room, and what others leave of theirs goes to those with the oldest entries. In
+    any fixed order, also that of age, some would wait for as long as others have a backlog: their feed would set them
+    aside, and deliver all of it again (`bufstore.buffer.groups.delivery`).
     """
     ready: list[tuple[Item, Iterator[Item]]] = []
     for owned in partitions:
@@ -24,8 +24,10 @@ def gather(partitions: Iterable[OwnedPartition], wanted: Callable[[str | None], 
         if first is not None:
             ready.append((first, entries))
     ready.sort(key=lambda found: found[0].seq)
+    by_age = [chain([first], entries) for first, entries in ready]
+    share = max(room // len(by_age), 1) if by_age else 0
     threads: Threads = {}
-    for item in islice(chain.from_iterable(chain([first], entries) for first, entries in ready), room):
+    for item in islice(chain((i for entries in by_age for i in islice(entries, share)), *by_age), room):
         threads.setdefault(item.thread_id, []).append(item)
     return threads
 

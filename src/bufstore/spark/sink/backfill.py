@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,7 @@ from bufstore.buffer import producers
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
-from bufstore.errors import InvalidRecord, StoreUnavailable
+from bufstore.errors import InvalidRecord, LogUnavailable, StoreUnavailable
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.digests import ids_of
@@ -115,6 +116,7 @@ class BackfillWriter:
         """`store`: what `buffer`, which is open, flushes into."""
         self._store = store
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
+        self._appender, self._shared = buffer.appender, buffer.shared
 
     async def in_log(self, threads: Collection[str]) -> set[str]:
         """Those with entries that may not be in Postgres yet. Raises LogUnavailable."""
@@ -128,10 +130,11 @@ class BackfillWriter:
         """
         written = repeated = 0
         names, probing = sorted(threads), False
+        changed: list[str] = []
         versions = await self._store.versions(list(threads))
 
         def decide(rows: Mapping[str, Watermark]) -> Decision:
-            nonlocal written, repeated
+            nonlocal written, repeated, changed
             need_log: list[str] = []
             batch: list[Any] = []
             after: dict[str, Watermark] = {}
@@ -155,6 +158,7 @@ class BackfillWriter:
                     after[thread_id] = found.watermark
             if need_log:
                 raise NeedLog(need_log)
+            changed = [change.thread_id for change in batch if rows[change.thread_id].applied_id]
             return Decision(batch=batch, watermarks=after)
 
         try:
@@ -167,4 +171,11 @@ class BackfillWriter:
                 await self._ledger.flush([], names, decide, probe=len(names))
         except FlushFailed as e:
             raise StoreUnavailable(f"Postgres does not accept the backfill now: {e}") from e
+        finally:
+            # What this process remembers of them is behind now, and the log does not show it.
+            for thread_id in names:
+                self._appender.forget(thread_id)
+        with suppress(LogUnavailable):  # only a notice
+            for thread_id in changed:
+                await self._shared.tell_parked(thread_id)  # others remember, too: as when an operator changes a thread
         return written, repeated

@@ -226,11 +226,12 @@ def _unpacked(part: bytes) -> list[dict[str, Any]]:
     return rows
 
 
-def _order(row: Mapping[str, Any]) -> tuple[bytes, ...]:
+def _order(row: Mapping[str, Any]) -> tuple[bool, bytes, bytes, Sequence[bytes]]:
     """By thread and position, then by what the row holds: the same in every repeat."""
+    thread_id = row["thread_id"]
     number = (position_of(row) + (1 << 63)).to_bytes(9)
     rest = [msgspec.json.encode(row.get(name)) for name in COLUMNS if name not in ("thread_id", "position")]
-    return ((row["thread_id"] or "").encode(), number, *rest)
+    return (thread_id is not None, (thread_id or "").encode(), number, rest)
 
 
 class _BatchWriter(_Writes, DataSourceArrowWriter):

@@ -141,7 +141,7 @@ class _Task:
         who = f"batch {batch_id} of {config.app_id}"
         self._patience = Patience(config.outage_timeout_s, who, numbered=batch_id is not None)
         #: Of the last thread: it may go on in the next part.
-        self._place: _Place | None = None
+        self._places: dict[str | None, _Place] = {}
         #: Threads of which a row is bad, when that fails the batch.
         self._failed: set[str] = set()
         #: Threads that were written through the log: it may not show them at once.
@@ -195,27 +195,26 @@ class _Task:
     def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[_Line]]:
         """The rows that are to be written, by thread."""
         threads: dict[str, list[_Line]] = {}
-        line = self._line if self._set_aside else _line
-        for thread_id, found in groupby(rows, itemgetter("thread_id")):
-            if (self._only is not None and thread_id not in self._only) or thread_id in self._written.deferred:
-                self._place = None
+        line, places, last = self._line if self._set_aside else _line, self._places, None
+        for last, found in groupby(rows, itemgetter("thread_id")):
+            if (self._only is not None and last not in self._only) or last in self._written.deferred:
                 continue
             some: Sequence[Row] = list(found)
-            if thread_id in self._kept:
-                self._kept[thread_id].lines += [_line(0, row) for row in some]
-                self._place = None
+            if last in self._kept:
+                self._kept[last].lines += [_line(0, row) for row in some]
                 continue
-            if self._place is None or self._place.thread_id != thread_id:
-                before = self._settled.of(some[0][THREAD]) if self._settled else None
-                self._place = _Place(thread_id, before, before.next_rank if before is not None else 0)
-            place = self._place
-            if place.before is not None:
-                new = [row for row in some if not place.before.holds(key_of(row))]
+            if last not in places:
+                settled = self._settled.of(some[0][THREAD]) if self._settled else None
+                places[last] = _Place(settled, settled.next_rank if settled is not None else 0)
+            place = places[last]
+            if (before := place.before) is not None:
+                new = [row for row in some if not before.holds(key_of(row))]
                 self._written.counts.repeated += len(some) - len(new)
                 some = new
             if some:
-                threads[thread_id] = [line(rank, row) for rank, row in enumerate(some, place.next_rank)]
+                threads.setdefault(last, []).extend(line(rank, row) for rank, row in enumerate(some, place.next_rank))
                 place.next_rank += len(some)
+        self._places = {last: places[last]} if last in places else {}
         return threads
 
     def _line(self, rank: int, row: Row) -> _Line:
@@ -459,7 +458,6 @@ def _line(rank: int, row: Row) -> _Line:
 class _Place:
     """How far the rows of a thread have come."""
 
-    thread_id: str
     #: Its rows from an earlier try.
     before: SettledThread | None
     next_rank: int
