@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psycopg
 import pytest
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
@@ -181,6 +182,32 @@ async def test_what_goes_through_the_log_builds_on_what_went_past_it(
     write_rows(past, 1, [rows[2:3]])
     write_rows(config, 1, [rows[3:]])
     assert await held(deployment, [thread]) == {thread: [0, 1, 2, 3]}
+    async with deployment.store() as store:
+        assert await store.quarantined() == 0
+
+
+async def test_nothing_goes_past_what_waits_in_the_ledger(deployment: Deployment, config: SinkConfig) -> None:
+    thread = fresh()
+    run = Run(run_id=f"run-{thread}", thread_id=thread)
+    dsn, schema = deployment.servers.postgres.dsn, f'"{deployment.name}"'
+    async with deployment.store() as store, await psycopg.AsyncConnection.connect(dsn) as somebody:
+        await store.checkpoint_append(thread, [{"n": 0}], run)
+        await store.force_flush(thread)
+        held_row = f"SELECT FROM {schema}.buffer_threads WHERE thread_id = %s FOR UPDATE"
+        await somebody.execute(held_row, [thread])  # type: ignore[arg-type]
+        await store.checkpoint_append(thread, [{"n": 1}], run)
+
+        async def waits() -> bool:
+            return await query(dsn, f"SELECT count(*) FROM {schema}.buffer_waiting") == [(1,)]
+
+        await eventually(waits)
+        await store.aclose()  # so that nobody flushes it
+    past = replace(config, mode="postgres")
+    await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # all is open
+    log = loop().run(open_sink(past)).store.buffer.log
+    log._forgetting.forget(1 + await log.end(5.0))  # type: ignore[attr-defined]
+    await asyncio.to_thread(write_rows, past, 1, [rows_of([thread], range(2, 3))])
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
     async with deployment.store() as store:
         assert await store.quarantined() == 0
 

@@ -19,7 +19,7 @@ from bufstore.buffer import producers
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
-from bufstore.errors import InvalidRecord, LogUnavailable, StoreUnavailable
+from bufstore.errors import BufstoreError, InvalidRecord, StoreUnavailable
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.digests import ids_of
@@ -119,9 +119,12 @@ class BackfillWriter:
         self._appender, self._shared = buffer.appender, buffer.shared
 
     async def in_log(self, threads: Collection[str]) -> set[str]:
-        """Those with entries that may not be in Postgres yet. Raises LogUnavailable."""
+        """Those with entries that may not be applied yet. Raises LogUnavailable, StoreUnavailable."""
         ends = await self._log.ends([self._subjects.of(thread_id) for thread_id in threads], _TIMEOUT_S)
-        return {thread_id for thread_id, end in zip(threads, ends, strict=True) if end}
+        # In this order: what has left the log is applied, or waits in the ledger.
+        rows = await self._ledger.watermarks(list(threads))
+        waiting = {thread_id for thread_id, (watermark, _) in rows.items() if watermark.waits_to}
+        return waiting | {thread_id for thread_id, end in zip(threads, ends, strict=True) if end}
 
     async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
         """Write all rows in one transaction: how many were written, and how many were there.
@@ -138,6 +141,7 @@ class BackfillWriter:
             need_log: list[str] = []
             batch: list[Any] = []
             after: dict[str, Watermark] = {}
+            changed = []
             written = repeated = 0
             if probing and len(rows) < len(names):
                 # The log's checks say of each row what is wrong with it.
@@ -153,12 +157,13 @@ class BackfillWriter:
                     continue
                 written += found.written
                 repeated += found.repeated
+                if watermark.applied_id:  # also of a repeat: the first time it may have ended before anybody was told
+                    changed.append(thread_id)
                 if found.change is not None:
                     batch.append(found.change)
                     after[thread_id] = found.watermark
             if need_log:
                 raise NeedLog(need_log)
-            changed = [change.thread_id for change in batch if rows[change.thread_id].applied_id]
             return Decision(batch=batch, watermarks=after)
 
         try:
@@ -175,7 +180,7 @@ class BackfillWriter:
             # What this process remembers of them is behind now, and the log does not show it.
             for thread_id in names:
                 self._appender.forget(thread_id)
-        with suppress(LogUnavailable):  # only a notice
-            for thread_id in changed:
+        for thread_id in changed:
+            with suppress(BufstoreError):  # it is done, whoever hears of it
                 await self._shared.tell_parked(thread_id)  # others remember, too: as when an operator changes a thread
         return written, repeated
