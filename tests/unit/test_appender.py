@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bufstore.buffer.append import appender
 from bufstore.buffer.append.lost_answer import Torn
 from bufstore.buffer.append.tip import Draft, Tip
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.groups import tail
 from bufstore.buffer.ports.log import Floor
@@ -584,6 +585,29 @@ def test_a_busy_thread_is_healed_too() -> None:
         await world.flush()
         assert (await world.ledger.watermark("t")).broken_since is None
         assert await world.messages() == ["a", "poison", "b", "c"]
+
+    test(main)
+
+
+def test_what_is_told_during_a_look_up_counts() -> None:
+    """Postgres has answered already, and did not know that the thread is broken since."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        poison = await one.append(["poison"])
+        two = Instance(world)
+        watermarks = world.ledger.watermarks
+
+        async def told(thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
+            found = await watermarks(thread_ids)
+            world.ledger.watermarks = watermarks  # type: ignore[method-assign]
+            await world.flush(poison=frozenset({poison.id}))
+            two.appender.forget("t")
+            return found
+
+        world.ledger.watermarks = told  # type: ignore[method-assign]
+        with pytest.raises(ThreadQuarantined):
+            await two.append(["b"])
 
     test(main)
 

@@ -359,12 +359,14 @@ class Appender(Generic[S, M]):
         """
         try:
             while True:
-                anew, waiting, lane.forgotten = self._anew, len(lane.queue), 0
+                anew, waiting, lane.forgotten, lane.stale = self._anew, len(lane.queue), 0, False
                 try:
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
                     tip = await self._find_again(lane, find)
-                if anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
+                if lane.stale:  # it has been told meanwhile that what was found may not be so
+                    self._tips.drop(lane.thread_id)
+                elif anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
                     break
         except (BufstoreError, AppendUnknown) as e:
             self._fail(lane, e, for_head)

@@ -109,7 +109,7 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
 
     thread_id: str
     queue: list[Write[M]]
-    #: Set when the base of the writes on their way can no longer be trusted.
+    #: Set when the base of the writes on their way, or what is being looked up, can no longer be trusted.
     stale: bool = False
     #: The thread's last entry that the log has forgotten since a lookup began: what that finds must not be older.
     forgotten: int = 0
