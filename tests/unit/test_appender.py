@@ -612,6 +612,27 @@ def test_what_is_told_during_a_look_up_counts() -> None:
     test(main)
 
 
+def test_what_is_told_while_a_refusal_is_confirmed_counts() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        poison = await one.append(["poison"])
+        last = one.log.last
+
+        async def told(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+            found = await last(subjects, timeout_s)
+            one.log.last = last  # type: ignore[method-assign]
+            await world.flush(poison=frozenset({poison.id}))
+            one.appender.forget("t")
+            return found
+
+        one.log.last = told  # type: ignore[method-assign]
+        for expected in (9, None):
+            with pytest.raises(ThreadQuarantined):
+                await one.append(["b"], expected=expected)
+
+    test(main)
+
+
 # --- idempotency ------------------------------------------------------------------------------------------------
 
 

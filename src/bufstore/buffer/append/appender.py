@@ -364,8 +364,9 @@ class Appender(Generic[S, M]):
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
                     tip = await self._find_again(lane, find)
-                if lane.stale:  # it has been told meanwhile that what was found may not be so
+                if lane.stale:  # it was told meanwhile: what was found may not be so, nor what the look began with
                     self._tips.drop(lane.thread_id)
+                    find = lambda: self._finder.look_up(lane.thread_id)  # noqa: E731
                 elif anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
                     break
         except (BufstoreError, AppendUnknown) as e:
