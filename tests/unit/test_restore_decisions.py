@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, Run
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, entry_id, items_of
+from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry, entry_id, items_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
@@ -27,6 +27,9 @@ from bufstore.spark.log_archive.entry_table import APPLIED, Known, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import decided
 from bufstore.threads.memory_store import MemoryThreadStore
+from bufstore.threads.model import encode_messages, encode_run
+from bufstore.threads.payload import AnyPayload, Payload, Removal, encode_payload
+from bufstore.threads.write import save_of
 from thorough import examples
 from unit.fake_log import run
 
@@ -229,6 +232,39 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
     assert f"position {items[2].seq}" in found.reason
     decision, counts = decided({"t": Watermark()}, {}, {"t": items})
     assert (counts.applied, counts.refused, len(decision.batch)) == (2, len(items) - 2, 1)
+
+
+def _stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields: Any) -> StoredEntry:
+    """An entry that appends a message; None: that deletes the thread."""
+    made = Run(run_id="r", thread_id="t")
+    payload: AnyPayload = Removal()
+    if message is not None:
+        payload = Payload(keep, encode_messages([message]), encode_run(made), save_of(made))
+    version = keep + (message is not None)
+    given: dict[str, Any] = {"prev_id": 0, "base": Base.CHAINED, "seen": 0, "self_contained": message is None}
+    entry = Entry(id=id_, version=version, keys=b"", payload=encode_payload(payload), **(given | fields))
+    return StoredEntry("t", seq, entry)
+
+
+def test_a_thread_that_was_buried_and_made_again_is_there_again() -> None:
+    """Its log had forgotten the deletion, and Postgres the row: its first entry expects nothing."""
+    items: list[Item] = [
+        _stored(10, 1, "a", base=Base.NONE),
+        _stored(20, 2, None, prev_id=1),
+        _stored(25, 3, "too late", base=Base.NONE, seen=5),
+        _stored(30, 4, "b", base=Base.NONE, seen=28),
+        _stored(40, 5, "c", keep=1, prev_id=4),
+    ]
+    wanted_ids = [1, 2, 4, 5]
+    found = applicable("t", Watermark(), 0, items)
+    assert ([i.entry.id for i in found.plan.apply], found.refused) == (wanted_ids, 0)
+    assert (found.plan.watermark.version, found.plan.watermark.gone) == (2, False)
+    behind = applicable("t", Watermark(flushed_seq=20, applied_id=2, gone=True), 0, items)
+    assert ([i.entry.id for i in behind.plan.apply], behind.refused) == ([4, 5], 0)
+    assert [e.id for e in wanted("t", Watermark(), 0, [], items, 50).entries] == wanted_ids
+    assert [e.id for e in wanted("t", Watermark(), 0, [1, 2], items, 50).entries] == [4, 5]
+    decision, counts = decided({"t": Watermark()}, {}, {"t": items})
+    assert (counts.refused, [change.messages for change in decision.batch]) == (0, [encode_messages(["b", "c"])])
 
 
 def test_messages_that_were_there_before_the_log_are_missed() -> None:

@@ -12,7 +12,7 @@ from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.spark.task import Counts
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.payload import decode_payload
+from bufstore.threads.payload import Removal, decode_payload
 
 
 class RestoreCounts(Counts):
@@ -39,7 +39,7 @@ class Applicable(NamedTuple):
 def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
     """Which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
     poison: dict[int, str] = {}
-    behind = [item for item in items if item.seq > row.flushed_seq]
+    behind = _after_burials(row, [item for item in items if item.seq > row.flushed_seq])
     if behind and _builds_on_more(row, version, behind[0]):
         reason = _reason(thread_id, behind[0], "it builds on messages of before the log, which are not in Postgres")
         return Applicable(Plan(watermark=row), None, len(behind), reason)
@@ -53,6 +53,40 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     before = [item for item in behind if item.seq < first.seq]
     todo, change = decide_thread(thread_id, row, before, {}, coalesce, complete=True)
     return Applicable(todo, change, len(behind) - len(before), _reason(thread_id, first, cause))
+
+
+def is_removal(item: Item) -> bool:
+    """Whether the entry deletes its thread."""
+    if not isinstance(item, StoredEntry) or not item.entry.self_contained or item.entry.version:
+        return False
+    try:
+        return isinstance(decode_payload(item.entry.payload), Removal)
+    except ValueError:
+        return False
+
+
+def _after_burials(row: Watermark, items: Sequence[Item]) -> list[Item]:
+    """The same, with the entries that began a deleted thread anew chained to its deletion, where they are not.
+
+    Once the log has forgotten a deletion its row goes, too (it is buried), and who begins the thread anew finds nothing
+    and expects nothing. Here the deletion is played, and has a row.
+    """
+    found: list[Item] = []
+    deleted = (row.flushed_seq, row.applied_id) if row.gone else None
+    for item in items:
+        if isinstance(item, StoredEntry):
+            entry = item.entry
+            if deleted is not None and entry.base is Base.NONE:
+                seq, id_ = deleted
+                if entry.seen < seq:  # it came too late, and is passed over
+                    found.append(item)
+                    continue
+                item = msgspec.structs.replace(
+                    item, entry=msgspec.structs.replace(entry, base=Base.CHAINED, prev_id=id_)
+                )
+            deleted = (item.seq, entry.id) if is_removal(item) else None
+        found.append(item)
+    return found
 
 
 def _builds_on_more(row: Watermark, version: int, first: Item) -> bool:

@@ -25,7 +25,7 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.messages import HEADER_BYTES_MAX, AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.spark.config import Deployment
-from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
+from bufstore.spark.log_archive.applicable import RestoreCounts, applicable, is_removal
 from bufstore.threads.behind import buffer_of
 
 _TIMEOUT_S = 30.0
@@ -78,7 +78,7 @@ def wanted(
     if at:
         before = items[at - 1]
         assert isinstance(before, StoredEntry)
-        base = Watermark(flushed_seq=before.seq, applied_id=last, version=before.entry.version)
+        base = Watermark(flushed_seq=before.seq, applied_id=last, version=before.entry.version, gone=is_removal(before))
     found = applicable(thread_id, base, version, items[at:])
     entries = _chained([stored.entry for stored in found.plan.apply], last, bool(held), max(log_end, row.flushed_seq))
     return Wanted(entries, at, found.refused, found.reason)
