@@ -23,7 +23,7 @@ from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryStream
 from bufstore.spark.log_archive.applicable import applicable
-from bufstore.spark.log_archive.entry_table import APPLIED, Known, thread_rows
+from bufstore.spark.log_archive.entry_table import APPLIED, SUPERSEDED, Known, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import decided
 from bufstore.threads.memory_store import MemoryThreadStore
@@ -263,6 +263,8 @@ def test_a_thread_that_was_buried_and_made_again_is_there_again() -> None:
     assert ([i.entry.id for i in behind.plan.apply], behind.refused) == ([4, 5], 0)
     assert [e.id for e in wanted("t", Watermark(), 0, [], items, 50).entries] == wanted_ids
     assert [e.id for e in wanted("t", Watermark(), 0, [1, 2], items, 50).entries] == [4, 5]
+    rows = thread_rows("t", 0, None, iter([(item, THEN) for item in items]))
+    assert [row["effect"] for row in rows] == [APPLIED, APPLIED, SUPERSEDED, APPLIED, APPLIED]
     decision, counts = decided({"t": Watermark()}, {}, {"t": items})
     assert (counts.refused, [change.messages for change in decision.batch]) == (0, [encode_messages(["b", "c"])])
 

@@ -90,6 +90,9 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
     row = Watermark()
     if known is not None:
         row = Watermark(flushed_seq=known.position, applied_id=known.applied_id, version=known.version)
+    if isinstance(item, StoredEntry) and item.entry.base is Base.NONE and not row.version:
+        # Its writer had seen the log up to there, and nobody knew the thread: it was deleted, and buried.
+        row = row if item.entry.seen < row.flushed_seq else Watermark()
     trusted = known is None
     if isinstance(item, StoredEntry) and item.entry.base is Base.STORED and not superseded(item, row):
         trusted = True  # its writer saw in Postgres what the log does not show, as after a backfill
