@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -30,6 +30,7 @@ from bufstore.spark.outage import GaveUp, Patience, is_outage
 from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
+from bufstore.spark.sink.in_flight import InFlight
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
@@ -137,7 +138,7 @@ class _Task:
         self._set_aside: set[bytes] = set()
         self._only = only
         self._judging = judging
-        self._in_flight = _InFlight(config.in_flight)
+        self._in_flight = InFlight(config.in_flight)
         who = f"batch {batch_id} of {config.app_id}"
         self._patience = Patience(config.outage_timeout_s, who, numbered=batch_id is not None)
         #: Of the last thread: it may go on in the next part.
@@ -481,30 +482,6 @@ class _Round:
     outage: BufstoreError | None = None
     #: Whether any row was.
     settled: bool = False
-
-
-class _InFlight:
-    """Bounds the rows on their way. A thread takes them in portions, so that no thread takes them all."""
-
-    def __init__(self, rows: int) -> None:
-        self.share = max(rows // 4, 1)
-        self._free = asyncio.Semaphore(rows)
-        # Two threads that each hold a part of what they need would wait for each other.
-        self._taking = asyncio.Lock()
-
-    @asynccontextmanager
-    async def taken(self, rows: int) -> AsyncIterator[None]:
-        """Hold this many rows, at most a share, during the block."""
-        held = 0
-        try:
-            async with self._taking:
-                while held < rows:
-                    await self._free.acquire()
-                    held += 1
-            yield
-        finally:
-            for _ in range(held):
-                self._free.release()
 
 
 def _is_id(thread_id: str | None) -> bool:
