@@ -15,7 +15,7 @@ from bufstore import Run, RunStatus
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.spark.log_archive.entry_table import APPLIED, PARKED, SCHEMA, SUPERSEDED, Known, thread_rows
+from bufstore.spark.log_archive.entry_table import APPLIED, PARKED, SCHEMA, SUPERSEDED, Known, known_of, thread_rows
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
 from bufstore.threads.model import RunSave, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
@@ -122,17 +122,15 @@ def test_rows_say_what_a_flush_makes_of_entries_however_they_are_cut(
     expected |= {p.item.seq: PARKED for p in done.park} | {i.seq: APPLIED for i in done.apply}
     cuts = sorted(data.draw(st.sets(st.integers(1, len(items)))) | {len(items)})
     found: dict[int, str] = {}
+    so_far: list[dict[str, Any]] = []
     known, at = None, 0
     for cut in cuts:
         rows = list(thread_rows("t", 3, known, ((i, THEN) for i in items[at:cut])))
         found |= {row["position"]: row["effect"] for row in rows}
         assert [row["cause"] is None for row in rows] == [row["effect"] != PARKED for row in rows]
-        applied = [row for n, row in enumerate(rows) if row["effect"] == APPLIED]
-        before = known
-        if applied:
-            known = Known(rows[-1]["position"], applied[-1]["entry_id"], applied[-1]["version"])
-        elif rows:
-            known = Known(rows[-1]["position"], *(before.applied_id, before.version) if before else (0, 0))
+        so_far += rows
+        applied = [row for row in so_far if row["effect"] == APPLIED]
+        known = known_of(rows[-1]["position"], applied[-1] if applied else None)
         at = cut
     assert found == expected
     assert first.seq == 1
@@ -145,7 +143,7 @@ def test_a_thread_that_began_before_the_archive_is_trusted() -> None:
     assert [row["effect"] for row in rows] == [APPLIED, APPLIED]
     later = stored(9, 90, 777, Base.STORED, said("c"), seen=8)  # Postgres was written past the log
     late = stored(9, 90, 777, Base.STORED, said("c"), seen=5)
-    known = Known(6, 60, 5)
+    known = Known(6, 60, 5, False)
     assert [r["effect"] for i in (later, late) for r in thread_rows("t", 0, known, iter([(i, THEN)]))] == [
         APPLIED,
         SUPERSEDED,

@@ -23,7 +23,7 @@ from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryStream
 from bufstore.spark.log_archive.applicable import applicable
-from bufstore.spark.log_archive.entry_table import APPLIED, SUPERSEDED, Known, thread_rows
+from bufstore.spark.log_archive.entry_table import APPLIED, SUPERSEDED, known_of, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import decided
 from bufstore.threads.memory_store import MemoryThreadStore
@@ -178,8 +178,7 @@ def test_the_table_says_what_a_thread_holds(operations: list[tuple[str, int, lis
         rows: list[dict[str, Any]] = []
         for start, end in itertools.pairwise(sorted({0, *(c for c in cuts if c < len(items)), len(items)})):
             applied = [row for row in rows if row["effect"] == APPLIED]
-            last = (applied[-1]["entry_id"], applied[-1]["version"]) if applied else (0, 0)
-            known = Known(rows[-1]["position"], *last) if rows else None
+            known = known_of(rows[-1]["position"], applied[-1] if applied else None) if rows else None
             rows += thread_rows("t", 0, known, ((item, THEN) for item in items[start:end]))
         held: list[Any] = []
         for row in rows:
@@ -263,8 +262,10 @@ def test_a_thread_that_was_buried_and_made_again_is_there_again() -> None:
     assert ([i.entry.id for i in behind.plan.apply], behind.refused) == ([4, 5], 0)
     assert [e.id for e in wanted("t", Watermark(), 0, [], items, 50).entries] == wanted_ids
     assert [e.id for e in wanted("t", Watermark(), 0, [1, 2], items, 50).entries] == [4, 5]
-    rows = thread_rows("t", 0, None, iter([(item, THEN) for item in items]))
+    rows = list(thread_rows("t", 0, None, iter([(item, THEN) for item in items])))
     assert [row["effect"] for row in rows] == [APPLIED, APPLIED, SUPERSEDED, APPLIED, APPLIED]
+    known = known_of(20, rows[1])
+    assert list(thread_rows("t", 0, known, iter([(item, THEN) for item in items[2:]]))) == rows[2:]
     decision, counts = decided({"t": Watermark()}, {}, {"t": items})
     assert (counts.refused, [change.messages for change in decision.batch]) == (0, [encode_messages(["b", "c"])])
 

@@ -61,6 +61,15 @@ class Known(msgspec.Struct, frozen=True):
     #: The last that was applied, and the messages after it.
     applied_id: int
     version: int
+    #: Whether that one deleted the thread.
+    gone: bool
+
+
+def known_of(position: int, applied: Mapping[str, Any] | None) -> Known:
+    """What rows came to of which `position` is the last, and `applied` the last that was applied, if any was."""
+    if applied is None:
+        return Known(position, 0, 0, False)
+    return Known(position, applied["entry_id"], applied["version"], applied["kind"] == "removal")
 
 
 def thread_rows(
@@ -90,9 +99,9 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
     row = Watermark()
     if known is not None:
         row = Watermark(flushed_seq=known.position, applied_id=known.applied_id, version=known.version)
-    if isinstance(item, StoredEntry) and item.entry.base is Base.NONE and not row.version:
-        # Its writer had seen the log up to there, and nobody knew the thread: it was deleted, and buried.
-        row = row if item.entry.seen < row.flushed_seq else Watermark()
+        if known.gone and isinstance(item, StoredEntry) and item.entry.base is Base.NONE:
+            # If its writer had seen the log up to there and found nothing of the thread, it was buried meanwhile.
+            row = row if item.entry.seen < row.flushed_seq else Watermark()
     trusted = known is None
     if isinstance(item, StoredEntry) and item.entry.base is Base.STORED and not superseded(item, row):
         trusted = True  # its writer saw in Postgres what the log does not show, as after a backfill
@@ -105,9 +114,10 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
         elif payload.keep > row.version and not trusted and item.entry.prev_id == row.applied_id:
             poison, cause = {item.entry.id}, f"keeps {payload.keep} of {row.version} messages"
     found = plan(row, [item], complete=True, poison=poison)
-    after = Known(item.seq, found.watermark.applied_id, found.watermark.version)
     if found.apply:
-        return APPLIED, None, after
+        mark = found.watermark
+        return APPLIED, None, Known(item.seq, mark.applied_id, mark.version, isinstance(payload, Removal))
+    after = known_of(item.seq, None) if known is None else msgspec.structs.replace(known, position=item.seq)
     if found.park:
         return PARKED, cause or found.park[0].cause, after
     return SUPERSEDED, None, after

@@ -26,7 +26,7 @@ from bufstore.spark.connection_options import connection_options
 from bufstore.spark.job_description import context_of, cores_of, described
 from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.archived_entries import COLUMNS, items_of_rows, pieces_of, rows_of
-from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, thread_rows
+from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, known_of, thread_rows
 from bufstore.spark.log_archive.manifests import (
     Manifest,
     all_manifests_of,
@@ -260,7 +260,8 @@ def _typed(
         earlier = _table(spark, path, parts).where(F.col("stored_at") >= F.lit(since))
         of_last = F.when(F.col("effect") == APPLIED, F.col("position"))
         known = earlier.groupBy("thread_id").agg(
-            F.max("position").alias("position"), F.max_by(F.struct("entry_id", "version"), of_last).alias("applied")
+            F.max("position").alias("position"),
+            F.max_by(F.struct("entry_id", "version", "kind"), of_last).alias("applied"),
         )
         pieces = pieces.union(known.mapInArrow(partial(_known, subjects), pieces.schema))
     owned = pieces.repartition("subject").sortWithinPartitions("subject", "position", "number")
@@ -275,8 +276,7 @@ def _known(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterat
     for batch in batches:
         found = []
         for row in batch.to_pylist():
-            last = row["applied"] or {"entry_id": 0, "version": 0}
-            known = Known(row["position"], last["entry_id"], last["version"])
+            known = known_of(row["position"], row["applied"])
             made = {"subject": subjects.of(row["thread_id"]), "position": row["position"], "number": -1}
             found.append(dict.fromkeys(columns) | made | {"body": msgspec.json.encode(known)})
         types = [
