@@ -398,6 +398,30 @@ def test_an_owner_whose_term_was_raised_commits_nothing_and_starts_again() -> No
     bench(main)
 
 
+def test_an_owner_in_doubt_takes_back_what_it_has_lost_itself_though_it_has_raised_the_term() -> None:
+    """A commit that does not move the cursor raises the term: it was taken for another owner's."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        assert it.flusher is not None
+        partition, held = SUBJECTS.partition("t"), True
+        failing(it, lambda c: FlushFailed("55P03", Verdict.ISOLATE) if held else None)
+        await it.writer.append(["waits in the ledger"])
+        await asyncio.sleep(3)
+        before = (await it.ledger.cursors())[partition]
+        held = False
+        assert await it.flushed("t")
+        after = (await it.ledger.cursors())[partition]
+        assert (after.seq, after.term) == (before.seq, before.term + 1)
+        next(task for task in it.flusher._tasks if task.get_name() == "bufstore-flusher-lease").cancel()
+        it.flusher._takeover.hold()
+        it.flusher._takeover.owned_partitions[partition].doubt = "its feed was lost"
+        await it.writer.append(["in doubt"])
+        assert await it.flushed("t", within_s=10.0)
+
+    bench(main)
+
+
 def test_closing_flushes_what_has_arrived() -> None:
     async def main(it: Bench) -> None:
         await it.start()

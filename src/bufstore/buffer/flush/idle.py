@@ -2,11 +2,16 @@
 
 All partitions share the log, and it is purged only as far as every cursor has come. So now and then the cursors that
 stay behind go to the last entry that was delivered, whichever partition it is of, in one small transaction.
+
+And now and then who waits for nothing but others says so: of partitions that are delivered to together, one that passes
+nothing is set aside when another acknowledges what is further (`bufstore.buffer.groups.delivery`). Who came where the
+delivery had stopped already gets nothing to acknowledge.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 
@@ -37,6 +42,7 @@ class IdleCursors:
         if self._loop.time() < self._due_at:
             return
         self._due_at = self._loop.time() + self._interval
+        await self._acknowledge_again()
         moved = [(owned, cursor) for owned in self._owned.values() if (cursor := idle_cursor(owned)) is not None]
         if not moved:
             return
@@ -59,6 +65,13 @@ class IdleCursors:
                 doubtful.doubt = str(e)
         except (BufstoreError, FlushFailed) as e:
             _log.debug("idle cursors stay where they are for now: %s", e, extra={"action": "idle_cursors"})
+
+
+    async def _acknowledge_again(self) -> None:
+        for owned in list(self._owned.values()):
+            if not owned.pending and owned.doubt is None and owned.feed.crowded:
+                with contextlib.suppress(BufstoreError):
+                    await owned.feed.ack(owned.cursor.seq)
 
 
 def idle_cursor(owned: OwnedPartition) -> Cursor | None:

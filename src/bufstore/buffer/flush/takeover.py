@@ -108,7 +108,7 @@ class Takeover:
         self._untakeable: dict[int, float] = {}
         #: Partitions whose rows somebody else holds, and since when.
         self._held: dict[int, float] = {}
-        #: The term in which we took each partition last.
+        #: The term that each partition had when it was ours last.
         self._terms: dict[int, int] = {}
         #: Partitions that are ours in Postgres already, on their way into `shares`.
         self._following: set[int] = set()
@@ -302,6 +302,7 @@ class Takeover:
         """Give the partition up: its memory is void."""
         _log.info("partition %d: %s", owned.cursor.partition, reason, extra={"action": "partition_dropped"})
         self.owned_partitions.pop(owned.cursor.partition, None)
+        self._terms[owned.cursor.partition] = owned.cursor.term  # a commit that moves no cursor raises it
         self._state.partitions = tuple(sorted(self.owned_partitions))
         reach(Failpoint.SHARE_DROPPED)
         self._start(self._close(owned))
