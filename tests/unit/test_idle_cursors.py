@@ -1,4 +1,4 @@
-"""Cursors of partitions to which nothing is written, and who waits for nothing but others (`bufstore.buffer.flush.idle`)."""
+"""Cursors of partitions to which nothing is written (`bufstore.buffer.flush.idle`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from bufstore.buffer.flush.idle import IdleCursors
 from bufstore.buffer.flush.owned_partition import OwnedPartition
-from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.places import place
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.memory.ledger import MemoryLedger
