@@ -109,9 +109,11 @@ class Point(msgspec.Struct, frozen=True):
         if isinstance(item, Malformed):
             return replace(self, seq=item.seq, broken=True, buried=False), "parked"
         e, flushed = item.entry, 0 if self.buried else self.seq
-        if e.base is not Base.CHAINED and (flushed > e.seen or (e.base is Base.NONE and flushed)):
+        deleted = self.applied_id != 0 and self.seen.thread is None
+        if e.base is not Base.CHAINED and (flushed > e.seen or (e.base is Base.NONE and flushed and not deleted)):
             return replace(self, seq=item.seq, buried=False), "superseded"
-        follows = e.self_contained or e.base is Base.UNKNOWN or e.prev_id == self.applied_id
+        anew = e.base is Base.UNKNOWN or (e.base is Base.NONE and deleted)
+        follows = e.self_contained or anew or e.prev_id == self.applied_id
         if not follows or (refuses and is_bad(item)):
             return replace(self, seq=item.seq, broken=True, buried=False), "parked"
         seen = told(self.seen, thread_id, decode_payload(e.payload))

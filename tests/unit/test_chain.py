@@ -99,6 +99,17 @@ def test_an_entry_that_expected_nothing_is_superseded_once_the_thread_moved_on(
         assert counts(entry, before_or_after, None) is not late
 
 
+@pytest.mark.parametrize(("seen", "late"), [(10, False), (9, True)])
+def test_a_thread_is_made_anew_on_a_tombstone_that_was_buried_and_is_there_again(seen: int, late: bool) -> None:
+    """As when Postgres fails over to a copy of before the burial: the writer found no row, and says so."""
+    tombstone = Watermark(flushed_seq=10, applied_id=7, gone=True)
+    items = [at(20, 8, 0, Base.NONE, seen=seen), at(21, 9, 8)]
+    todo = plan(tombstone, items, complete=False)
+    assert (applied(todo), parked(todo)) == (([], [21]) if late else ([20, 21], []))
+    assert superseded(items[0], tombstone) is late
+    assert counts(items[0], tombstone, None) is not late
+
+
 def test_a_chained_entry_is_never_superseded() -> None:
     assert not superseded(at(20, 5, 7), Watermark(flushed_seq=15, applied_id=8))
 

@@ -70,7 +70,7 @@ def superseded(entry: StoredEntry, watermark: Watermark) -> bool:
     e = entry.entry
     if e.base is Base.CHAINED:
         return False
-    return watermark.flushed_seq > e.seen or (e.base is Base.NONE and watermark.flushed_seq > 0)
+    return watermark.flushed_seq > e.seen or (e.base is Base.NONE and watermark.flushed_seq > 0 and not watermark.gone)
 
 
 def counts(entry: StoredEntry, watermark: Watermark, behind: Item | None) -> bool | None:
@@ -121,7 +121,8 @@ def plan(
             skipped.add(e.id)
             watermark = msgspec.structs.replace(watermark, flushed_seq=seq)
             continue
-        chained = e.prev_id == watermark.applied_id or (e.base is Base.UNKNOWN)
+        # NONE: its writer found no tombstone, because that was buried; a Postgres that has failed over has it again.
+        chained = e.prev_id == watermark.applied_id or e.base is Base.UNKNOWN or (e.base is Base.NONE and watermark.gone)
         if not chained and not complete and e.prev_id not in skipped and watermark.broken_since is None:
             return Plan(watermark=watermark, apply=apply, park=park, gap_before=seq)
         if e.id in poison:
