@@ -66,6 +66,9 @@ class MemoryWaiting:
     async def threads(self, after: str, limit: int) -> list[str]:
         return sorted({t for t, _ in self.entries if t > after})[:limit]
 
+    async def among(self, thread_ids: Sequence[str]) -> set[str]:
+        return {t for t, _ in self.entries} & set(thread_ids)
+
     async def totals(self) -> WaitingTotals:
         if not self.entries:
             return WaitingTotals()

@@ -67,6 +67,8 @@ async def what_waits_comes_back_whole_and_in_order(ledgers: Ledgers) -> None:
     assert await there.waiting.threads("", 10) == ["t", "ü/1"]
     assert await there.waiting.threads("t", 10) == ["ü/1"]
     assert await there.waiting.threads("", 1) == ["t"]
+    assert await there.waiting.among(["u", "ü/1", "t", "t"]) == {"t", "ü/1"}
+    assert await there.waiting.among([]) == set()
 
 
 @_check()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -185,7 +186,7 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
         """`thread` (as it was before) after this change, if it is not `gone`."""
         if self.deleted:
             thread = Thread(thread_id=self.thread_id)
-        for save in self.saves:
+        for save, _ in groupby(self.saves):  # the same once more changes nothing
             run = Run(
                 run_id=save.run_id,
                 thread_id=self.thread_id,
@@ -335,13 +336,17 @@ class _WithId(msgspec.Struct, gc=False):
 
 
 _with_id = msgspec.msgpack.Decoder(_WithId).decode
+#: The first byte of a dict in msgpack.
+_DICTS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 
 
 def encoded_id(data: bytes) -> str | None:
     """`id_of` an encoded message, most of which is not decoded."""
+    if data and data[0] not in _DICTS:
+        return id_of(_decode(data))  # has none, and is decoded once
     try:
         found = _with_id(data).id
-    except msgspec.ValidationError:  # not a dict, or not all keys are str
+    except msgspec.ValidationError:  # not all keys are str
         return id_of(_decode(data))
     return found if type(found) is str else None
 

@@ -74,6 +74,10 @@ class WaitingEntries(Protocol):
         """Threads of which entries wait and that come after one, in order."""
         ...
 
+    async def among(self, thread_ids: Sequence[str]) -> set[str]:
+        """Those of these threads of which entries wait."""
+        ...
+
     async def totals(self) -> WaitingTotals:
         """How much waits in all."""
         ...

@@ -51,6 +51,9 @@ class PostgresWaiting:
     async def threads(self, after: str, limit: int) -> list[str]:
         return [row[0] for row in await self._fetch("waiting_threads", after, limit)]
 
+    async def among(self, thread_ids: Sequence[str]) -> set[str]:
+        return {row[0] for row in await self._fetch("waiting_among", arrays.texts(thread_ids))}
+
     async def totals(self) -> WaitingTotals:
         entries, threads, size, since, reason = (await self._fetch("waiting_totals"))[0]
         return WaitingTotals(entries=entries, threads=threads, bytes=size, since=since, reason=reason)

@@ -122,8 +122,7 @@ class BackfillWriter:
         """Those with entries that may not be applied yet. Raises LogUnavailable, StoreUnavailable."""
         ends = await self._log.ends([self._subjects.of(thread_id) for thread_id in threads], _TIMEOUT_S)
         # In this order: what has left the log is applied, or waits in the ledger.
-        rows = await self._ledger.watermarks(list(threads))
-        waiting = {thread_id for thread_id, (watermark, _) in rows.items() if watermark.waits_to}
+        waiting = await self._ledger.waiting.among(list(threads))
         return waiting | {thread_id for thread_id, end in zip(threads, ends, strict=True) if end}
 
     async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:

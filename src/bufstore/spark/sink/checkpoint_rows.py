@@ -51,7 +51,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
         raise ConfigError("column messages or delta is missing: array<string>, each message as JSON")
 
 
-class CheckpointRow(msgspec.Struct, frozen=True):
+class CheckpointRow(msgspec.Struct, frozen=True, gc=False):
     """What one row asks for."""
 
     thread_id: str

@@ -45,6 +45,9 @@ _OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary, pa
 _gave_up_in: int | None = None
 #: Columns by which a row may name a thread for which it waits.
 _WAITING = {"parent_thread_id", "run", "edit"}
+#: So many times `SinkConfig.in_flight_bytes` of a task's rows stay in memory, as Arrow has them: fewer bytes than one
+#: portion takes once it is decoded.
+_KEPT = 4
 
 
 def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
@@ -193,7 +196,7 @@ def _task(
     import pyarrow
     from pyspark import TaskContext
 
-    kept = KeptBatches(batches, config.in_flight_bytes)
+    kept = KeptBatches(batches, _KEPT * config.in_flight_bytes)
     if kept.empty:
         return
     context = TaskContext.get()

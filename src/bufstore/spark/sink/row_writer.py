@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -428,7 +428,7 @@ class _SetAside(InvalidRecord):
     """A row that people have, whatever it says by now."""
 
 
-class _Line(NamedTuple):
+class _Line(msgspec.Struct, frozen=True, gc=False):
     """A row, its place among its thread's rows in the batch, and what it asks for (or why that cannot be)."""
 
     rank: int

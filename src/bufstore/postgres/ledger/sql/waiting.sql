@@ -31,6 +31,12 @@ WHERE f.before < $3::bigint ORDER BY f.thread_id, f.seq;
 SELECT DISTINCT thread_id FROM {schema}.buffer_waiting WHERE thread_id > $1::text COLLATE "C"
 ORDER BY thread_id LIMIT $2::bigint;
 
+-- name: waiting_among
+-- Those of these threads of which entries wait. OFFSET 0 leaves the planner one way, through the index: nearly always
+-- none wait, and asking must cost next to nothing.
+SELECT s.thread_id FROM unnest($1::text[]) AS s (thread_id)
+WHERE EXISTS (SELECT FROM {schema}.buffer_waiting AS w WHERE w.thread_id = s.thread_id OFFSET 0);
+
 -- name: waiting_totals
 -- How much waits, since when, and the commonest reason.
 SELECT count(*), count(DISTINCT thread_id), coalesce(sum(octet_length(messages)), 0)::bigint, min(since),
