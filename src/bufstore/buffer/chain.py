@@ -122,7 +122,8 @@ def plan(
             watermark = msgspec.structs.replace(watermark, flushed_seq=seq)
             continue
         # NONE: its writer found no tombstone, because that was buried; a Postgres that has failed over has it again.
-        chained = e.prev_id == watermark.applied_id or e.base is Base.UNKNOWN or (e.base is Base.NONE and watermark.gone)
+        anew = e.base is Base.UNKNOWN or (e.base is Base.NONE and watermark.gone)
+        chained = anew or e.prev_id == watermark.applied_id
         if not chained and not complete and e.prev_id not in skipped and watermark.broken_since is None:
             return Plan(watermark=watermark, apply=apply, park=park, gap_before=seq)
         if e.id in poison:
