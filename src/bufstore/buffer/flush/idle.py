@@ -66,7 +66,6 @@ class IdleCursors:
         except (BufstoreError, FlushFailed) as e:
             _log.debug("idle cursors stay where they are for now: %s", e, extra={"action": "idle_cursors"})
 
-
     async def _acknowledge_again(self) -> None:
         for owned in list(self._owned.values()):
             if not owned.pending and owned.doubt is None and owned.feed.crowded:
