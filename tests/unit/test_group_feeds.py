@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
 from bufstore.buffer.places import first_place, place
 from bufstore.errors import Closed, LogUnavailable
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from thorough import examples
 from unit.fake_log import run
 
@@ -568,11 +568,12 @@ def test_who_acknowledges_does_not_wait_for_a_consumer() -> None:
     run(main())
 
 
-def test_who_cannot_follow_again_is_lost() -> None:
+@pytest.mark.parametrize("error", [LogUnavailable("away"), AppendUnknown("no answer"), ValueError("a bug")])
+def test_who_cannot_follow_again_is_lost(error: Exception) -> None:
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
         zero, one = await one_goes_on(server)
-        server.fails = LogUnavailable("away")
+        server.fails = error
         await zero.ack(taken(zero)[-1])  # what is committed is committed
         await settled()
         assert zero.lost is not None

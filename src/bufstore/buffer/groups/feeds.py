@@ -16,13 +16,16 @@ never catch up: the common one begins anew for all, and who had some of that alr
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from bufstore.buffer.groups.delivery import Delivery, Split, StreamFeed
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError, Closed
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from bufstore.tasks import end
+
+_log = logging.getLogger(__name__)
 
 
 class PartitionFeed:
@@ -231,9 +234,14 @@ class Feeds:
                     tried.add(feeds[0])
                     try:
                         await self._serve(feeds[0])
-                    except BufstoreError as e:
-                        for feed in feeds:
-                            feed.lose(f"the groups cannot be followed: {e}")
+                        continue
+                    except (BufstoreError, AppendUnknown) as e:
+                        reason = f"the groups cannot be followed: {e}"
+                    except Exception as e:
+                        _log.exception("cannot follow the groups", extra={"action": "flusher_error"})
+                        reason = f"the groups cannot be followed: unexpected {type(e).__name__}"
+                    for feed in feeds:
+                        feed.lose(reason)
         finally:
             self._tidying = None
 
