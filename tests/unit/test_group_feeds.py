@@ -607,6 +607,23 @@ def test_a_feed_that_is_lost_stays_lost_and_another_takes_its_place() -> None:
     run(main())
 
 
+def test_who_has_not_looked_when_a_lost_delivery_is_ended_is_served_by_another() -> None:
+    """Somebody else was given up at that moment, which ended the delivery."""
+
+    async def main() -> None:
+        server = Server(["01"] * 50, ahead=8)
+        aside, one = await one_goes_on(server)
+        server.sources[-1].lose()
+        await aside.close()
+        server.write("1")
+        await settled()
+        assert one.lost is None
+        assert taken(one) == [place(51, 0)]
+        await server.feeds.aclose()
+
+    run(main())
+
+
 def test_the_cursor_of_an_idle_partition_does_not_make_the_groups_come_again_from_long_ago() -> None:
     async def main() -> None:
         server = Server(["0", *["1"] * 20])

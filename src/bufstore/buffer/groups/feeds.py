@@ -184,12 +184,13 @@ class Feeds:
         return [feed for feed in self._feeds.values() if feed.delivery is None and not (feed.ended or feed.aside)]
 
     async def _end_useless(self) -> None:
-        """End what delivers no more, or to nobody. Feeds that have not looked yet are served by the next delivery."""
+        """End what delivers no more, or to nobody. Feeds that have not looked yet are served by another."""
         common, late = self._common, self._late
         if common is not None and (common.lost is not None or not common.feeds):
             for feed in list(common.feeds.values()):
                 if not feed.ended:
                     feed.delivery = None
+                    self._tidy_soon()
             self._common = None
             self._past.append(common)
         if late is not None and (late.lost is not None or not late.feeds):
