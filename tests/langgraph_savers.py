@@ -50,6 +50,7 @@ class Place:
     def store(self, **options: Any) -> Any:
         """What the savers stand in front of."""
         if not self.dsn:
+            self._memory.history = options.get("history", self._memory.history)
             return self._memory
         names = {"schema": self.schema, "buffer_schema": f"{self.schema}_b"}
         return PostgresCheckpointStore(self.dsn, pool_size=4, **names, **options)
@@ -96,11 +97,11 @@ def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list
     """What Postgres is asked from now on."""
     asked: list[str] = []
     store: Any = saver.engine._store
-    fetch = store._fetch
+    read = store._read
 
-    async def fetched(name: str, *rest: Any) -> Any:
+    async def noted(name: str, *rest: Any) -> Any:
         asked.append(name)
-        return await fetch(name, *rest)
+        return await read(name, *rest)
 
-    monkeypatch.setattr(store, "_fetch", fetched)
+    monkeypatch.setattr(store, "_read", noted)
     return asked

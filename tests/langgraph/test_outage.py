@@ -137,3 +137,20 @@ async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: S
         own.postgres.start()
         await other.force_flush()
         assert (await assistant(one).aget_state(config(thread_id))).values["said"] == after["said"]
+
+
+async def test_what_a_deletion_leaves_is_read_from_the_log(own: Servers, place: Place) -> None:
+    """What was read before is the checkpoint that was deleted, and nothing else is remembered."""
+    thread_id, metadata = fresh(), {"source": "loop", "step": 0, "parents": {}}
+    async with place.saver(flush=0, read_timeout_s=3.0) as saver:
+        at = config(thread_id)
+        for n in ("1", "2"):
+            at = await saver.aput(at, checkpoint({"a": n}, {"a": [n]}), metadata | {"run_id": n}, {"a": n})  # type: ignore[arg-type]
+        await saver.force_flush()
+        assert await saver.aget_tuple(config(thread_id)) is not None
+        await saver.adelete_for_runs(["2"])
+        own.postgres.stop()
+        found = await saver.aget_tuple(config(thread_id))
+        assert found is not None
+        assert found.checkpoint["channel_values"] == {"a": ["1"]}
+        own.postgres.start()

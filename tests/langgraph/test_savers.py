@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -445,3 +446,49 @@ def _use(saver: BufferedSaver) -> None:
     found = saver.get_tuple(at)
     assert found is not None
     assert found.pending_writes == [("task", "a", 2)]
+
+
+class Channel(enum.StrEnum):
+    """A name of a channel, as graphs have it."""
+
+    FOO = "foo"
+
+
+async def test_a_member_of_an_enum_names_its_channel() -> None:
+    """What LangGraph's own saver stores for it."""
+    async with Place(None).saver() as saver:
+        at = await saver.aput(config("t"), checkpoint({"foo": "1"}, {"foo": [0]}), {"source": "loop"}, {"foo": "1"})
+        await saver.aput_writes(at, [(Channel.FOO, 1)], "task")
+        found = await saver.aget_tuple(at)
+        assert found is not None
+        assert found.pending_writes == [("task", "foo", 1)]
+        assert type(found.pending_writes[0][1]) is str
+
+
+async def test_what_a_caller_changes_afterwards_is_not_what_was_saved() -> None:
+    value = bytearray(b"one")
+    async with Place(None).saver(flush=0) as saver:
+        await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), {"source": "loop"}, {"a": "1"})
+        assert await saver.aget_tuple(config("t")) is not None
+        put = checkpoint({"a": "1", "b": "1"}, {"a": [1], "b": value})
+        at = await saver.aput(config("t"), put, {"source": "loop"}, {"b": "1"})
+        await saver.aput_writes(at, [("b", value)], "task")
+        value[:] = b"two"
+        found = await saver.aget_tuple(at)
+        assert found is not None
+        assert (found.checkpoint["channel_values"]["b"], found.pending_writes) == (b"one", [("task", "b", b"one")])
+
+
+@pytest.mark.parametrize("history", ["all", "run", "latest"])
+@pytest.mark.parametrize("parents", [["x"], "x", {"": 1}, None])
+async def test_metadata_may_say_anything(history: str, parents: Any) -> None:
+    metadata: Any = {"source": "loop", "parents": parents}
+    async with Place(None).saver(history=history) as saver:
+        at = config("t")
+        for n in ("1", "2"):
+            at = await saver.aput(at, checkpoint({"a": n}, {"a": [n]}), metadata, {"a": n})
+        await saver.force_flush()
+        await saver.aprune(["t"])
+        found = await saver.aget_tuple(config("t"))
+        assert found is not None
+        assert (found.checkpoint["channel_values"], found.metadata) == ({"a": ["2"]}, metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -41,6 +42,13 @@ def stored_tail(watermark: Watermark, *, there: bool) -> Tail:
     return Tail(watermark=watermark, base=STORE, base_seq=watermark.flushed_seq, new=new)
 
 
+_lives = itertools.count()
+
+
+def _new_life() -> int:
+    return next(_lives)
+
+
 class Known(msgspec.Struct):
     """What a writer remembers of a thread: that it was looked at."""
 
@@ -50,6 +58,8 @@ class Known(msgspec.Struct):
     new: bool = False
     #: The thread's last entry is one of this process.
     own: bool = False
+    #: Another one whenever somebody else may have written to it.
+    life: int = msgspec.field(default_factory=_new_life)
     weight: int = 1
 
 
@@ -83,6 +93,7 @@ class LangGraphDomain:
 
     def observe(self, memory: Known, entry: StoredEntry) -> None:
         memory.cached = memory.new = memory.own = False
+        memory.life = _new_life()
 
 
 LANGGRAPH = LangGraphDomain()

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, Self, get_args
 
+import msgspec
+
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.entry import StoredEntry
 from bufstore.config import BufferConfig, LogConfig
@@ -32,6 +34,7 @@ from bufstore.langgraph.model import (
     Delete,
     Drop,
     Operation,
+    Put,
     Rows,
     Tables,
     WriteRow,
@@ -42,7 +45,7 @@ from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.read_cache import ReadCache
 from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
 from bufstore.langgraph.recent import End, Recent
-from bufstore.langgraph.write import Appending
+from bufstore.langgraph.write import Appending, Overtaken
 from bufstore.nats.session import Nats, session_to
 from bufstore.newest import Newest
 from bufstore.types import Consistency, Receipt
@@ -65,6 +68,15 @@ _DROP_TRIES = 10
 _COPY_BYTES = 4 << 20
 #: What a row takes there besides its values.
 _ROW_BYTES = 200
+
+
+class LastPut(msgspec.Struct):
+    """A checkpoint that this process has saved."""
+
+    #: None: not yet, or others are being saved beside it.
+    id: str | None = None
+    #: See `bufstore.langgraph.domain.Known`.
+    life: int | None = None
 
 
 class CheckpointEngine:
@@ -92,7 +104,8 @@ class CheckpointEngine:
         self._seen: Newest[str, tuple[int, int]] | None = None
         if on_conflict == "reject":
             self._seen = Newest(config.cached_threads)
-        self._put: Newest[tuple[str, str], str] = Newest(config.cached_threads)
+        #: The checkpoint of each namespace that this process saved last.
+        self._put: Newest[tuple[str, str], LastPut] = Newest(config.cached_threads)
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         self._is_down = self._store_is_down
         if config.log.lanes > 1:
@@ -123,21 +136,56 @@ class CheckpointEngine:
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 
-    async def append(self, thread_id: str, operation: Operation, *, only_behind: int | None = None) -> Receipt:
+    async def put(self, thread_id: str, ns: str, parent: str | None, id_: str, make: Callable[[int], Put]) -> None:
+        """Append a checkpoint, behind its parent. Returns once it is durable in the log. Raises like `append`.
+
+        `make`: what is appended, with at most so many bytes of values that an earlier checkpoint has brought. The first
+        one that this process saves on another's carries them: so a third can read the thread from the log alone. Where
+        history is left out, what a checkpoint builds on must be there, too: any but the newest of a flush may go.
+        """
+        before, mine = self._put.get((thread_id, ns)), LastPut()
+        self._put[thread_id, ns] = mine  # until it has ended, nobody knows what others build on
+        alone = before is None or before.id is not None
+        try:
+            if before is not None and before.id is not None and before.id == parent:
+                try:
+                    mine.life = None if self._store.history == "all" else before.life
+                    await self.append(thread_id, make(0), last=mine)
+                except Overtaken:
+                    mine.life = None
+                    await self.append(thread_id, make(self._carry_bytes), last=mine)
+            else:
+                await self.append(thread_id, make(self._carry_bytes), last=mine)
+            mine.id = id_ if alone else None
+        finally:
+            if mine.id is None and self._put.get((thread_id, ns)) is mine:
+                del self._put[thread_id, ns]
+
+    @property
+    def _carry_bytes(self) -> int:
+        return _CARRY_BYTES if self._store.history == "all" else sys.maxsize
+
+    async def append(
+        self, thread_id: str, operation: Operation, *, only_behind: int | None = None, last: LastPut | None = None
+    ) -> Receipt:
         """Append the operation. Returns once it is durable in the log.
 
-        `only_behind`: the id of the only entry that it may stand behind; else ConcurrentWriter is raised.
+        `only_behind`: the id of the only entry that it may stand behind; else ConcurrentWriter is raised. `last`: is
+        told the thread's life; if that has one, and it is another by now, Overtaken is raised.
 
         Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
         StoreUnavailable for a thread that only Postgres could tell about.
         """
         watched = self._seen is not None
-        seen = partial(self._last_seen, thread_id) if watched else None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
+        # A deletion goes on from nothing but what was read of the thread; a drop says what it is about (`only_behind`).
+        checked = only_behind is None and not (deletes and thread_id not in (self._seen or ()))
+        seen = partial(self._last_seen, thread_id) if watched and checked else None
         # Beside the payload only where a read is to show it: what waits for the log holds no more than it must.
         known = operation if thread_id in self._recent else None
         del operation
-        appending = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind)
+        life = last.life if last is not None else None
+        appending = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind, life)
         cost = self.backlog.enter(len(payload) if known is None else 2 * len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
@@ -148,6 +196,8 @@ class CheckpointEngine:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         finally:
             self.backlog.leave(cost)
+        if last is not None:
+            last.life = appending.left
         self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
         if watched:
             # Behind what was seen, or our own: when the thread is looked up again, this is what it must end with.
@@ -186,23 +236,6 @@ class CheckpointEngine:
 
     async def _in_log(self, thread_id: str) -> bool:
         return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0
-
-    @property
-    def carry_bytes(self) -> int:
-        """How much a checkpoint carries of values that an earlier one has brought, if this process did not save that.
-
-        So another process can read the thread from the log alone. Where history is left out, what a checkpoint builds
-        on must be there, too: all but the one that was saved last may go.
-        """
-        return _CARRY_BYTES if self._store.history == "all" else sys.maxsize
-
-    def last_put(self, thread_id: str, ns: str) -> str | None:
-        """The checkpoint that this process saved last in a namespace, as far as it is remembered."""
-        return self._put.get((thread_id, ns))
-
-    def note_put(self, thread_id: str, ns: str, checkpoint_id: str) -> None:
-        """Remember which checkpoint was saved last."""
-        self._put[thread_id, ns] = checkpoint_id
 
     # --- many checkpoints -------------------------------------------------------------------------------------
 

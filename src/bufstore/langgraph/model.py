@@ -72,8 +72,10 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="p
 
     checkpoint: CheckpointRow
     blobs: Sequence[BlobRow] = ()
-    #: Channels that have changed and hold no value that has a blob.
+    #: Channels that hold no value that has a blob.
     empty: Sequence[tuple[str, str]] = ()
+    #: Channels of which nothing was given: they hold none as far as this one tells.
+    untold: Sequence[tuple[str, str]] = ()
 
 
 class Writes(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="writes"):
@@ -148,6 +150,10 @@ class Tables:
         self.writes: dict[WriteKey, WriteRow] = {}
         #: Of a part of a thread: blobs of which is known whether they are there.
         self.known: set[BlobKey] = set()
+        #: And blobs that are not, if nothing else tells.
+        self.untold: set[BlobKey] = set()
+        #: Whether rows were dropped; of what is left of a part, others of the thread may be newer.
+        self.dropped = False
 
     def add(
         self,
@@ -166,16 +172,17 @@ class Tables:
         """The same rows, to be changed without these."""
         same = Tables()
         same.checkpoints, same.blobs, same.writes = dict(self.checkpoints), dict(self.blobs), dict(self.writes)
-        same.known = set(self.known)
+        same.known, same.untold, same.dropped = set(self.known), set(self.untold), self.dropped
         return same
 
     def apply(self, operation: Operation) -> None:
         """Do what Postgres does when the operation is written there."""
         match operation:
-            case Put(row, blobs, empty):
+            case Put(row, blobs, empty, untold):
                 self._put(row)
                 self._keep_blobs(blobs)
                 self.known |= {(row.ns, channel, version) for channel, version in empty}
+                self.untold |= {(row.ns, channel, version) for channel, version in untold}
             case Writes(rows, upsert):
                 for write in rows:
                     self._write(write, upsert)
@@ -186,7 +193,8 @@ class Tables:
                 for write in writes:
                     self._write(write, False)
             case Delete():
-                self.checkpoints, self.blobs, self.writes, self.known = {}, {}, {}, set()
+                self.checkpoints, self.blobs, self.writes = {}, {}, {}
+                self.known, self.untold, self.dropped = set(), set(), False
             case Drop():
                 self._drop(operation)
 
@@ -204,6 +212,7 @@ class Tables:
 
     def _drop(self, drop: Drop) -> None:
         self.checkpoints, self.blobs, self.writes = left_by(drop, self.checkpoints, self.blobs, self.writes)
+        self.dropped = True
 
     @property
     def size(self) -> int:

@@ -18,7 +18,7 @@ class _Checkpoint(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct):
-    parents: dict[str, Any] | None = None
+    parents: Any = None
     counters_since_delta_snapshot: Any = msgspec.UNSET
     delta_writes_versioned: Any = msgspec.UNSET
 
@@ -35,7 +35,8 @@ def outline_of(row: CheckpointRow, blobs: Container[BlobKey], *, parent_sends: b
     checkpoint, metadata = _checkpoint(row.checkpoint), _metadata(row.metadata)
     named = versions_of(row)
     # A snapshot of a delta channel leaves a true in the row, with a blob behind it.
-    values, parents = checkpoint.channel_values or {}, metadata.parents or {}
+    values = checkpoint.channel_values or {}
+    root = metadata.parents.get("") if isinstance(metadata.parents, dict) else None
     snapshot = {key[1] for key in named if values.get(key[1]) is True and key in blobs}
     counted = metadata.counters_since_delta_snapshot is not msgspec.UNSET
     return Outline(
@@ -43,7 +44,7 @@ def outline_of(row: CheckpointRow, blobs: Container[BlobKey], *, parent_sends: b
         id=row.id,
         parent=row.parent,
         blobs=frozenset(named),
-        root=parents.get(""),
+        root=root if isinstance(root, str) else None,
         delta=bool(snapshot) or counted or metadata.delta_writes_versioned is not msgspec.UNSET,
         needs_parent=row.parent is not None and checkpoint.v < 4 and parent_sends,
         ts=checkpoint.ts if isinstance(checkpoint.ts, str) else "",

@@ -16,7 +16,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader
 from bufstore.buffer.entry import Malformed, items_of
 from bufstore.buffer.read.store_watch import StoreWatch
-from bufstore.errors import LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.langgraph.ancestors import Walk, unknown_blobs
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
@@ -168,16 +168,28 @@ class CheckpointReads:
         if row is None:
             began = checkpoint_id is None and since in tables.checkpoints
             return (last, None) if began else None
-        complete = versions_of(row) <= tables.known and not takes_sends(row)
+        complete = versions_of(row) <= tables.known | tables.untold and not takes_sends(row)
         return (last, (tables, row)) if complete else None
 
     async def _checkpoint(
         self, thread_id: str, ns: str, checkpoint_id: str | None, level: Consistency
     ) -> tuple[int, tuple[Tables, CheckpointRow] | None]:
-        at, life = elapsed.now_s(), self._recent.life
-        part, state = await self._read(thread_id, (ns, checkpoint_id), level)
-        tables = _with_tail(part, state)
-        row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
+        for _ in range(_TRIES):
+            at, life = elapsed.now_s(), self._recent.life
+            part, state = await self._read(thread_id, (ns, checkpoint_id), level)
+            tables = _with_tail(part, state)
+            row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
+            if checkpoint_id is not None or not _is_hidden(part, tables, ns, row):
+                break
+            # The tail drops the only one that Postgres was asked for. Which is the newest then, it tells once it knows.
+            if state.base == CACHE:
+                raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+            try:
+                await self._buffer.force_flush(thread_id)
+            except FlushTimeout as e:
+                raise ReadNotFresh(f"checkpoints of thread {thread_id!r} are deleted, and that is not flushed") from e
+        else:
+            raise ReadNotFresh(f"checkpoints of thread {thread_id!r} were deleted during each of {_TRIES} reads")
         last = state.watermark.applied_id
         if row is not None:
             await self._complete(thread_id, part, state, tables, row)
@@ -214,16 +226,20 @@ class CheckpointReads:
             if part.watermark.flushed_seq < state.base_seq:
                 continue
             named = {key for row in tail.checkpoints.values() if row.ns == walk.ns for key in versions_of(row)}
-            missing = unknown_blobs(tables, named, walk.channels) if state.base == STORE else []
-            if missing:
-                more = _with_tail(await self._store.rows(thread_id, missing, []), state)
+            if state.base == STORE and (keys := [key for key in tail.checkpoints if key[0] == walk.ns]):
+                missing = unknown_blobs(tables, named, walk.channels)
+                # Writes of a checkpoint may have been flushed before it.
+                more = _with_tail(await self._store.rows(thread_id, missing, keys), state)
                 tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
+                tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in tail.checkpoints}
             return tables
         raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 
     async def _complete(self, thread_id: str, part: Part, state: Tail, tables: Tables, row: CheckpointRow) -> None:
         """Add what the checkpoint names and neither the rows that were read nor the tail have."""
         missing = versions_of(row) - tables.known
+        if state.base == CACHE:
+            missing -= tables.untold
         # What was sent to it came with it, if it was read.
         read = (row.ns, row.id) in part.tables.checkpoints
         sends = [(row.ns, row.parent)] if takes_sends(row) and not read and row.parent is not None else []
@@ -313,6 +329,17 @@ class CheckpointReads:
             if young or (last is not None and last.seq >= part.watermark.flushed_seq):
                 return part
         raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+
+
+def _is_hidden(part: Part, tables: Tables, ns: str, row: CheckpointRow | None) -> bool:
+    """Whether older checkpoints than those that were read may be the newest: it was read, and is dropped."""
+    told = part.tables.latest(ns)
+    return (
+        told is not None
+        and (ns, told.id) not in tables.checkpoints
+        and tables.dropped
+        and (row is None or row.id < told.id)
+    )
 
 
 def _with_tail(part: Part, state: Tail) -> Tables:

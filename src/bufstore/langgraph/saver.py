@@ -24,6 +24,7 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads, OnConflict
 from bufstore.langgraph.history import History
+from bufstore.langgraph.model import Put
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
 from bufstore.langgraph.serialize import (
@@ -161,12 +162,12 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         if self.engine.backlog.full:
             await self.engine.backlog.room()
         thread_id, ns, parent = at = place(config)
-        carry = self.engine.carry_bytes if self.engine.last_put(thread_id, ns) != parent else 0
         id_ = checkpoint["id"]
-        await self.engine.append(
-            thread_id, put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry)
-        )
-        self.engine.note_put(thread_id, ns, id_)
+
+        def make(carry_bytes: int) -> Put:
+            return put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes)
+
+        await self.engine.put(thread_id, ns, parent, id_, make)
         return config_of(thread_id, ns, id_)
 
     async def aput_writes(

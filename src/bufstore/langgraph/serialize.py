@@ -86,16 +86,22 @@ def put_of(
             if isinstance(value, _DeltaSnapshot):
                 inline[channel] = True
             if channel in new_versions:
-                blobs.append(BlobRow(ns, channel, str(new_versions[channel]), *serde.dumps_typed(value)))
+                blobs.append(BlobRow(ns, channel, str(new_versions[channel]), *_dumped(serde, value)))
             elif isinstance(value, _DeltaSnapshot):
                 carry_bytes = 0  # its place is in the history
             elif carry_bytes and channel in versions:
-                others.append(BlobRow(ns, channel, str(versions[channel]), *serde.dumps_typed(value)))
+                others.append(BlobRow(ns, channel, str(versions[channel]), *_dumped(serde, value)))
     told = new_versions
     if carry_bytes and sum(len(blob.blob or b"") for blob in others) <= carry_bytes:
         blobs, told = [*blobs, *others], {**versions, **new_versions}
     carried = {blob.channel for blob in blobs}
-    empty = [(channel, str(version)) for channel, version in told.items() if channel not in carried]
+    empty: list[tuple[str, str]] = []
+    untold: list[tuple[str, str]] = []
+    for channel, version in told.items():
+        if channel not in carried:
+            # A graph that does not have the channel any more does not show its value.
+            given = channel in new_versions or channel in inline
+            (empty if given else untold).append((channel, str(version)))
     row = CheckpointRow(
         ns,
         checkpoint["id"],
@@ -110,7 +116,7 @@ def put_of(
         _check_key(row.id, beside=base)
         for channel, version in told.items():
             _check_key(channel, str(version), beside=base)
-    return Put(row, blobs, empty)
+    return Put(row, blobs, empty, untold)
 
 
 def writes_of(
@@ -124,10 +130,11 @@ def writes_of(
     thread_id, ns, checkpoint_id = at
     if checkpoint_id is None:
         raise InvalidId("writes need the id of a checkpoint")
-    channels = [channel for channel, _ in writes]
+    # A member of an enum that is a str stands for its text, as LangGraph's own saver has it.
+    channels = [str.__str__(channel) if isinstance(channel, str) else channel for channel, _ in writes]
     rows = []
-    for i, (channel, value) in enumerate(writes):
-        type_, blob = serde.dumps_typed(value)
+    for i, (channel, (_, value)) in enumerate(zip(channels, writes, strict=True)):
+        type_, blob = _dumped(serde, value)
         index = WRITES_IDX_MAP.get(channel, i)
         rows.append(WriteRow(ns, checkpoint_id, task_id, index, channel, type_, blob, task_path))
     types = [row.type for row in rows]
@@ -136,6 +143,11 @@ def writes_of(
         for text in (*channels, task_path, *types):
             _check_text(text)
     return Writes(rows, WRITES_IDX_MAP.keys() >= set(channels))
+
+
+def _dumped(serde: SerializerProtocol, value: Any) -> tuple[str, bytes]:
+    type_, blob = serde.dumps_typed(value)
+    return type_, bytes(blob)  # LangGraph's own gives a bytearray back as it is, and the caller may change it
 
 
 def tuple_of(

@@ -11,6 +11,10 @@ from bufstore.errors import ConcurrentWriter, StoreUnavailable, ThreadQuarantine
 from bufstore.langgraph.domain import Known
 
 
+class Overtaken(Exception):
+    """Somebody else may have written to the thread since this process saved the checkpoint that this one builds on."""
+
+
 class Appending(msgspec.Struct, gc=False):
     """Makes the entry that may stand behind any other, as a checkpoint may be saved by anybody.
 
@@ -36,8 +40,12 @@ class Appending(msgspec.Struct, gc=False):
     seen: Callable[[], int] | None = None
     #: The id of the only entry that it may stand behind: if anybody has written since, ConcurrentWriter is raised.
     only_behind: int | None = None
+    #: See `Known.life`: if it is another by now, Overtaken is raised.
+    life: int | None = None
     #: The id of the entry that the last draft stands behind, if it was drafted on that.
     behind: int | None = None
+    #: The thread's life behind it, if that is known.
+    left: int | None = None
 
     def prepare(self, tip: Tip[Known]) -> Draft[Known]:
         """See `Prepare`."""
@@ -54,10 +62,15 @@ class Appending(msgspec.Struct, gc=False):
             raise ConcurrentWriter(self.thread_id)
         if self.only_behind is not None and tip.id != self.only_behind:
             raise ConcurrentWriter(self.thread_id)
+        if self.life is not None and (memory is None or memory.life != self.life):
+            raise Overtaken
         if memory is not None and memory.new and not tip.seq:
             alone = True
         self.behind = tip.id if tip.seq or (memory is not None and not memory.cached) else None
         after = Known(own=True) if memory is not None or alone else None
+        if after is not None and memory is not None:
+            after.life = memory.life
+        self.left = after.life if after is not None else None
         return Draft(self.payload, alone, tip.version + 1, after, _nothing)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from psycopg import AsyncConnection, sql
@@ -36,6 +36,8 @@ from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
+
+R = TypeVar("R")
 
 _FOLDER = files("bufstore.langgraph.postgres") / "sql"
 #: What a log says that is flushed into LangGraph's tables, before the name of their schema.
@@ -194,9 +196,21 @@ class PostgresCheckpointStore:
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
         """See `CheckpointStore.page`."""
+        return await self._answered(lambda connection: self._page(connection, query, after, limit))
+
+    async def _page(
+        self, connection: AsyncConnection[Any], query: Query, after: Cursor | None, limit: int
+    ) -> list[tuple[str, Tables]]:
+        async with connection.transaction():
+            await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")  # one moment for all
+            return await self._page_at_once(connection, query, after, limit)
+
+    async def _page_at_once(
+        self, connection: AsyncConnection[Any], query: Query, after: Cursor | None, limit: int
+    ) -> list[tuple[str, Tables]]:
         wanted = query.metadata.decode() if query.metadata is not None else None
         where = (query.thread_id, query.ns, query.checkpoint_id, wanted, query.before)
-        found = await self._read("page", *where, *(after or (None, None, None)), limit)
+        found = await self._on(connection, "page", *where, *(after or (None, None, None)), limit)
         if not found:
             return []
         pages: dict[tuple[str, str, str], Tables] = {}
@@ -209,9 +223,8 @@ class PostgresCheckpointStore:
             keys.add((thread_id, ns, id_))
             for of in {id_, parent if takes_sends(row) else id_}:
                 names.setdefault((thread_id, ns, of), []).append((thread_id, ns, id_))
-        blobs, writes = await asyncio.gather(
-            self._read("blobs_of", *_texts(sorted(keys))), self._read("writes_of", *_texts(sorted(names)))
-        )
+        blobs = await self._on(connection, "blobs_of", *_texts(sorted(keys)))
+        writes = await self._on(connection, "writes_of", *_texts(sorted(names)))
         kept: dict[tuple[str, str, str, str], BlobRow] = {}
         for thread_id, *blob in blobs:
             kept[thread_id, *blob[:3]] = BlobRow(*blob)
@@ -240,17 +253,21 @@ class PostgresCheckpointStore:
         return [(t, ns, id_) for t, ns, id_ in await self._read("of_runs", arrays.texts(run_ids))]
 
     async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        return await self._answered(lambda connection: self._on(connection, name, *parameters))
+
+    async def _answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]]) -> R:
+        """What `read` finds; once more if a connection was lost."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            return await self._fetch(name, parameters, deadline)
+            return await self._fetch(read, deadline)
         except NoAnswer:
             if asyncio.get_running_loop().time() >= deadline:
                 raise
-            return await self._fetch(name, parameters, deadline)
+            return await self._fetch(read, deadline)
 
-    async def _fetch(self, name: str, parameters: Sequence[Any], deadline: float) -> list[tuple[Any, ...]]:
+    async def _fetch(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]], deadline: float) -> R:
         async with self.pool.lend(deadline - asyncio.get_running_loop().time()) as connection:
-            return await self._on(connection, name, *parameters)
+            return await read(connection)
 
     async def _on(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         return await arrays.rows_of(connection, self._sql[name], parameters)
