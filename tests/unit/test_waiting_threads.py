@@ -19,7 +19,7 @@ from bufstore.buffer.ports.waiting import Queue, WaitingEntry
 from bufstore.config import LogConfig
 from bufstore.jetstream.messages import Outgoing
 from thorough import examples
-from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, went_back
+from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, other_partition, went_back
 from unit.test_owned_partition import FakeFeed, messages
 
 #: What a feed may hold in these tests.
@@ -214,6 +214,37 @@ def test_the_next_owner_finds_who_waits(monkeypatch: pytest.MonkeyPatch, again: 
         await asyncio.sleep(1)
         assert await it.cursor() == it.log.last_seq
         assert it.waits() == 0
+
+    world(main, monkeypatch)
+
+
+def test_the_next_owner_is_delivered_once_more_what_waits_and_takes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cursor stood before them, because of another thread's entry."""
+
+    async def main(it: World) -> None:
+        await it.start()
+        it.refused, other = None, other_partition("t")
+        it.ledger.locked |= {"t", other}
+        await it.writer.append([0], "t")
+        await it.writer.append([0], other)
+        await it.waiting(2)
+        it.ledger.locked.add(GOOD[0])  # for a moment, in which what it has stays in memory
+        await it.writer.append([0], GOOD[0])
+        await it.writer.append([1], "t")
+        await it.waiting(3)
+        before = await it.cursor()
+        assert before < it.log.last_of(SUBJECTS.of(GOOD[0]))
+        await it.stop()
+        it.ledger.locked.discard(GOOD[0])
+        await it.start()
+        await it.writer.append([1], other)
+        await it.waiting(4)
+        assert await it.flushed(GOOD[0])
+        await asyncio.sleep(1)
+        assert await it.cursor() == it.log.last_of(SUBJECTS.of("t"))
+        it.ledger.locked.clear()
+        assert await it.flushed("t", other, *GOOD)
+        assert (await it.stored("t"), await it.stored(other), it.waits()) == ([0, 1], [0, 1], 0)
 
     world(main, monkeypatch)
 
@@ -432,7 +463,7 @@ THREADS = ("t", "u", "v")
 def test_the_cursor_passes_only_what_is_settled_or_waits(data: st.DataObject) -> None:
     feed = FakeFeed()
     # Of another owner's time.
-    before = [Queue("t", 2, 40, "why")] if data.draw(st.booleans()) else []
+    before = [Queue("t", 2, 40, "why", 0)] if data.draw(st.booleans()) else []
     owned = OwnedPartition(Cursor(0, 1, 0, 0), feed, SUBJECTS, before)  # type: ignore[arg-type]
     items: dict[int, Any] = {}
     waits: dict[str, list[int]] = {t: [] for t in THREADS}

@@ -127,10 +127,10 @@ class MemoryLedger:
                 refused[part[0].thread_id] = e
         if refused:
             decision = decide({t: watermarks[t] for t in watermarks.keys() - refused.keys()})
+        self.waiting.write(decision.waiting, decision.left)
         self._rows |= decision.watermarks
         self._cursors |= {cursor.partition: cursor for cursor in decision.cursors}
         self.parked.park(decision.parked)
-        self.waiting.write(decision.waiting, decision.left)
         return Flushed(decision, set(threads) - watermarks.keys(), refused)
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:

@@ -18,15 +18,14 @@ class MemoryWaiting:
         self.entries: dict[tuple[str, int], tuple[WaitingEntry, datetime]] = {}
 
     def write(self, waiting: Sequence[WaitingEntry], left: Mapping[str, int]) -> None:
-        """Part of a flush."""
+        """Part of a flush. Nothing is written if anything waits already."""
+        assert self.entries.keys().isdisjoint((e.item.thread_id, e.item.seq) for e in waiting), "no entry waits twice"
         for thread_id, seq in [key for key in self.entries if key[1] <= left.get(key[0], 0)]:
             del self.entries[thread_id, seq]
         now = datetime.now(UTC)
         for entry in waiting:
             assert entry.item.thread_id is not None
-            key = entry.item.thread_id, entry.item.seq
-            assert key not in self.entries, "no entry waits twice"
-            self.entries[key] = entry, now
+            self.entries[entry.item.thread_id, entry.item.seq] = entry, now
 
     def first_positions(self) -> dict[int, int]:
         """Per partition, the position of the first that waits."""
@@ -45,7 +44,7 @@ class MemoryWaiting:
         for _, thread_id, entry in mine:
             by_thread.setdefault(thread_id, []).append(entry)
         return [
-            Queue(t, len(found), sum(_size(e) for e in found), min(e.reason for e in found))
+            Queue(t, len(found), sum(_size(e) for e in found), min(e.reason for e in found), found[-1].item.seq)
             for t, found in by_thread.items()
         ]
 

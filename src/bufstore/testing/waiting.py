@@ -179,8 +179,8 @@ async def an_owner_finds_who_waits_in_its_partition(ledgers: Ledgers) -> None:
     await _wait(ledger, _waits(3, "late", payload=b"x" * 5000), _waits(9, "early"), _waits(2, "early"))
     await _wait(ledger, _waits(1, "elsewhere", partition=1))
     early, late = await ledger.waiting.queues(0)
-    assert (early.thread_id, early.entries, early.reason) == ("early", 2, "reason of early")
-    assert (late.thread_id, late.entries, late.reason) == ("late", 1, "reason of late")
+    assert (early.thread_id, early.entries, early.reason, early.last) == ("early", 2, "reason of early", 9)
+    assert (late.thread_id, late.entries, late.reason, late.last) == ("late", 1, "reason of late", 3)
     assert 5000 <= late.bytes < 6000
 
 

@@ -31,7 +31,7 @@ class Queued:
 class OwnedPartition:
     """One owned partition, from takeover until it is lost or given up."""
 
-    def __init__(self, cursor: Cursor, feed: Feed, subjects: Subjects, queues: Iterable[Queue] = ()) -> None:
+    def __init__(self, cursor: Cursor, feed: Feed, subjects: Subjects, queues: Sequence[Queue] = ()) -> None:
         """`queues`: what waits of the partition in the ledger."""
         self.cursor = cursor
         self.feed = feed
@@ -42,6 +42,9 @@ class OwnedPartition:
         #: Threads of which entries wait in the ledger. As nobody else writes there, this is exact.
         self.queues = {q.thread_id: Queued(q.entries, q.bytes + q.entries * _OVERHEAD, q.reason) for q in queues}
         self.queued_bytes = sum(q.bytes for q in self.queues.values())
+        #: Up to where entries of these threads were waiting when the partition was taken over. The cursor may stand
+        #: before them, and then the log delivers them once more.
+        self._waits_to = {q.thread_id: q.last for q in queues}
         #: What was read of them, to be settled.
         self.recalled: dict[int, Item] = {}
         #: (position, entry id) of what arrived and is not passed by the cursor yet: all that is open, and at least the
@@ -60,9 +63,11 @@ class OwnedPartition:
         try:
             for message in arrived:
                 item = self._item(message)
+                self._order.append((item.seq, _id(item)))
+                if item.thread_id is not None and item.seq <= self._waits_to.get(item.thread_id, 0):
+                    continue
                 self.pending[item.seq] = item
                 self.pending_bytes += size_of(item)
-                self._order.append((item.seq, _id(item)))
         except Exception as e:
             # The cursor would pass what is lost here.
             self.doubt = f"unexpected {type(e).__name__} in what arrived"

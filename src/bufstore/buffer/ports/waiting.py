@@ -32,6 +32,8 @@ class Queue(msgspec.Struct, frozen=True):
     #: About how many there are.
     bytes: int
     reason: str
+    #: The position of the last of them.
+    last: int
 
 
 class WaitingTotals(msgspec.Struct, frozen=True, kw_only=True):

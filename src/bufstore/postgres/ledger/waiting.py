@@ -37,7 +37,8 @@ class PostgresWaiting:
         self._timeout_s = timeout_s
 
     async def queues(self, partition: int) -> list[Queue]:
-        return [Queue(t, count, int(size), reason) for t, count, size, reason in await self._fetch("queues", partition)]
+        found = await self._fetch("queues", partition)
+        return [Queue(t, count, int(size), reason, last) for t, count, size, reason, last in found]
 
     async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
         found: dict[str, list[Item]] = {}

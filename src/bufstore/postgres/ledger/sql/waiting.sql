@@ -9,8 +9,8 @@ DELETE FROM {schema}.buffer_waiting AS w USING unnest($1::text[], $2::bigint[]) 
 WHERE w.thread_id = s.thread_id AND w.seq <= s.seq;
 
 -- name: queues
--- The threads of which entries wait in a partition: how many, of how many bytes, and why.
-SELECT w.thread_id, count(*), sum(octet_length(w.messages)), min(w.reason)
+-- The threads of which entries wait in a partition: how many, of how many bytes, why, and up to where.
+SELECT w.thread_id, count(*), sum(octet_length(w.messages)), min(w.reason), max(w.seq)
 FROM {schema}.buffer_waiting AS w WHERE w.partition = $1::int GROUP BY w.thread_id ORDER BY min(w.seq);
 
 -- name: first_waiting
