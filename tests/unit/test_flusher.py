@@ -18,7 +18,7 @@ from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.coalesce import coalesce
@@ -300,6 +300,24 @@ def test_what_the_database_refuses_is_parked_alone() -> None:
         assert await it.flushed("t", "u")
         assert len(it.ledger.parked.entries) == 2
         assert await it.stored("u") == await it.stored("t") == [f"m{n}" for n in range(6)]
+
+    bench(main)
+
+
+def test_of_entries_that_name_no_thread_as_many_are_parked_as_there_is_space_for() -> None:
+    """They came in one window, and counted together: none was parked, though the quarantine was empty."""
+
+    async def main(it: Bench) -> None:
+        it.ledger._quarantine_max = 5
+        for _ in range(8):
+            it.log.stream.store([Outgoing(SUBJECTS.groups, b"junk", "no group")])
+        await it.start()
+        await asyncio.sleep(60)
+        assert len(it.ledger.parked.entries) == 5
+        await it.ledger.parked.discard(list(it.ledger.parked.entries))
+        await asyncio.sleep(60)
+        assert len(it.ledger.parked.entries) == 3
+        assert group_of((await it.ledger.cursors())[0].seq) == 8
 
     bench(main)
 

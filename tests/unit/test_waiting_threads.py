@@ -408,6 +408,41 @@ def test_when_too_much_waits_the_partition_stops_and_nothing_is_lost(monkeypatch
     world(main, monkeypatch, log=LogConfig(partitions=4, max_bytes=4 << 20))
 
 
+def test_an_entry_that_neither_the_store_nor_the_ledger_takes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is too large for this server, for example: the others' windows became as small as what it was tried in."""
+
+    async def main(it: World) -> None:
+        flush = it.ledger.flush
+
+        async def refusing(held: Any, threads: Any, decide: Any, **options: Any) -> Any:
+            def deciding(rows: Any) -> Any:
+                decision = decide(rows)
+                touched = [c.thread_id for c in decision.batch] + [w.item.thread_id for w in decision.waiting]
+                if "t" in touched:
+                    raise FlushFailed("53200: out of memory", Verdict.SHRINK, of_batch=False)
+                return decision
+
+            return await flush(held, threads, deciding, **options)
+
+        it.refused, it.ledger.flush = None, refusing  # type: ignore[method-assign]
+        await it.start()
+        await it.writer.append([0], "t")
+        await asyncio.sleep(20)
+        locked, *others = [t for t in (f"o{n}" for n in range(99)) if SUBJECTS.partition(t) != PARTITION][:5]
+        it.ledger.locked.add(locked)
+        await it.writer.append([0], locked)
+        for n in range(40):
+            for thread_id in others:
+                await it.writer.append([n], thread_id)
+        assert await it.flushed(*others, within_s=5.0)
+        await it.waiting(1)
+        it.ledger.flush = flush  # type: ignore[method-assign]
+        it.ledger.locked.clear()
+        assert await it.flushed("t", locked)
+
+    world(main, monkeypatch)
+
+
 def test_a_ledger_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lacks a right, for example: the cursor stays, as long as that is so."""
 

@@ -40,6 +40,8 @@ class Queues:
         self._adopted: dict[int, OwnedPartition] = {}
         #: Nothing is written before then, because it failed.
         self.not_before = 0.0
+        #: Threads of which an entry alone could not be written, and until when it is not tried again.
+        self._in_memory: dict[str | None, float] = {}
 
     def adopt(self, now: float) -> None:
         """Put the threads that wait in partitions that were taken since into the schedule."""
@@ -58,9 +60,14 @@ class Queues:
         """Whether entries of the thread that are in memory may pass into the ledger now."""
         if thread_id is None or thread_id not in self._waiting or now < self.not_before:
             return False
-        if owned.queued_bytes >= self._bytes_max:
+        if owned.queued_bytes >= self._bytes_max or now < self._in_memory.get(thread_id, 0.0):
             return False
         return thread_id in owned.queues or now - self._waiting.since(thread_id) >= _IN_MEMORY_S
+
+    def keep_in_memory(self, thread_id: str | None, until: float) -> None:
+        """Let nothing of the thread pass until then: it cannot be written."""
+        now = self._in_memory.get(thread_id, 0.0)
+        self._in_memory = {t: at for t, at in self._in_memory.items() if at > now} | {thread_id: until}
 
     def full(self) -> list[int]:
         """The partitions of which nothing more may pass."""

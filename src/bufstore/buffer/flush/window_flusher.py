@@ -76,7 +76,7 @@ class WindowFlusher:
         #: When a cause that concerns everybody is tried again.
         self._next_try: dict[str, float] = {}
         #: A window that could not be committed is tried again with half as many entries.
-        self._room = parts.config.flush_max_entries
+        self._room = self._queue_room = parts.config.flush_max_entries
         #: Whether the last window left something out for lack of space.
         self.more = False
         self._quarantine_full = False
@@ -154,7 +154,7 @@ class WindowFlusher:
 
     async def queue_waiting(self) -> None:
         """Have what arrives of threads that wait for long wait in the ledger. Raises Later when it cannot now."""
-        waiting = self.queues.next_in(self._room, self._loop.time())
+        waiting = self.queues.next_in(self._queue_room, self._loop.time())
         if not waiting:
             return
         try:
@@ -166,10 +166,15 @@ class WindowFlusher:
             self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
             raise Later from e
         except FlushFailed as e:
-            if not e.verdict.of_statement:
-                self._room = max(1, len(waiting) // 2)
+            if not e.verdict.of_statement and len(waiting) > 1:
+                self._queue_room = len(waiting) // 2
                 self._state.report(e, stopped=e.verdict.needs_operator)
                 raise Later from e
+            if not e.verdict.of_statement:  # of this one entry, as far as anybody can tell: the others need not wait
+                self._queue_room = self._config.flush_max_entries
+                self.queues.keep_in_memory(waiting[0].item.thread_id, self._loop.time() + _OTHERS_S)
+                self._state.report(e, stopped=e.verdict.needs_operator)
+                return
             # Nobody else is to wait for it: the cursor stays, as if the space were used up.
             self.queues.not_before = self._loop.time() + _OTHERS_S
             _log.error(
@@ -177,6 +182,8 @@ class WindowFlusher:
                 e,
                 extra={"action": "queue_failed"},
             )
+        else:
+            self._queue_room = min(2 * self._queue_room, self._config.flush_max_entries)
 
     def ready(self) -> int:
         """How many entries can be flushed now, or can pass into the ledger."""
@@ -358,6 +365,10 @@ class WindowFlusher:
         for thread_id, count in error.parked.items():
             if count <= room:
                 room -= count
+                continue
+            if thread_id is None and room > 0:
+                # They hang together in nothing, and hold their cursor: as many as there is space for.
+                rest[None], room = list(rest[None])[:room], 0
                 continue
             del rest[thread_id]
             self.waiting.add(thread_id, str(error), self._loop.time())
