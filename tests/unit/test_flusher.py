@@ -13,6 +13,8 @@ from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.groups.feeds import PartitionFeed
 from bufstore.buffer.groups.log import GroupLog
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.replay import Outcome
 from bufstore.buffer.places import group_of, place
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
@@ -24,6 +26,8 @@ from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Run
+from bufstore.threads.payload import Removal
+from bufstore.threads.write import editing
 from unit.fake_log import run
 from unit.group_server import GroupServer
 from unit.test_appender import Instance, World
@@ -440,6 +444,40 @@ def test_an_owner_in_doubt_takes_back_what_it_has_lost_itself_though_it_has_rais
     bench(main)
 
 
+def test_a_commit_whose_answer_is_on_its_way_is_not_taken_for_another_owners() -> None:
+    async def main(it: Bench) -> None:
+        await it.start()
+        assert it.flusher is not None
+        it.ledger.locked.add("t")
+        await it.writer.append(["waits in the ledger"])
+        await asyncio.sleep(3)
+        it.ledger.locked.clear()
+        flush, takeovers = it.ledger.flush, it.flusher.state.takeovers
+
+        async def slow(*arguments: Any, **options: Any) -> Any:
+            found = await flush(*arguments, **options)
+            assert it.flusher is not None
+            await it.flusher._takeover.compare()
+            return found
+
+        it.ledger.flush = slow  # type: ignore[method-assign]
+        assert await it.flushed("t")
+        it.ledger.flush = flush  # type: ignore[method-assign]
+        await asyncio.sleep(1)
+        assert it.flusher.state.takeovers == takeovers
+        partition = SUBJECTS.partition("t")
+        before = (await it.ledger.cursors())[partition]
+        await it.ledger.take([partition], "somebody else")
+        for _ in range(3):
+            await asyncio.sleep(1)
+            await it.flusher._takeover.compare()
+        await asyncio.sleep(1)
+        assert it.flusher.state.takeovers == takeovers + 1, "but another owner's is, if nothing is written either"
+        assert (await it.ledger.cursors())[partition].term == before.term + 2
+
+    bench(main)
+
+
 def test_closing_flushes_what_has_arrived() -> None:
     async def main(it: Bench) -> None:
         await it.start()
@@ -600,3 +638,27 @@ def test_a_postgres_that_lost_a_commit_behind_a_thread_that_waits_gets_it_again(
         assert (await it.stored("t"), await it.stored(good)) == (["held"], ["good"])
 
     bench(main)
+
+
+def test_a_deletion_that_is_replayed_leaves_a_tombstone_which_is_buried() -> None:
+    async def main(it: Bench) -> None:
+        refused = FlushFailed("23503 a table of the app's refers to it", Verdict.POISON)
+        failing(it, lambda c: refused if refused is not None and c.deleted else None)
+        await it.start()
+        await it.writer.append(["a"])
+        assert await it.flushed("t")
+        first = (await it.ledger.watermark("t")).applied_id
+        await it.writer.appender.append("t", editing(Removal(), "t", first))
+        assert await it.flushed("t")
+        assert len(it.ledger.parked.entries) == 1
+        refused = None
+        quarantine = Quarantine(it.world.parts(MemorySharedState(MemoryBucket()), it.ledger))
+        assert [r.outcome for r in await quarantine.replay_thread("t")] == [Outcome.APPLIED]
+        assert it.ledger._rows["t"].gone
+        for n in range(40):
+            await it.writer.append([n], f"g{n % 5}")
+            await asyncio.sleep(10)
+        await asyncio.sleep(300)
+        assert "t" not in it.ledger._rows
+
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)

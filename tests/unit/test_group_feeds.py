@@ -624,6 +624,47 @@ def test_who_has_not_looked_when_a_lost_delivery_is_ended_is_served_by_another()
     run(main())
 
 
+def test_who_is_set_aside_again_while_a_consumer_is_removed_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that had served it was still busy, and left it out as one whose turn had come."""
+
+    async def main() -> None:
+        removed = asyncio.Event()
+        removed.set()
+        close = Source.close
+
+        async def slowly(source: Source) -> None:
+            await removed.wait()
+            await close(source)
+
+        monkeypatch.setattr(Source, "close", slowly)
+        server = Server(["012"] * 60, ahead=10)
+        feeds = [await server.open(p) for p in range(3)]
+        got: list[list[int]] = [[], [], []]
+        while not feeds[0].aside:
+            await settled()
+            await commit(feeds[1:], got[1:])
+        for p in (1, 2):
+            await feeds[p].close()
+        feeds[1:] = await asyncio.gather(*(server.open(p, first_place(11)) for p in (1, 2)))
+        await settled()
+        removed.clear()
+        got[0] += taken(feeds[0])
+        await feeds[0].ack(got[0][-1])
+        while not feeds[0].aside:
+            await settled()
+            await commit(feeds[1:], got[1:])
+        got[0] += taken(feeds[0])
+        await feeds[0].ack(got[0][-1])
+        removed.set()
+        for _ in range(60):
+            await settled()
+            await commit(feeds, got)
+        assert got[0] == server.expected(0, 0)
+        await server.feeds.aclose()
+
+    run(main())
+
+
 def test_the_cursor_of_an_idle_partition_does_not_make_the_groups_come_again_from_long_ago() -> None:
     async def main() -> None:
         server = Server(["0", *["1"] * 20])

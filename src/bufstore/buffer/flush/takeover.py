@@ -36,6 +36,8 @@ _LOOK_S = 1.0
 _CLOSE_S = 10.0
 #: A request to flush what is already flushed makes us look into Postgres, but not more often than this.
 _COMPARE_S = 0.5
+#: The answer to a commit takes less time than this.
+_COMMIT_S = 2.0
 #: How many partitions are checked and followed at the same time.
 _AT_ONCE = 16
 _BARRIER_S = 5.0
@@ -116,6 +118,8 @@ class Takeover:
         self._changed = asyncio.Event()
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._compared_at = float("-inf")
+        #: Cursors whose term is the next one of what we have, and since when they were seen.
+        self._raised: dict[Cursor, float] = {}
         self.owned_partitions: dict[int, OwnedPartition] = {}
 
     @property
@@ -281,11 +285,16 @@ class Takeover:
         """
         known = {p: (owned, owned.cursor) for p, owned in self.owned_partitions.items()}
         cursors = await self._ledger.cursors()
+        self._raised = {cursor: since for cursor, since in self._raised.items() if cursor in cursors.values()}
         for partition, (owned, ours) in known.items():
             found = cursors.get(partition, Cursor(partition, 0, 0, 0))
             # It may be ahead: of a flush that is on its way.
             if found == owned.cursor:
                 continue
+            raised = found == Cursor(partition, ours.term + 1, ours.seq, ours.id)
+            since = self._raised.setdefault(found, self._loop.time()) if raised else float("-inf")
+            if self._loop.time() - since < _COMMIT_S:
+                continue  # a commit of ours that moves no cursor may be on its way, too
             if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
                 owned.doubt = f"Postgres has {found}, not {ours}"
                 self._wake()

@@ -119,6 +119,8 @@ class Feeds:
         self._past: list[Delivery] = []
         #: Ends what has nothing more to do, and serves who waited for it.
         self._tidying: asyncio.Task[None] | None = None
+        #: Those whose turn came in it.
+        self._tried = set[PartitionFeed]()
         self._changing = asyncio.Lock()
         self._closed = False
 
@@ -143,6 +145,7 @@ class Feeds:
         It takes a consumer, which a server may be slow to make: who acknowledges, for all partitions, does not wait.
         """
         feed.aside = False
+        self._tried.discard(feed)  # it may have been served, and set aside, while another is served
         self._tidy_soon()
 
     async def _attach(self, feed: PartitionFeed) -> None:
@@ -227,12 +230,12 @@ class Feeds:
 
     async def _tidy(self) -> None:
         """End what has nothing more to do; serve who waited for that, or have them lost."""
-        tried = set[PartitionFeed]()
+        self._tried.clear()
         try:
             async with self._changing:
                 await self._end_useless()
-                while not self._closed and (feeds := [f for f in self._unserved() if f not in tried]):
-                    tried.add(feeds[0])
+                while not self._closed and (feeds := [f for f in self._unserved() if f not in self._tried]):
+                    self._tried.add(feeds[0])
                     try:
                         await self._serve(feeds[0])
                         continue

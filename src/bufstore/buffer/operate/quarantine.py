@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+import msgspec
+
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Coalesce, Inapplicable
 from bufstore.buffer.entry import Malformed
@@ -144,4 +146,7 @@ class _Decide:
             except Inapplicable as e:
                 self._refused[e.entry_id] = str(e)
                 continue
+            if change is not None:
+                after = msgspec.structs.replace(plan.watermark, gone=change.gone)
+                plan = msgspec.structs.replace(plan, watermark=after)
             return Replay(plan=plan, change=change)
