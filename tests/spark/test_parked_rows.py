@@ -10,13 +10,13 @@ from typing import Any
 import psycopg
 import pytest
 
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.parked_rows import ParkedRows
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
-from bufstore.spark.sink.spark_ledger import Query
+from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from bufstore.threads.postgres.tables import grants
 from conftest import Deployment
 from helpers import fresh, query, run_of
@@ -149,6 +149,58 @@ async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
             await connection.execute(statement)
     may = "SELECT has_sequence_privilege(%s, %s, 'USAGE')"
     assert await query(dsn, may, role, f'"{deployment.name}".spark_replays') == [(True,)]
+
+
+class Interrupted:
+    """A store of which the log goes away before the nth append."""
+
+    def __init__(self, store: Any, nth: int) -> None:
+        self._store, self._left = store, nth
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def checkpoint_append(self, *arguments: Any, **options: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise LogUnavailable("no answer")
+        return await self._store.checkpoint_append(*arguments, **options)
+
+
+async def set_aside(deployment: Deployment, thread_id: str, batch_id: int, *messages: Any) -> None:
+    ledger = SparkLedger(deployment.servers.postgres.dsn, deployment.name)
+    await ledger.open()
+    try:
+        for rank, message in enumerate(messages):
+            row = {"thread_id": thread_id, "run_id": f"run-{thread_id}", "delta": [json.dumps(message)]}
+            await ledger.quarantine("app", batch_id, rank, row, "as it was")
+    finally:
+        await ledger.aclose()
+
+
+@pytest.mark.parametrize("restored", [False, True])
+async def test_a_replay_that_is_interrupted_takes_no_refused_row_for_written(
+    deployment: Deployment, restored: bool
+) -> None:
+    """Its number went back with the transaction, and a higher one was in the log. `restored`: the sequence, too."""
+    await parked(deployment, [])
+    thread_id = fresh()
+    messages = [{"id": "a", "n": n} for n in range(2)] + [{"id": "b"}, {"id": "c"}, {"id": "d"}]
+    await set_aside(deployment, thread_id, 0, *messages[1:4])
+    async with (
+        deployment.store() as store,
+        ParkedRows(deployment.servers.postgres.dsn, deployment.name) as rows,
+    ):
+        await store.checkpoint(thread_id, messages[:1], run_of(thread_id))
+        with pytest.raises(LogUnavailable):
+            await rows.replay(Interrupted(store, 3), thread_id, None)  # type: ignore[arg-type]
+        if restored:
+            await query(deployment.servers.postgres.dsn, f'ALTER SEQUENCE "{deployment.name}".spark_replays RESTART')
+            await set_aside(deployment, thread_id, 1, messages[4])
+        done = await rows.replay(store, thread_id, None)
+        assert ["id of new message" in (row.refused or "") for row in done].count(True) == 1
+        assert await store.load_messages(thread_id) == [messages[0], *messages[2 : 5 if restored else 4]]
+        assert [json.loads(json.loads(row.row)["delta"][0]) for row in await rows.page()] == [messages[1]]
 
 
 async def test_a_discarded_row_is_gone(deployment: Deployment) -> None:

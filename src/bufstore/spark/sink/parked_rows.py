@@ -7,7 +7,7 @@ by the next one of its thread, which knows the number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -114,21 +114,36 @@ class ParkedRows:
         """
         async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
             await self._execute(connection, "lock_replays", self._schema, thread_id)
-            await self._execute(connection, "number", thread_id, arrays.longs(ids) if ids is not None else None)
+            wanted = arrays.longs(ids) if ids is not None else None
+            new = {id_ for (id_,) in await self._execute(connection, "number", thread_id, wanted)}
         done: list[RowReplay] = []
-        async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
-            for id_, row, number in await self._execute(connection, "numbered", thread_id):
-                try:
-                    await _write(store, row, ProducerSequence(PRODUCER, number))
-                except LogFull:
-                    raise
-                except Rejected as e:
-                    await self._execute(connection, "refused", id_, str(e).replace("\0", ""))
-                    done.append(RowReplay(id_, thread_id, str(e)))
-                else:
-                    await self._execute(connection, "discard", arrays.longs([id_]))
-                    done.append(RowReplay(id_, thread_id))
+        while (one := await self._replay_one(store, thread_id, new)) is not None:
+            done.append(one)
         return done
+
+    async def _replay_one(self, store: BufferedThreadStore, thread_id: str, new: Container[int]) -> RowReplay | None:
+        """Write the thread's first row that has a number; None: there is none. `new`: rows that had none before.
+
+        That a row is refused, and its number used for nothing, must be durable before a higher number is written:
+        behind that, the number would be taken for one that was written.
+        """
+        async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
+            await self._execute(connection, "lock_replays", self._schema, thread_id)
+            found = await self._execute(connection, "numbered", thread_id)
+            if not found:
+                return None
+            ((id_, row, number),) = found
+            try:
+                repeated = await _write(store, row, ProducerSequence(PRODUCER, number))
+                if repeated and id_ in new:
+                    raise Rejected("its thread has a higher number of a replay (the clock went back): replay it later")
+            except LogFull:
+                raise
+            except Rejected as e:
+                await self._execute(connection, "refused", id_, str(e).replace("\0", ""))
+                return RowReplay(id_, thread_id, str(e))
+            await self._execute(connection, "discard", arrays.longs([id_]))
+            return RowReplay(id_, thread_id)
 
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         async with self._pool.lend(_TIMEOUT_S) as connection:
@@ -138,16 +153,16 @@ class ParkedRows:
         return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
-async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> None:
+async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> bool:
+    """Returns whether it was written before."""
     wanted = wanted_of(_row_of(row))
     if isinstance(wanted, WantedEdit):
-        await store.bulk.edit(wanted, number)
-        return
+        return (await store.bulk.edit(wanted, number)).repeated
     if isinstance(wanted, LineageChange):
         await store.bulk.delete(wanted, number)
-        return
+        return False  # or the thread is not there, as it is to be
     write = store.checkpoint if wanted.whole else store.checkpoint_append
-    await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)
+    return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated
 
 
 def _row_of(row: str) -> dict[str, Any]:

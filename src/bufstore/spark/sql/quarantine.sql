@@ -38,24 +38,29 @@ UPDATE {schema}.spark_quarantine SET row = $2::text, thread_id = $3::text WHERE 
 RETURNING id;
 
 -- name: lock_replays
--- One process at a time numbers rows of a thread, until its transaction ends: numbers are seen in their order.
+-- One process at a time numbers or replays rows of a thread, until its transaction ends: each in the order of numbers.
 SELECT pg_advisory_xact_lock(hashtextextended('bufstore spark replay ' || $1::text || ' ' || $2::text, 0));
 
 -- name: number
--- Number rows of a thread for their replay, in the order in which they were set aside.
+-- Number rows of a thread for their replay, in the order in which they were set aside. By the clock: threads keep the
+-- highest number, and a sequence begins anew, or goes back, with a Postgres that was restored. (With it, because earlier
+-- releases numbered by the sequence alone.)
 UPDATE {schema}.spark_quarantine q SET replay = n.replay
 FROM (
-    SELECT id, nextval('{schema}.spark_replays') AS replay FROM (
-        SELECT id FROM {schema}.spark_quarantine
-        WHERE thread_id = $1::text AND replay IS NULL AND ($2::bigint[] IS NULL OR id = ANY ($2::bigint[])) ORDER BY id
-    ) ordered
+    SELECT id, greatest(
+        nextval('{schema}.spark_replays'),
+        (extract(epoch FROM statement_timestamp()) * 1000000)::bigint + row_number() OVER (ORDER BY id)
+    ) AS replay
+    FROM {schema}.spark_quarantine
+    WHERE thread_id = $1::text AND replay IS NULL AND ($2::bigint[] IS NULL OR id = ANY ($2::bigint[]))
 ) n
-WHERE q.id = n.id;
+WHERE q.id = n.id
+RETURNING q.id;
 
 -- name: numbered
--- The rows of a thread whose replay has begun, in its order; nobody else replays them meanwhile.
+-- The first row of a thread whose replay has begun.
 SELECT id, row, replay FROM {schema}.spark_quarantine WHERE thread_id = $1::text AND replay IS NOT NULL
-ORDER BY replay FOR UPDATE;
+ORDER BY replay LIMIT 1 FOR UPDATE;
 
 -- name: refused
 -- A row that was refused again is certainly not written.
