@@ -212,6 +212,21 @@ async def test_nothing_goes_past_what_waits_in_the_ledger(deployment: Deployment
         assert await store.quarantined() == 0
 
 
+async def test_two_threads_of_a_backfill_with_one_run_id(deployment: Deployment, config: SinkConfig) -> None:
+    """Postgres takes the first and refuses the second, which the log took then, and no flush could write."""
+    await prepared(deployment)
+    first, second = threads = sorted(fresh() for _ in range(2))
+    rows = [row | {"run_id": f"run-{first}"} for row in rows_of(threads, range(1))]
+    past = replace(config, mode="postgres")
+    found = await asyncio.to_thread(write_rows, past, 0, [rows])
+    assert (found.counts.written, found.counts.bad) == (1, 1)
+    assert "belongs to another thread" in found.counts.reasons[0]
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        assert await store.quarantined() == 0
+        assert [await store.load_messages(t) is None for t in (first, second)].count(True) == 1
+
+
 async def test_others_are_told_what_went_past_the_log(deployment: Deployment, config: SinkConfig) -> None:
     thread = fresh()
     run = Run(run_id=f"run-{thread}", thread_id=thread)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psycopg
 import pytest
 
-from bufstore import NoLog
+from bufstore import FlushTimeout, NoLog
 from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, restore, tabulate
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, entries, hot_threads, lag
 from bufstore.spark.log_archive import archive_job
@@ -233,9 +234,19 @@ async def test_what_was_restored_into_postgres_goes_on_in_a_log(
     assert await in_postgres(elsewhere, threads) == {t: list(range(5)) for t in threads}
 
 
+async def test_a_drain_that_takes_too_long_says_so_once(spark: Any, deployment: Deployment) -> None:
+    """Spark would do the task again, each time for as long."""
+    await write(deployment, [fresh()], range(1))
+    async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as somebody:
+        await somebody.execute(f'LOCK TABLE "{deployment.name}".threads')
+        with pytest.raises(FlushTimeout):
+            await asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1, timeout_s=2.0)
+
+
 async def test_jobs_are_named_in_sparks_ui(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
-    path, app_id, stream = str(tmp_path / "archive"), fresh("app"), deployment.log.stream
+    archived = tmp_path / "ranges" / "archive"  # which has a folder of that name, too
+    path, app_id, stream = str(archived), fresh("app"), deployment.log.stream
     sink = checkpoint_sink(SinkConfig(app_id=app_id, **settings_of(deployment)))
     context = spark.sparkContext
 
@@ -254,7 +265,7 @@ async def test_jobs_are_named_in_sparks_ui(spark: Any, deployment: Deployment, t
         return [*(name.get() for name in found if name.isDefined()), context.getLocalProperty("spark.job.description")]
 
     *names, after = await asyncio.to_thread(all_jobs)
-    (part,) = (tmp_path / "archive" / "tables" / "entries").glob("part=*")
+    (part,) = (archived / "tables" / "entries").glob("part=*")
     for name in (
         f"bufstore: batch 5 of {app_id}",
         f"bufstore: archive {stream} ",

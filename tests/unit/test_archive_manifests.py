@@ -87,6 +87,13 @@ def test_a_range_within_a_larger_one_expires_before_it() -> None:
     assert expired([stored_by(manifest(1, 9), 0), stored_by(manifest(9, 12), 1), manifest(12, 13)], 6) == []
 
 
+def test_a_range_without_messages_keeps_none_behind_it() -> None:
+    """As of an hour in which nothing was written but what proves who leads the log."""
+    nothing = msgspec.structs.replace(manifest(9, 12), count=0)
+    old, newer, last = stored_by(manifest(1, 9), 5), stored_by(manifest(12, 15), 5), stored_by(manifest(15, 16), 5)
+    assert expired([old, nothing, newer, last], 6) == [old, nothing, newer]
+
+
 def test_a_run_is_overtaken_by_what_was_not_there_when_it_began() -> None:
     mine = manifest(5, 9)
     for other in (manifest(5, 9), manifest(1, 6), manifest(8, 20), manifest(6, 7)):

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.log_archive.entry_table import APPLIED, PARKED, SCHEMA, SUPERSEDED, Known, known_of, thread_rows
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
+from bufstore.spark.source.log_columns import LogItem, entry_rows
 from bufstore.threads.model import RunSave, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 
@@ -148,6 +150,37 @@ def test_a_thread_that_began_before_the_archive_is_trusted() -> None:
         APPLIED,
         SUPERSEDED,
     ]
+
+
+def test_what_json_and_spark_cannot_hold_stops_nobody() -> None:
+    """The store takes it, and gives it back as it was."""
+    odd = {"role": "tool", "content": {None: "x", True: [{False: b"y"}], 5: 1, b"z": 2}}
+    payload = said(odd, output={True: 1}, input_tokens=1 << 63, output_tokens=(1 << 63) - 1)
+    item = stored(7, 1, 0, Base.NONE, payload)
+    (row,) = thread_rows("t", 3, None, iter([(item, THEN)]))
+    table = pyarrow.Table.from_pylist([row], SCHEMA).to_pylist()[0]
+    told = '{"role":"tool","content":{"null":"x","true":[{"false":"eQ=="}],"5":1,"eg==":2}}'
+    assert (table["effect"], table["messages"][0]["json"]) == (APPLIED, told)
+    assert (table["run"]["input_tokens"], table["run"]["output_tokens"]) == (None, (1 << 63) - 1)
+    assert '"output":{"true":1}' in table["run"]["json"]
+    columns = ["messages", "run"]
+    assert entry_rows(columns, [LogItem(item, 0, 3)]).to_pylist()[0]["messages"] == [told]
+
+
+@pytest.mark.parametrize("message", [b"\xa1\xff", b"\xc7\x01\x05a", b"\xc1"])
+def test_an_entry_of_which_a_message_cannot_be_decoded_has_a_cause(message: bytes) -> None:
+    run = Run(run_id="r", thread_id="t")
+    damaged = encode_payload(Payload(0, [message], encode_run(run), RunSave("r", run.status, None)))
+    items = [
+        stored(7, 1, 0, Base.NONE, damaged),
+        stored(8, 2, 0, Base.UNKNOWN, said("good"), self_contained=True, seen=7),
+    ]
+    first, second = thread_rows("t", 3, None, iter([(item, THEN) for item in items]))
+    assert (first["effect"], first["messages"], second["effect"]) == (PARKED, None, APPLIED)
+    assert "undecodable" in (first["cause"] or "")
+    found = entry_rows(["position", "cause", "messages", "body"], [LogItem(item, 0, 3) for item in items]).to_pylist()
+    assert [(row["position"], row["messages"]) for row in found] == [(7, None), (8, ['"good"'])]
+    assert "undecodable" in found[0]["cause"]
 
 
 def test_a_row_is_typed() -> None:

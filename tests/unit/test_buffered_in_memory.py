@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_run
 
 from bufstore import (
     BufferConfig,
@@ -25,9 +26,11 @@ from bufstore import (
     MemoryThreadStore,
     NotFound,
     OutcomeUnknown,
+    ProducerSequence,
     ReadNotFresh,
     Receipt,
     StoreUnavailable,
+    ThreadMetadata,
     ThreadQuarantined,
 )
 from bufstore.buffer.ports.log import Floor
@@ -36,6 +39,8 @@ from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.testing import CHECKS, Check
+from bufstore.threads import edits
+from bufstore.threads.bulk import BulkCheckpoint
 from helpers import fresh, run_of
 from unit.fake_log import run
 
@@ -591,5 +596,44 @@ def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: p
         await store.aclose()
         took = asyncio.get_running_loop().time() - began
         assert took <= config.append_timeout_s + config.flush_timeout_s
+
+    run(main())
+
+
+@pytest.mark.parametrize("children", [Children.DETACH, Children.CASCADE])
+def test_what_is_written_is_recognized_though_its_parent_is_gone(children: Children) -> None:
+    """A pipeline that does its work again: the parent was deleted behind it, maybe by itself."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        child = replace_run(run_of("c"), parent_thread_id="p")
+        steps = [BulkCheckpoint([n], child, False, ProducerSequence("app", n)) for n in range(3)]
+        async with instance(nats, inner) as store:
+            await store.checkpoint("p", [], run_of("p"))
+            assert (await store.bulk.write("c", steps[:2])).error is None
+            await store.delete_thread("p", children=children)
+            left = await store.load_thread("c")
+        async with instance(nats, inner) as store:
+            series = await store.bulk.write("c", steps)
+            assert [receipt.repeated for receipt in series.receipts] == [True, True]
+            assert isinstance(series.error, LineageError), "what is new names a parent that there is none of"
+            assert await store.load_thread("c") == left
+
+    run(main())
+
+
+def test_an_edit_that_was_made_is_recognized_though_its_thread_is_quarantined_since() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        wanted, producer = edits.save_thread("t", ThreadMetadata(title="x")), ProducerSequence("app", 1)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
+            await store.checkpoint("t", [1], run_of("t"))
+            assert not (await store.bulk.edit(wanted, producer)).repeated
+            await store.force_flush("t")
+            await store.buffer.log.publish(Outgoing(store.buffer.subjects.of("t"), b"damaged"), 5.0)
+            await store.force_flush("t")
+            assert (await store.bulk.edit(wanted, producer)).repeated
+            with pytest.raises(ThreadQuarantined):
+                await store.bulk.edit(wanted, ProducerSequence("app", 2))
 
     run(main())

@@ -64,6 +64,7 @@ def test_what_a_catalog_keeps_are_options_and_no_other_properties() -> None:
         {"postgres": "host=a password=hush"},
         {"postgresUrl": "postgresql://me:hush@a/b"},
         {"postgresUrl": "postgresql://a/b?password=hush"},
+        {"postgresUrl": "postgresql://a/b?sslpassword=hush"},
     ],
 )
 def test_a_login_does_not_get_into_a_catalog(options: dict[str, str]) -> None:

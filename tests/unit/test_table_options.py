@@ -108,6 +108,7 @@ def test_options_that_cannot_be_are_said_at_once() -> None:
     for wrong, match in (
         ({"table": "people"}, "threads, runs, messages"),
         ({"postgres": "postgresql://me:secret@b"}, "password"),
+        ({"postgres": "host=b sslpassword=secret"}, "password"),
         ({"postgresUrl": "postgresql://b"}, "one of the options"),
         ({"columns": "version,surprise"}, "surprise"),
         ({"table": "messages", "agents": '["a"]'}, "agent_id"),

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, FlushTimeout
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.process_loop import loop
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame, SparkSession
 
-_OUTCOME = "entries bigint, changes bigint, transactions bigint, parked bigint"
+_OUTCOME = "entries bigint, changes bigint, transactions bigint, parked bigint, late array<string>"
 _LOOK_S = 1.0
 #: On Connect, which does not tell how many cores there are.
 _TASKS = 8
@@ -47,6 +47,23 @@ class DrainReport(msgspec.Struct, kw_only=True):
     parked: int
     tasks: int
     seconds: float
+
+
+class _Late(msgspec.Struct, frozen=True):
+    """A FlushTimeout, as a task tells the driver."""
+
+    thread_id: str | None
+    target: int
+    flushed: int
+    reason: str
+    partition: int | None
+
+    @classmethod
+    def of(cls, error: FlushTimeout) -> _Late:
+        return cls(*(getattr(error, name) for name in cls.__struct_fields__))
+
+    def as_error(self) -> FlushTimeout:
+        return FlushTimeout(**msgspec.structs.asdict(self))
 
 
 def bulk_drain(
@@ -75,7 +92,10 @@ def bulk_drain(
                 watching.cancel()
     finally:
         on.run(store.aclose())
-    entries, changes, transactions, parked = (sum(column) for column in zip(*found, strict=True))
+    *numbers, late = zip(*found, strict=True)
+    entries, changes, transactions, parked = map(sum, numbers)
+    if reasons := [reason for reasons in late for reason in reasons]:
+        raise msgspec.json.decode(reasons[0], type=_Late).as_error()
     return DrainReport(
         entries=entries,
         changes=changes,
@@ -93,7 +113,7 @@ async def _watch(store: BufferedThreadStore, on_lag: Callable[[int], None]) -> N
         await asyncio.sleep(_LOOK_S)
 
 
-def _run(slots: DataFrame, deployment: Deployment, timeout_s: float) -> list[tuple[int, ...]]:
+def _run(slots: DataFrame, deployment: Deployment, timeout_s: float) -> list[tuple[Any, ...]]:
     with described(slots, f"bufstore: drain {deployment.stream}"):
         return [tuple(row) for row in slots.mapInArrow(partial(_task, deployment, timeout_s), _OUTCOME).collect()]
 
@@ -106,16 +126,25 @@ async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStor
 def _task(
     deployment: Deployment, timeout_s: float, batches: Iterator[pyarrow.RecordBatch]
 ) -> Iterator[pyarrow.RecordBatch]:
-    async def flush() -> FlusherState:
+    async def flush() -> tuple[FlusherState, list[str]]:
+        late: list[str] = []
         async with await _store(deployment, flusher=True) as store:
-            await store.force_flush_all(timeout_s=timeout_s)
+            try:
+                await store.force_flush_all(timeout_s=timeout_s)
+            except FlushTimeout as e:
+                # Raised here, Spark would do the task again, for as long.
+                late.append(msgspec.json.encode(_Late.of(e)).decode())
             # Not `statistics`, which also counts what is not flushed: who has not read the log does it for that.
-            return state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None])
+            return state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None]), late
 
     for batch in batches:
         if batch.num_rows:
             with in_task():
-                state = asyncio.run(flush())
+                state, late = asyncio.run(flush())
             yield outcome(
-                entries=state.entries, changes=state.changes, transactions=state.transactions, parked=state.parked
+                entries=state.entries,
+                changes=state.changes,
+                transactions=state.transactions,
+                parked=state.parked,
+                late=late,
             )

@@ -57,7 +57,13 @@ def _ddl(type_: Any) -> str:
 def run_columns(run: Run) -> dict[str, Any]:
     found = {name: getattr(run, name) for name in RUN if name != "json"}
     times = {name: microseconds(value) for name, value in found.items() if RUN[name] is TIME}
-    return found | times | {"status": run.status.value, "json": as_json(run)}
+    numbers = {name: _bigint(value) for name, value in found.items() if RUN[name] is NUMBER}
+    return found | times | numbers | {"status": run.status.value, "json": as_json(run)}
+
+
+def _bigint(number: int | None) -> int | None:
+    """A number that Spark can hold."""
+    return number if number is not None and -(1 << 63) <= number < 1 << 63 else None
 
 
 def microseconds(seconds: float | None) -> int | None:

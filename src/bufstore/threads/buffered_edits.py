@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from bufstore.buffer import producers
-from bufstore.errors import ConfigError, LogUnavailable, Rejected
+from bufstore.errors import ConfigError, LogUnavailable, Rejected, ThreadQuarantined
 from bufstore.threads.edits import Known, WantedEdit
 from bufstore.threads.lanes import Lanes
 from bufstore.threads.model import Run
@@ -60,7 +60,7 @@ class BufferedEdits:
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    state = await self._state(wanted, proven)
+                    state = await self._state(wanted, proven, mark)
                     if mark is not None and producers.holds(state.watermark.producers, mark):
                         return _repeated(wanted.thread_id, state)
                     if overtaken is not None and await overtaken():
@@ -81,11 +81,17 @@ class BufferedEdits:
                     # What is remembered here is older than what was read; or deleted since, with all that told of it.
                     self._lanes.of(wanted.thread_id).appender.forget(wanted.thread_id)
 
-    async def _state(self, wanted: WantedEdit, proven: bool) -> ThreadState:
+    async def _state(self, wanted: WantedEdit, proven: bool, mark: bytes | None) -> ThreadState:
         reads = self._lanes.of(wanted.thread_id).reads
         if wanted.heals:
             return (await reads.joined(wanted.thread_id, proven=proven))[0]
-        return await reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
+        try:
+            return await reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
+        except ThreadQuarantined:
+            state, _ = await reads.joined(wanted.thread_id, proven=proven)
+            if mark is None or not producers.holds(state.watermark.producers, mark):
+                raise
+            return state  # the edit was made before the thread's chain broke
 
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState, mark: bytes | None) -> Receipt:
         decided = editing(payload, thread_id, state.watermark.applied_id)

@@ -81,13 +81,16 @@ class BulkWriter:
         wanted: list[tuple[Prepare[MessageMemory], bytes | None]] = []
         refused: BufstoreError | None = None
         before: tuple[Run, Call] | None = None
+        admitted, written = False, _Written(self._lanes, thread_id)
         for step in steps:
             try:
                 if before is not None and before[0] is step.run:
                     call = call_after(before[1], step.messages, step.producer)
                 else:
-                    call = call_of(thread_id, step.messages, step.run, None, step.producer)
+                    call, admitted = call_of(thread_id, step.messages, step.run, None, step.producer), False
+                if not (admitted or await written.holds(step)):
                     await self._admit(step.run)
+                    admitted = True
                 if not step.whole:
                     call.check_new_ids()
             except BufstoreError as e:
@@ -121,3 +124,19 @@ class BulkWriter:
         if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._lineage.check_run(run)
             await self._runs.claim(run)
+
+
+class _Written:
+    """Which steps a thread has already: the parents that they name are not asked for, for they may be gone by now."""
+
+    def __init__(self, lanes: Lanes, thread_id: str) -> None:
+        self._lanes, self._thread_id = lanes, thread_id
+        self._producers: bytes | None = None
+
+    async def holds(self, step: BulkCheckpoint) -> bool:
+        if step.producer is None or step.run.parent_thread_id is None:
+            return False  # the append finds out
+        if self._producers is None:
+            state, _ = await self._lanes.of(self._thread_id).reads.joined(self._thread_id)
+            self._producers = state.watermark.producers
+        return producers.holds(self._producers, producers.item(step.producer.producer_id, step.producer.sequence))

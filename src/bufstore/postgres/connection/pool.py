@@ -41,6 +41,8 @@ _REFUSED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _PORT = re.compile(r"\s*[0-9]{1,5}\s*")
+#: Parameters of libpq that are secrets (its manual, Parameter Key Words).
+_SECRETS = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
 #: "postgresql+psycopg://", which most apps have in their environment.
 _DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
@@ -344,6 +346,11 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
             "special characters of user and password in a URL are written as %XX"
         )
     return found
+
+
+def has_secret(conninfo: str) -> bool:
+    """Whether a connection string holds what nobody else may see. Raises like `check_conninfo`."""
+    return not _SECRETS.isdisjoint(check_conninfo(conninfo))
 
 
 def _is_alive(connection: AsyncConnection[Any]) -> bool:

@@ -15,7 +15,7 @@ import pyarrow
 
 from bufstore.buffer.chain import Watermark, plan, superseded
 from bufstore.buffer.entry import Base, Item, StoredEntry
-from bufstore.spark.source.log_columns import as_json, payload_of
+from bufstore.spark.source.log_columns import UNDECODABLE, as_json, cause_of, payload_of
 from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, ddl_of, message_columns, run_columns
 from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal
@@ -77,7 +77,12 @@ def thread_rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each entry, in the order of the log."""
     for item, stored_at in items:
-        payload = payload_of(item)
+        payload, columns = payload_of(item), dict[str, Any]()
+        if not isinstance(payload, str):
+            try:
+                columns = _columns(payload)
+            except UNDECODABLE as error:
+                payload = cause_of(error)
         effect, cause, known = _effect(known, item, payload)
         row = dict.fromkeys(TABLE) | {
             "position": item.seq,
@@ -91,7 +96,7 @@ def thread_rows(
         if isinstance(item, StoredEntry):
             e = item.entry
             row |= {"entry_id": e.id, "prev_id": e.prev_id, "version": e.version, "bytes": len(e.payload)}
-        yield row | (_columns(payload) if not isinstance(payload, str) else {})
+        yield row | columns
 
 
 def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple[str, str | None, Known]:

@@ -116,7 +116,7 @@ def expired(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
     The one that ends last stays: the next run continues there. Where ranges overlap, one may begin last and end before.
     """
     by_end = sorted(manifests, key=lambda m: (m.end, m.start))
-    return list(takewhile(lambda m: 0 < m.newest_us < before_us, by_end[:-1]))
+    return list(takewhile(lambda m: not m.count or 0 < m.newest_us < before_us, by_end[:-1]))
 
 
 def overlap(one: Manifest, other: Manifest) -> bool:
@@ -218,7 +218,7 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
 
     try:
         messages = messages_of(spark, *(f"{path}/ranges/{m.name}" for m in manifests))
-        range_ = F.regexp_extract("_metadata.file_path", "/ranges/([^/]+)/", 1).alias("range")
+        range_ = F.regexp_extract("_metadata.file_path", ".*/ranges/([^/]+)/", 1).alias("range")
         totals = messages.groupBy(range_).agg(*_count_and_checksum()).collect()
     except AnalysisException as e:
         if e.getCondition() != "PATH_NOT_FOUND":

@@ -403,10 +403,12 @@ class _Task:
                 prepared[thread_id] = prepare(thread_id, [self._marked(line) for line in lines])
             except Rejected:
                 remaining.add(thread_id)  # the log's checks name the bad row
+        refused = False
         while prepared:
             try:
                 written, repeated = await direct.write(prepared)
             except NeedLog as e:
+                refused = True
                 for thread_id in e.threads:
                     del prepared[thread_id]
                     remaining.add(thread_id)
@@ -414,6 +416,10 @@ class _Task:
             self._written.counts.written += written
             self._written.counts.repeated += repeated
             break
+        if refused:
+            # It may have been for a run's id, which is that of a thread that was written: the log's checks ask whose.
+            wanted = (line.wanted for thread_id in prepared for line in threads[thread_id])
+            await opened.store.bulk.claim(one.run for one in wanted if isinstance(one, CheckpointRow))
         return remaining
 
     def _marked(self, line: _Line) -> tuple[CheckpointRow, bytes | None]:

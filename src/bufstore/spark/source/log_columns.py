@@ -90,7 +90,19 @@ def entry_rows(columns: Sequence[str], items: Sequence[LogItem]) -> pyarrow.Reco
     decoding = not _UNDECODED.issuperset(columns)
     payloads = [payload_of(item.what) if decoding else None for item in items]
     rows = list(zip(items, payloads, strict=True))
-    return _batch(columns, ENTRY_COLUMNS, {name: [_OF[name](i, p) for i, p in rows] for name in columns})
+    try:
+        found = {name: [_OF[name](i, p) for i, p in rows] for name in columns}
+    except UNDECODABLE:
+        by_row = [_values(columns, item, payload) for item, payload in rows]
+        found = {name: [values[n] for values in by_row] for n, name in enumerate(columns)}
+    return _batch(columns, ENTRY_COLUMNS, found)
+
+
+def _values(columns: Sequence[str], item: LogItem, payload: Any) -> list[Any]:
+    try:
+        return [_OF[name](item, payload) for name in columns]
+    except UNDECODABLE as e:
+        return [_OF[name](item, cause_of(e)) for name in columns]
 
 
 def _batch(
@@ -110,9 +122,32 @@ def payload_of(what: Item) -> AnyPayload | str:
         return str(e)
 
 
+#: What decoding a message or run raises, if no writer of ours has made it.
+UNDECODABLE = (ValueError, TypeError, msgspec.MsgspecError)
+
+
+def cause_of(error: Exception) -> str:
+    """Why what an entry holds has no columns."""
+    return f"undecodable payload: {type(error).__name__}"
+
+
 def as_json(value: Any) -> str:
-    """A value of a message or run as JSON; bytes in it as base64, what JSON has no number for as null."""
-    return msgspec.json.encode(value).decode()
+    """A value of a message or run as JSON; bytes in it as base64, what JSON has no number for as null.
+
+    Keys that are no texts, like null and true, are texts there.
+    """
+    try:
+        return msgspec.json.encode(value).decode()
+    except TypeError:
+        return msgspec.json.encode(_with_texts(value)).decode()
+
+
+def _with_texts(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else as_json(k).strip('"'): _with_texts(v) for k, v in value.items()}
+    return [_with_texts(v) for v in value] if isinstance(value, list) else value
 
 
 Get = Callable[[LogItem, Any], Any]

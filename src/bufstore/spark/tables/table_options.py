@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection.migrate import check_schema
-from bufstore.postgres.connection.pool import check_conninfo
+from bufstore.postgres.connection.pool import has_secret
 from bufstore.spark.connection_options import POSTGRES_VARIABLE, check_masked, connection, named, words
 from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.options import ReadOptions
@@ -108,7 +108,7 @@ def postgres_of(found: Mapping[str, str]) -> str:
             f"give one of the options postgres and postgresUrl, or {POSTGRES_VARIABLE} in the driver's environment: "
             "the database"
         )
-    if "postgres" in found and "password" in check_conninfo(found["postgres"]):
+    if "postgres" in found and has_secret(found["postgres"]):
         raise ConfigError("option postgres has a password, which plans would show: give it as postgresUrl")
     return found.get("postgres") or found["postgresUrl"]
 
