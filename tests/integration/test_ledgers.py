@@ -11,12 +11,13 @@ import psycopg
 import pytest
 
 from bufstore import InvalidRecord
-from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.ledger import Cursor, Decision, Ledger, NotOwner
 from bufstore.embedded import Servers
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.testing import LEDGER_CHECKS, Check, Ledgers
 from bufstore.testing.ledger import QUARANTINE_MAX, RAISES, REFUSED, LedgerChange
+from helpers import query
 
 
 class PostgresValues:
@@ -111,3 +112,21 @@ async def test_postgres(servers: Servers, check: Check) -> None:
 async def test_memory(check: Check) -> None:
     async with in_memory() as ledgers:
         await check(ledgers)
+
+
+async def test_of_two_owners_with_the_same_term_one_is_refused(servers: Servers) -> None:
+    """Postgres has failed over to a copy that had missed the first one's takeover; the second has written since."""
+    async with in_postgres(servers.postgres.dsn) as ledgers:
+        old, new = await ledgers.open(), await ledgers.open()
+        (held,) = await old.take([0], "old")
+        assert isinstance(old, PostgresLedger)
+        await query(servers.postgres.dsn, f"DELETE FROM {old.schema}.buffer_partitions")
+        assert await new.take([0], "new") == [held]
+
+        def moves(_: Any) -> Decision:
+            return Decision(cursors=[Cursor(0, held.term, 7, 7)])
+
+        with pytest.raises(NotOwner):
+            await old.flush([held], [], moves)
+        await new.flush([held], [], moves)
+        assert await old.cursors() == {0: Cursor(0, held.term, 7, 7)}

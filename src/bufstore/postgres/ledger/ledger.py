@@ -70,6 +70,8 @@ class PostgresLedger:
         )
         self._waiting = PostgresWaiting(self._pool, self.setup, self._sql, timeout_s)
         self._ready = False
+        #: For whom each partition was taken here last.
+        self._owners: dict[int, str] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r})"
@@ -124,6 +126,7 @@ class PostgresLedger:
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)
+        self._owners |= {row[0]: owner for row in rows}
         return [Cursor(*row) for row in sorted(rows)]
 
     async def cursors(self) -> dict[int, Cursor]:
@@ -220,12 +223,14 @@ class PostgresLedger:
             names = arrays.texts(threads)
             await self._send(connection, "insert_missing", names)
             rows = await self._send(connection, "lock_threads", names)
-        cursors = {row[0]: Cursor(*row[:4]) for row in await found.fetchall()}
+        locked = {row[0]: (Cursor(*row[:4]), row[4]) for row in await found.fetchall()}
         for cursor in held:
-            if cursors.get(cursor.partition) != cursor:
-                # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed
-                # over to a copy. Either way the partition is taken again, from where the row says.
-                raise NotOwner(cursor.partition, cursors.get(cursor.partition), cursor)
+            # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed over to
+            # a copy. There another owner may have come to the same term since. In any case the partition is taken
+            # again, from where the row says.
+            there, owner = locked.get(cursor.partition, (None, ""))
+            if there != cursor or owner != self._owners.get(cursor.partition, owner):
+                raise NotOwner(cursor.partition, there, cursor)
         return {row[0]: Watermark(*row[1:]) for row in await rows.fetchall()}
 
     async def _advance(self, connection: AsyncConnection[Any], decision: Decision) -> None:

@@ -25,7 +25,7 @@ SELECT * FROM raised UNION ALL SELECT * FROM made;
 -- name: lock_partitions
 -- The partitions of a flush, held until its commit. The settings end with the transaction, too: nobody waits long for a
 -- lock, and a process that stops in the middle (it is frozen, or its host is gone) holds none for long.
-SELECT p.partition, p.term, p.cursor_seq, p.cursor_id
+SELECT p.partition, p.term, p.cursor_seq, p.cursor_id, p.owner
 FROM {schema}.buffer_partitions AS p, (
     SELECT set_config('lock_timeout', $3::text, true),
         set_config('idle_in_transaction_session_timeout', $2::text, true),
