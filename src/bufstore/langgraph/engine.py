@@ -146,15 +146,16 @@ class CheckpointEngine:
         before, mine = self._put.get((thread_id, ns)), LastPut()
         self._put[thread_id, ns] = mine  # until it has ended, nobody knows what others build on
         alone = before is None or before.id is not None
+        goes_on = alone and (before.id if before is not None else None) == parent
+        if before is not None and self._store.history != "all":
+            mine.life = before.life if goes_on else None
+            goes_on = goes_on and mine.life is not None
+        carry = 0 if goes_on else self._carry_bytes
         try:
-            if before is not None and before.id is not None and before.id == parent:
-                try:
-                    mine.life = None if self._store.history == "all" else before.life
-                    await self.append(thread_id, make(0), last=mine)
-                except Overtaken:
-                    mine.life = None
-                    await self.append(thread_id, make(self._carry_bytes), last=mine)
-            else:
+            try:
+                await self.append(thread_id, make(carry), last=mine)
+            except Overtaken:
+                mine.life = None
                 await self.append(thread_id, make(self._carry_bytes), last=mine)
             mine.id = id_ if alone else None
         finally:

@@ -196,16 +196,15 @@ class PostgresCheckpointStore:
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
         """See `CheckpointStore.page`."""
-        return await self._answered(lambda connection: self._page(connection, query, after, limit))
+
+        async def of_one_moment(connection: AsyncConnection[Any]) -> list[tuple[str, Tables]]:
+            async with connection.transaction():
+                await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                return await self._page(connection, query, after, limit)
+
+        return await self._answered(of_one_moment)
 
     async def _page(
-        self, connection: AsyncConnection[Any], query: Query, after: Cursor | None, limit: int
-    ) -> list[tuple[str, Tables]]:
-        async with connection.transaction():
-            await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")  # one moment for all
-            return await self._page_at_once(connection, query, after, limit)
-
-    async def _page_at_once(
         self, connection: AsyncConnection[Any], query: Query, after: Cursor | None, limit: int
     ) -> list[tuple[str, Tables]]:
         wanted = query.metadata.decode() if query.metadata is not None else None
