@@ -64,9 +64,8 @@ class Queues:
             return False
         return thread_id in owned.queues or now - self._waiting.since(thread_id) >= _IN_MEMORY_S
 
-    def keep_in_memory(self, thread_id: str | None, until: float) -> None:
+    def keep_in_memory(self, thread_id: str | None, now: float, until: float) -> None:
         """Let nothing of the thread pass until then: it cannot be written."""
-        now = self._in_memory.get(thread_id, 0.0)
         self._in_memory = {t: at for t, at in self._in_memory.items() if at > now} | {thread_id: until}
 
     def full(self) -> list[int]:

@@ -172,7 +172,8 @@ class WindowFlusher:
                 raise Later from e
             if not e.verdict.of_statement:  # of this one entry, as far as anybody can tell: the others need not wait
                 self._queue_room = self._config.flush_max_entries
-                self.queues.keep_in_memory(waiting[0].item.thread_id, self._loop.time() + _OTHERS_S)
+                now = self._loop.time()
+                self.queues.keep_in_memory(waiting[0].item.thread_id, now, now + _OTHERS_S)
                 self._state.report(e, stopped=e.verdict.needs_operator)
                 return
             # Nobody else is to wait for it: the cursor stays, as if the space were used up.
