@@ -32,6 +32,7 @@ from bufstore.errors import (
     OutcomeUnknown,
     StoreMisconfigured,
     StoreUnavailable,
+    VersionConflict,
 )
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import map_errors, mapped_error
@@ -40,6 +41,7 @@ from bufstore.postgres.connection.pool import open_pool
 from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
 from bufstore.testing.applying import change
 from bufstore.testing.basics import fresh, run_of
+from bufstore.threads.coalesce import Fold
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import (
     RunStatus,
@@ -49,11 +51,13 @@ from bufstore.threads.model import (
     decode_run,
     encode_messages,
 )
+from bufstore.threads.payload import Removal
 from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.copying import COPY_FROM
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
 from bufstore.threads.state import ThreadState
+from helpers import eventually
 from thorough import examples
 from transaction_pooler import TransactionPooler
 
@@ -159,6 +163,51 @@ async def test_20_clients_share_2_server_connections(server: PostgresServer) -> 
         assert messages is not None
         assert len(messages) == 100
         assert pooler.prepared == []
+
+
+async def test_a_deletion_that_is_flushed_takes_what_somebody_wrote_past_it(shared: PostgresThreadStore) -> None:
+    """The thread's row was locked, and what its holder wrote was not in the deletion's snapshot: it stayed."""
+    thread_id = fresh()
+    await shared.checkpoint(thread_id, [1], run_of(thread_id))
+    fold = Fold(thread_id, 1)
+    fold.add(Removal(), 1, self_contained=True)
+    async with shared.pool.lend(10) as connection:
+        async with connection.transaction():
+            await shared.apply(connection, [change(thread_id, 1, [2, 3], run_of(thread_id, f"late-{thread_id}"))])
+            deletion = asyncio.create_task(apply_to(shared, fold.change()))
+            await eventually(lambda: _waits_for_a_lock(shared))
+        await deletion
+    assert await shared.load_thread(thread_id) is None
+    assert await shared.load_run(f"late-{thread_id}") is None
+    await shared.checkpoint(thread_id, [9], run_of(thread_id))
+    assert await shared.load_messages(thread_id) == [9]
+
+
+async def _waits_for_a_lock(store: PostgresThreadStore) -> bool:
+    async with store.pool.lend(10) as connection:
+        found = await connection.execute("SELECT FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
+        return bool(found.rowcount)
+
+
+async def test_edits_beside_deletions_of_their_thread_make_it_anew(shared: PostgresThreadStore) -> None:
+    for _ in range(30):
+        thread_id = fresh()
+        await shared.save_thread(thread_id)
+        await asyncio.gather(
+            shared.delete_thread(thread_id),
+            shared.append_messages(thread_id, [1]),
+            shared.save_thread(thread_id),
+            shared.create_run(run_of(thread_id)),
+        )
+
+
+async def test_a_version_that_no_thread_has_is_a_conflict(shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    await shared.checkpoint(thread_id, [1], run_of(thread_id))
+    for version in (2, -1, 1 << 31, 1 << 70):
+        with pytest.raises(VersionConflict) as raised:
+            await shared.checkpoint_append(thread_id, [2], run_of(thread_id), expected_version=version)
+        assert raised.value.expected == version
 
 
 # -- one result, however it is written -------------------------------------------------------------------------

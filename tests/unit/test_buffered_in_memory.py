@@ -637,3 +637,57 @@ def test_an_edit_that_was_made_is_recognized_though_its_thread_is_quarantined_si
                 await store.bulk.edit(wanted, ProducerSequence("app", 2))
 
     run(main())
+
+
+class Away(MemoryThreadStore):
+    """A store that does not answer while it is `away`."""
+
+    away = False
+
+    async def load_checkpoint(self, thread_id: str) -> Any:
+        self._look()
+        return await super().load_checkpoint(thread_id)
+
+    async def apply(self, connection: Any, batch: Any) -> None:
+        self._look()
+        await super().apply(connection, batch)
+
+    def _look(self) -> None:
+        if self.away:
+            raise StoreUnavailable("it does not answer")
+
+
+def test_what_the_log_does_not_show_of_a_thread_is_not_taken_for_nothing() -> None:
+    """Its last checkpoint has all messages, and nothing of its state and parent; a circle came of it, for good."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), Away()
+        settings = replace(CONFIG, log=LogConfig(failover_window_s=20.0), retain_after_flush_s=20.0)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=settings) as store:
+            for thread_id in ("above", "other"):
+                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.checkpoint("t", [1], replace_run(run_of("t"), parent_thread_id="above"))
+            await store.save_thread_state("t", {"cursor": 5})
+            await store.force_flush_all()
+            await asyncio.sleep(30)
+            for n in range(60):
+                await store.save_thread(f"o{n}")
+            await asyncio.sleep(90)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=settings) as store:
+            inner.away = True
+            for thread_id in ("other", "above", "t"):
+                await store.checkpoint(thread_id, [1, 2], run_of(thread_id))
+            assert await store.load_messages("t") == [1, 2]
+            with pytest.raises(StoreUnavailable, match="state"):
+                await store.load_thread_state("t")
+            with pytest.raises(StoreUnavailable, match="parent"):
+                await store.set_parent("above", "t")
+            named = replace_run(run_of("t"), parent_thread_id="other")
+            await store.checkpoint("t", [1, 2, 3], named)
+            inner.away = False
+            await store.force_flush_all()
+            parents = {t: (await store.load_thread(t)).parent_thread_id for t in ("t", "above", "other")}  # type: ignore[union-attr]
+            assert parents == {"t": "above", "above": None, "other": None}
+            assert await store.load_thread_state("t") == {"cursor": 5}
+
+    run(main())

@@ -18,7 +18,7 @@ from bufstore.buffer.operate.audit import Verification, verification_of_all
 from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, StoreUnavailable
 from bufstore.nats.session import Nats
 from bufstore.threads import edits
 from bufstore.threads.behind import lanes_of
@@ -286,8 +286,14 @@ class BufferedThreadStore(EditedStore):
         at_least: Receipt | None = None,
         quarantined: Quarantined = "raise",
     ) -> Any:
-        """What `save_thread_state` saved last. Arguments and errors as in `load_checkpoint`."""
+        """What `save_thread_state` saved last. Arguments and errors as in `load_checkpoint`.
+
+        StoreUnavailable also where Postgres is away and the log has the thread's messages, but not its state.
+        """
         state = await self._state(thread_id, consistency, at_least, quarantined)
+        if state.partial and state.state is None:
+            down = self.lanes.of(thread_id).reads.store.down
+            raise StoreUnavailable(f"only Postgres can tell the state of thread {thread_id!r}: {down}")
         return decode_message(state.state) if state.state is not None else None
 
     async def query_messages(

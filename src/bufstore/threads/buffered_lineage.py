@@ -232,8 +232,12 @@ class BufferedLineage:
         return await self._lanes.of(thread_id).reads.joined(thread_id)
 
     async def _thread(self, thread_id: str) -> Thread | None:
-        """The thread as reads show it, even with a broken chain."""
-        return (await self._joined(thread_id))[0].thread
+        """The thread as reads show it, even with a broken chain. StoreUnavailable: its parent is not known."""
+        state, _ = await self._joined(thread_id)
+        if state.partial and state.thread is not None and state.thread.parent_thread_id is None:
+            down = self._lanes.of(thread_id).reads.store.down
+            raise StoreUnavailable(f"only Postgres can tell which parent thread {thread_id!r} has: {down}")
+        return state.thread
 
     async def _children(self, thread_id: str) -> list[str]:
         """All children, flushed ones and others."""

@@ -59,8 +59,13 @@ class DirectEdits:
     async def _edit_on(self, connection: AsyncConnection[Any], wanted: WantedEdit) -> Receipt:
         """Decide and write in the transaction of the connection."""
         thread_id = wanted.thread_id
-        new = await self._run(connection, "lock_new_thread", thread_id)
-        ((saves,),) = await self._run(connection, "lock_thread", thread_id)
+        locked: list[tuple[Any, ...]] = []
+        while (
+            not locked
+        ):  # who deletes the thread beside this may hold its row while it is looked for, and then it goes
+            new = await self._run(connection, "lock_new_thread", thread_id)
+            locked = await self._run(connection, "lock_thread", thread_id)
+        ((saves,),) = locked
         found = thread_state(thread_id, await self._run(connection, "load_state", thread_id, False))
         exists = wanted.run_id is not None and bool(await self._run(connection, "load_run", wanted.run_id))
         payload = wanted.decide(Known(None if new else found.thread, found.messages, exists))

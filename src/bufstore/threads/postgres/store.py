@@ -253,6 +253,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
             runs = columns.run_columns(changes)
             async with connection.pipeline():
                 if deleted:
+                    await self._send(connection, "lock_removals", [arrays.texts(deleted)])
                     await self._send(connection, "apply_removals", [arrays.texts(deleted)])
                 await self._send(connection, "apply_threads", columns.thread_columns(changes))
                 # COPY knows no conflict: what somebody wrote past us where it will write goes first.
@@ -403,7 +404,7 @@ class _Call(NamedTuple):
         return (
             self.thread_id,
             append,
-            expected,
+            expected if expected is None or (isinstance(expected, int) and 0 <= expected < 1 << 31) else -1,
             arrays.blobs(self.payloads),
             arrays.longs(self.id_hashes),
             self.run_id,

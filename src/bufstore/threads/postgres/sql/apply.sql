@@ -1,3 +1,8 @@
+-- name: lock_removals
+-- The rows of threads that were deleted, in the order of all writers: what somebody wrote past the buffer, who held one,
+-- is there for the next statement to see.
+SELECT FROM {schema}.threads WHERE thread_id = ANY ($1::text[]) ORDER BY thread_id COLLATE "C" FOR UPDATE;
+
 -- name: apply_removals
 -- Threads that were deleted, with their runs and messages, whatever of them is written again after this.
 WITH gone AS (SELECT unnest($1::text[]) COLLATE "C" AS thread_id),
