@@ -57,6 +57,23 @@ async def test_busy_until_released(locks: Locks) -> None:
     await (await locks.acquire("a")).release()
 
 
+async def test_who_gives_up_acquiring_leaves_no_lock_behind(locks: Locks) -> None:
+    for turns in range(60):
+        acquiring = asyncio.create_task(locks.acquire(f"k{turns}", ttl_s=600))
+        for _ in range(turns // 2):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.0001 * (turns % 10))
+        acquiring.cancel()
+        for lock in await asyncio.gather(acquiring, return_exceptions=True):
+            if not isinstance(lock, BaseException):
+                await lock.release()
+
+    async def none_is_held() -> bool:
+        return not await locks.held()
+
+    await eventually(none_is_held)
+
+
 async def test_free_after_its_time_and_too_late_is_too_late(locks: Locks) -> None:
     first = await locks.acquire("a", ttl_s=1)
     second = await locks.acquire("a", ttl_s=10, wait_s=10)

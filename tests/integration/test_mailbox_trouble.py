@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from bufstore import AlreadyExists, BufstoreError, ConfigError, LogFull, LogUnavailable, MalformedEntry, NatsConfig
-from bufstore.embedded import Servers
+from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import (
@@ -574,3 +577,71 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
 async def test_a_name_that_no_bucket_can_have_is_not_sent(bucket: str) -> None:
     with pytest.raises(ConfigError, match="bucket"):
         await find_mailbox(NatsConfig(servers=("nats://127.0.0.1:1",)), bucket)
+
+
+async def test_what_comes_after_the_server_went_back_is_seen(tmp_path: Path) -> None:
+    """It gives sequences again that an instance had passed, and looked no further back than that."""
+    server, copy = NatsServer(tmp_path / "data"), tmp_path / "copy"
+    server.start()
+    try:
+        async with NatsMailboxStore(server.url) as mailbox:
+
+            async def goes_round() -> None:
+                await mailbox.enqueue("t", b"before")
+                claim = await mailbox.claim("t", "w")
+                assert claim is not None
+                await mailbox.ack(claim)
+
+            async def enqueued() -> bool:
+                with suppress(LogUnavailable):
+                    await mailbox.enqueue("t", b"after")
+                    return True
+                return False
+
+            async def answers() -> bool:
+                with suppress(LogUnavailable):
+                    await mailbox.list_dispatches("t")
+                    return True
+                return False
+
+            await goes_round()
+            await asyncio.to_thread(server.stop)
+            shutil.copytree(tmp_path / "data", copy)
+            await asyncio.to_thread(server.start)
+            await eventually(answers, 30)
+            for _ in range(20):
+                await goes_round()
+            await asyncio.to_thread(server.stop)
+            shutil.rmtree(tmp_path / "data")
+            shutil.move(copy, tmp_path / "data")
+            await asyncio.to_thread(server.start)
+            await eventually(enqueued, 30)
+            claim = await mailbox.claim("t", "w")
+            assert claim is not None
+            assert claim.payload == b"after"
+    finally:
+        server.stop()
+
+
+async def test_an_enqueue_does_not_believe_a_leader_that_was_left(on_nats: Mailboxes, monkeypatch: Any) -> None:
+    """It said that the thread was not interrupted yet: the dispatch was superseded before it was there."""
+    async with on_nats.open(1) as (mailbox,):
+        backend, thread_id = _nats(mailbox), fresh()
+        monkeypatch.setattr(backend._stream, "replicated", True)  # on one server no leader is left
+        subject = backend._keys.thread(thread_id)
+        await mailbox.enqueue(thread_id, b"before")
+        await mailbox.claim(thread_id, "w")
+        old = (await backend._stream.last([subject], 5.0))[subject]
+        await mailbox.interrupt(thread_id)
+        last, lies = backend._stream.last, [old]
+
+        async def left(subjects: Any, timeout_s: float) -> Any:
+            found = await last(subjects, timeout_s)
+            return found | {subject: lies.pop()} if lies and subject in found else found
+
+        monkeypatch.setattr(backend._stream, "last", left)
+        added = await mailbox.enqueue(thread_id, b"do this instead")
+        found = await mailbox.load_dispatch(thread_id, added.dispatch_id)
+        assert not lies
+        assert found is not None
+        assert found.status is Status.QUEUED

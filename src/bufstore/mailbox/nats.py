@@ -74,8 +74,12 @@ class NatsBackend(NatsSweeps, Backend):
         self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # the next refusal raises the doubt again
 
     async def open(self) -> None:
+        self._connection.on_connect(self._forget)
         await self._connection.open_with(self._prepare)
         self._bucket.writes.start()
+
+    async def _forget(self, _: object) -> None:
+        self._ahead.clear()  # a server that went back gives sequences again that were passed
 
     async def _prepare(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
@@ -101,7 +105,7 @@ class NatsBackend(NatsSweeps, Backend):
         if dispatch.dedupe_key is not None:
             wanted[self._keys.of("k", t, token(dispatch.dedupe_key))] = False
         subject = self._keys.thread(dispatch.thread_id)
-        found = await self._stream.last([subject, *wanted], self._config.timeout_s)
+        found = await self._bucket.last([subject, *wanted])
         keys, holder = [], token(dispatch.dispatch_id).encode()
         for key, same_id in wanted.items():
             held = found.get(key)

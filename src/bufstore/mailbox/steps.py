@@ -126,6 +126,8 @@ class Steps:
                 if unsure:
                     raise StepUnknown(f"no answer came to a step of thread {thread_id!r}, and then: {e}") from e
                 raise
+            if step is None and unsure:
+                raise StepUnknown(f"no answer came to a step of thread {thread_id!r}, and now there is none to do")
             if step is None:
                 return None
             sent = step

@@ -52,7 +52,8 @@ class Worker:
         self._watching: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
         #: What is worked on, by thread.
-        self._claims: dict[str, tuple[Dispatch, asyncio.Future[None]]] = {}
+        #: By token: of a thread there may be one that is lost and still ends, and the next.
+        self._claims: dict[int, tuple[Dispatch, asyncio.Future[None]]] = {}
         self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
         self._closing = False
         #: Why no signals could be pulled; None when they could.
@@ -125,7 +126,7 @@ class Worker:
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = asyncio.ensure_future(self._handler(claim))
-        self._claims[claim.thread_id] = claim, task
+        self._claims[claim.token] = claim, task
         c, began = self._config, asyncio.get_running_loop().time()
         holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))
         holding.keep(lambda: self._renew(claim, signal, task, holding), min(c.lease_s, c.signal_ack_wait_s) / 3)
@@ -136,7 +137,7 @@ class Worker:
             await self._mailbox.nack(claim, error="the worker was stopped")
             raise
         finally:
-            del self._claims[claim.thread_id]
+            del self._claims[claim.token]
             holding.stop()
             await holding.aclose()
         try:
@@ -177,13 +178,16 @@ class Worker:
             if not working:
                 continue
             with suppress(BufstoreError):  # then the renewal says so
-                for thread_id, (version, token, epoch) in (await self._mailbox.backend.held(list(working))).items():
-                    claim, task = working[thread_id]
+                held = await self._mailbox.backend.held(list({claim.thread_id for claim, _ in working.values()}))
+                for claim, task in working.values():
                     # A claim's token is the version that it made: what is older does not know of it.
+                    version, token, epoch = held.get(claim.thread_id, (0, 0, 0))
                     known = version >= claim.token and not task.done()
                     if known and (token != claim.token or epoch > claim.epoch):
                         self._lost(task, "lost" if token != claim.token else "interrupted")
 
     def _lost(self, task: asyncio.Future[None], how: str) -> None:
+        if isinstance(task, asyncio.Task) and task.cancelling():
+            return  # it is told once, and may take its time to end
         self._mailbox.counters.count(f"work_{how}")
         task.cancel()

@@ -1,0 +1,108 @@
+"""A worker of the mailbox in memory: what is lost or interrupted ends in its own time, and holds up nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from bufstore.jetstream.messages import AppendUnknown
+from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Worker
+from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.memory import MemoryBackend, MemoryMailboxStore
+from bufstore.mailbox.model import MailboxThread
+from bufstore.mailbox.store import MailboxStore
+from helpers import eventually
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bufstore.mailbox.worker._WATCH_S", 0.02)
+
+
+async def test_a_claim_that_is_lost_and_still_ends_takes_nothing_from_the_next_of_its_thread() -> None:
+    """The next one was not acknowledged then, and its lease was renewed for ever, also behind `aclose`."""
+    began = {name: asyncio.Event() for name in (b"first", b"second")}
+    ends = {name: asyncio.Event() for name in (b"first", b"second")}
+
+    async def handle(dispatch: Dispatch) -> None:
+        began[dispatch.payload].set()
+        try:
+            await ends[dispatch.payload].wait()
+        except asyncio.CancelledError:
+            await ends[dispatch.payload].wait()  # it takes its time
+            raise
+
+    async with MemoryMailboxStore(config=MailboxConfig(lease_s=1.0)) as mailbox:
+        async with Worker(mailbox, "w", handle):
+            first, second = [await mailbox.enqueue("t", payload) for payload in began]
+            await began[b"first"].wait()
+            assert await mailbox.supersede_claimed("t") is not None
+            await began[b"second"].wait()
+            ends[b"first"].set()
+            await asyncio.sleep(0.1)
+            ends[b"second"].set()
+
+            async def done() -> bool:
+                found = await mailbox.load_dispatch("t", second.dispatch_id)
+                return found is not None and found.status is Status.ACKED
+
+            await eventually(done)
+            found = await mailbox.load_dispatch("t", first.dispatch_id)
+            assert found is not None
+            assert found.status is Status.SUPERSEDED
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "bufstore-renew"]
+
+
+async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> None:
+    ended = asyncio.Event()
+
+    async def handle(dispatch: Dispatch) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)  # as a rollback does, while it is looked for what is interrupted
+            ended.set()
+
+    began = asyncio.Event()
+    async with MemoryMailboxStore() as mailbox, Worker(mailbox, "w", handle):
+        await mailbox.enqueue("t", b"x")
+        await began.wait()
+        await mailbox.interrupt("t")
+        async with asyncio.timeout(5):
+            await ended.wait()
+        assert mailbox.statistics().counts["work_interrupted"] == 1
+
+
+class Lossy(MemoryBackend):
+    """Loses the answer to the next write, and something happens then."""
+
+    then: Callable[[], Awaitable[object]] | None = None
+
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
+        after = await super().write(before, step, now_ms)
+        then, self.then = self.then, None
+        if then is not None:
+            await then()
+            raise AppendUnknown("the answer was lost")
+        return after
+
+
+async def test_that_there_is_nothing_to_do_is_not_said_of_a_step_that_may_be_done() -> None:
+    shared = MemoryMailbox()
+    other, backend = MemoryMailboxStore(shared), Lossy(shared, time.time, 30.0)
+    mailbox = MailboxStore(backend, MailboxConfig())
+    first = await mailbox.enqueue("t", b"x")
+    await mailbox.enqueue("t", b"y")
+    backend.then = lambda: other.claim("t", "another")
+    with pytest.raises(StepUnknown):
+        await mailbox.cancel("t", first.dispatch_id)
+    found = await mailbox.load_dispatch("t", first.dispatch_id)
+    assert found is not None
+    assert found.status is Status.CANCELLED
+    backend.then = lambda: other.interrupt("t")
+    with pytest.raises(StepUnknown):
+        await mailbox.supersede_claimed("t")
