@@ -17,6 +17,7 @@ from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import _BIAS, granted
 from bufstore.notify.payload import channel, check_prefix, hint_key, pack, unpack
 from bufstore.notify.protocol import Event
+from helpers import eventually
 
 
 def test_the_payload_is_split_at_the_first_colon() -> None:
@@ -290,6 +291,39 @@ async def test_waiting_ends_when_stopping() -> None:
         stopping.set()
         async with asyncio.timeout(5):
             assert not await waiting
+
+
+async def test_who_is_called_and_cancelled_passes_the_call_on() -> None:
+    """The only call for an item was gone, and another idle worker slept on until it polled."""
+    async with MemoryNotifier() as notifier:
+        first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+        await eventually(lambda: _listening(notifier, 1))
+        second = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+        await eventually(lambda: _listening(notifier, 2))
+        await notifier.notify_scheduled("k")
+        first.cancel()
+        async with asyncio.timeout(5):
+            assert await second
+        assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+
+
+async def test_who_is_idle_is_called_before_who_was_called_just_now() -> None:
+    called: list[str] = []
+    async with MemoryNotifier() as notifier:
+        await notifier.listen_scheduled(["k"], lambda _: called.append("first"))
+        await notifier.notify_scheduled("k")
+        await notifier.listen_scheduled(["k"], lambda _: called.append("second"))
+        await notifier.notify_scheduled("k")
+
+        async def both() -> bool:
+            return len(called) == 2
+
+        await eventually(both)
+        assert called == ["first", "second"]
+
+
+async def _listening(notifier: MemoryNotifier, count: int) -> bool:
+    return notifier._scheduled.count("k") == count
 
 
 async def test_waiting_can_be_cancelled_and_leaves_no_listener() -> None:

@@ -79,7 +79,7 @@ async def wait_for_work(
         scheduled.append(kind)
         called.set()
 
-    idle = WhileIdle(notifier, kinds, call)
+    idle, worth = WhileIdle(notifier, kinds, call), False
     await idle.begin()
     try:
         due = await due_in_s()
@@ -87,13 +87,13 @@ async def wait_for_work(
             pause = poll_s if due is None else min(due, poll_s)
             pause *= 1 + random.uniform(0, _JITTER)  # noqa: S311 - no secret
             await _first([called] if stopping is None else [called, stopping], pause)
-        if not (stopping and stopping.is_set()):
-            return True
-        for kind in scheduled:  # it was for this worker only
-            await notifier.notify_scheduled(kind)
-        return False
+        worth = not (stopping and stopping.is_set())
+        return worth
     finally:
         await idle.end()
+        if not worth:
+            for kind in scheduled:  # it was for this worker only, which stops, or is cancelled
+                await notifier.notify_scheduled(kind)
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:

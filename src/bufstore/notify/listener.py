@@ -73,11 +73,11 @@ class SharedListener(Generic[P, C]):
         return sum(member.busy_until <= now for member in self._members.get(key, ()))
 
     def pick(self, key: str, most: int) -> list[C]:
-        """Up to `most` callbacks of a key: those first that were not picked for the longest time."""
-        members = self._members.get(key, {})
-        picked = list(members)[:most]
+        """Up to `most` callbacks of a key: idle ones first, and of these who was not picked for the longest time."""
+        members, now = self._members.get(key, {}), time.monotonic()
+        picked = sorted(members, key=lambda member: member.busy_until > now)[:most]
         for member in picked:
-            member.busy_until = time.monotonic() + BUSY_S
+            member.busy_until = now + BUSY_S
             if most < len(members):
                 members[member] = members.pop(member)
         return [member.callback for member in picked]
