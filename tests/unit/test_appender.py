@@ -1225,3 +1225,85 @@ def test_errors_of_the_write_path_are_bufstores_own() -> None:
         assert all(isinstance(f, (Receipt, BufstoreError)) for f in found), found
 
     test(main)
+
+
+def settled(world: World) -> None:
+    """A failover window after a flush: the logs need show nothing of what is there."""
+    world.log.intrude(SUBJECTS.of("elsewhere"))
+    for partition in range(SUBJECTS.partitions):
+        world.log.bucket.put("floor", partition, Floor(world.log.last_seq, 0))
+
+
+@pytest.mark.parametrize("others", [0, 3, 15, 16, 20])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_retry_is_exact_when_others_began_anew_behind_what_the_log_shows_no_more(others: int, whole: bool) -> None:
+    """Their first entry expects nothing in the log, and hid what the log still held before it."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: "stored" if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["b"], run_id="r")
+        world.log.fault = lambda _: ""
+        await asyncio.sleep(70)
+        await world.flush()
+        for _ in range(3):
+            settled(world)
+            for log in world.log.opened:
+                await log.let_go({})
+        two = Instance(world)
+        for n in range(others):
+            await (two.checkpoint(["a", "b", *range(n + 1)]) if whole else two.append([n]))
+        await one.append(["z"])
+        assert (await one.append(["b"], key=unknown.value.token, run_id="r")).repeated
+        await world.flush()
+        assert await world.messages() == ["a", "b", *range(others), "z"]
+
+    test(main)
+
+
+@pytest.mark.parametrize("conflict", [False, True])
+def test_that_an_entry_was_parked_is_heard_while_a_write_is_on_its_way(conflict: bool) -> None:
+    """The write met a conflict, and went on from what it had been told not to rely on."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["a"])
+        await world.flush()
+        poison = frozenset([(await one.append(["poison"])).id])
+        send = world.log._send
+
+        async def sending(kind: str, messages: Any) -> int:
+            world.log._send = send  # type: ignore[method-assign]
+            if conflict:
+                await two.append(["theirs"])
+            await world.flush(poison=poison)
+            one.appender.forget("t")
+            return await send(kind, messages)
+
+        world.log._send = sending  # type: ignore[method-assign]
+        await asyncio.gather(one.append(["on its way"]), return_exceptions=True)
+        for n in range(2):
+            with pytest.raises(ThreadQuarantined):
+                await one.append([n])
+
+    test(main)
+
+
+def test_who_is_overtaken_by_a_kind_of_a_later_release_writes_on() -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["a"])
+        send = world.log._send
+
+        async def sending(kind: str, messages: Any) -> int:
+            world.log._send = send  # type: ignore[method-assign]
+            await two.appender.append(
+                "t", lambda tip: Draft(b"\xc1 of a later release", False, tip.version, tip.memory, lambda: None)
+            )
+            return await send(kind, messages)
+
+        world.log._send = sending  # type: ignore[method-assign]
+        await asyncio.gather(one.checkpoint(["a", "b"]), one.checkpoint(["a", "b", "c"]))
+
+    test(main)

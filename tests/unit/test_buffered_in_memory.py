@@ -174,26 +174,40 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "checkpoint_append", "save_thread", "keyed"])
-def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str) -> None:
-    """The writer has read the row of the deleted thread; it goes before his entry is in the log."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str, waits: bool) -> None:
+    """The writer has read the row of the deleted thread; it goes before the entry is in the log. `waits`: what it has
+    read is a deletion that waits in the ledger.
+    """
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
         async with instance(nats, inner) as one, instance(nats, inner, flusher=False) as two:
             await one.checkpoint(thread_id, [1], run_of(thread_id))
-            await one.delete_thread(thread_id)
+            await one.force_flush_all()
             subjects, ledger = one.buffer.subjects, inner.ledger(0)
+            ledger.locked |= {thread_id} if waits else set()
+            await one.delete_thread(thread_id)
             partition = subjects.partition(thread_id)
             await one.save_thread(next(t for n in range(99) if subjects.partition(t := f"o{n}") == partition))
-            await one.force_flush_all()
-            tombstone = (await ledger.watermark(thread_id)).flushed_seq, thread_id
+            if waits:
+                await asyncio.sleep(7)
+                assert ledger.waiting.entries
+            else:
+                await one.force_flush_all()
+            past = 1 + await one.buffer.log.end(5.0)
+            await one.buffer.log.let_go({p: Floor(past, 0) for p in range(subjects.partitions)})
+            await two.buffer.log.let_go({})
             stream: Any = two.buffer.session.stream  # type: ignore[attr-defined]
             write = stream.publish
 
             async def burying(message: Any, timeout_s: float) -> int:
                 stream.publish = write
-                await one.buffer.log.fence(tombstone[0] + 1)
-                await ledger.bury([tombstone])
+                ledger.locked.clear()
+                await one.force_flush_all()
+                flushed = (await ledger.watermark(thread_id)).flushed_seq
+                await one.buffer.log.fence(flushed + 1)
+                await ledger.bury([(flushed, thread_id)])
                 return await write(message, timeout_s)  # type: ignore[no-any-return]
 
             stream.publish = burying

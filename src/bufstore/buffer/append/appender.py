@@ -447,7 +447,7 @@ class Appender(Generic[S, M]):
             if lane.conflicts > 3:  # others are faster: let them
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
             lane.queue[:0] = unit.writes
-            if isinstance(error, Conflict) and before.seq and before.goes_on:
+            if isinstance(error, Conflict) and before.seq and before.goes_on and not lane.stale:
                 await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before), now=False)
             elif isinstance(error, LogUnavailable):
                 await asyncio.sleep(0.05)

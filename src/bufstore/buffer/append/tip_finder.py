@@ -291,7 +291,10 @@ class TipFinder(Generic[S, M]):
             if e.base is not Base.CHAINED:
                 return tip_of_message(messages[-1])  # our base was purged, and maybe more with it
             if memory is not None:
-                self._domain.observe(memory, item)
+                try:
+                    self._domain.observe(memory, item)
+                except ValueError:  # a kind that this release does not know
+                    return tip_of_message(messages[-1])
             entries.append(item)
             known = tip.producers if e.producers is None else e.producers
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, False, e.keys_complete, known)

@@ -16,7 +16,7 @@ An entry that expected nothing in the log may have landed late and be superseded
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from bufstore.buffer import recent_keys
@@ -95,9 +95,25 @@ class Unresolved:
         """What the log holds of the thread behind a position, also where it would not show it any more."""
         subject = self._subjects.of(thread_id)
         messages = await self._log.after(subject, behind, timeout_s)
-        if messages or (await self._log.ends([subject], timeout_s))[0]:
+        if messages:
+            if self._are_all(items_of(messages, thread_id), behind, item):
+                return messages
+        elif (await self._log.ends([subject], timeout_s))[0]:
             return messages
         watermark = await self._load_watermark(thread_id)
-        if watermark.flushed_seq <= behind or recent_keys.find(watermark.keys, item) is not None:
-            return []  # nothing was written behind it; or the thread's next writer knows of it
+        # Nothing was written behind it; or the thread's next writer knows of it, unless there are some behind the row.
+        if watermark.flushed_seq <= behind or (not messages and recent_keys.find(watermark.keys, item) is not None):
+            return messages
         return [message async for _, message in self._log.scan(behind, threads=[thread_id])]
+
+    def _are_all(self, items: Sequence[Item], behind: int, item: bytes) -> bool:
+        """Whether nothing that matters stands between a position and these, which the log shows behind it.
+
+        Who found nothing in the log, because its floor had passed all that was there, begins anew, and hides it.
+        """
+        first = items[0]
+        anew = isinstance(first, StoredEntry) and first.entry.base in (Base.UNKNOWN, Base.STORED)
+        if not anew or self._log.floor <= behind:
+            return True
+        keys = [recent_keys.newest(one.entry.keys) for one in items if isinstance(one, StoredEntry)]
+        return any(recent_keys.find(key, item) is not None for key in keys)

@@ -24,7 +24,7 @@ def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequen
         except Inapplicable as e:
             poison.add(e.entry_id)
             continue
-        return domain.overlay(state, thread_id, change, todo.watermark)
+        return domain.overlay(state, thread_id, change, msgspec.structs.replace(todo.watermark, gone=change.gone))
 
 
 def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[Item]) -> S | None:

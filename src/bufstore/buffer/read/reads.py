@@ -203,7 +203,7 @@ class Reads(Generic[S]):
                 return None  # a pause: what was written behind the row may be purged
             found = kept.anchored(row.result(), links_of(new), last)
         finally:
-            await end(row)
+            self.store.let_go(row)  # to cancel a statement takes as long as a store that hangs likes
         if found is None or not new:
             return found
         state = overlay(self._domain, kept.state, thread_id, new)
@@ -229,7 +229,8 @@ class Reads(Generic[S]):
                 era = self.restored.era  # in which the state was answered, and counted
                 last = await in_log
             except BaseException:
-                await end(in_log, asked)
+                self.store.let_go(asked)
+                await end(in_log)
                 raise
             if state is None:
                 found = await self._without_store(thread_id, asked, deadline, last, proven)

@@ -111,13 +111,16 @@ class StoreWatch(Generic[S]):
         return self.down is not None
 
     async def _ask_little(self) -> None:
+        asked = asyncio.create_task(self._reader.answers(), name="bufstore-store-ping")
         try:
-            async with asyncio.timeout(self._patience):
-                await self._reader.answers()
-        except TimeoutError:
-            self._take_for_down("it did not answer in time")
+            if (await asyncio.wait([asked], timeout=self._patience))[0]:
+                asked.result()
+            else:
+                self._take_for_down("it did not answer in time")
         except Exception as e:
             self._take_for_down(str(e) if isinstance(e, BufstoreError) else type(e).__name__)
+        finally:
+            self.let_go(asked)
 
     def _take_for_down(self, reason: str) -> None:
         if self.down is None:
