@@ -129,11 +129,17 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
     entries = entries_of(steps)
 
     async def check() -> None:
-        store, watermark = MemoryThreadStore(), Watermark()
-        todo = plan(watermark, entries[:cut], complete=True)
-        if todo.apply:
-            await apply(store, coalesce(T, watermark.version, todo.apply))
-            watermark = todo.watermark
+        store = MemoryThreadStore()
+
+        async def flush(watermark: Watermark, items: list[StoredEntry]) -> Watermark:
+            todo = plan(watermark, items, complete=True)
+            if not todo.apply:
+                return todo.watermark
+            change = coalesce(T, watermark.version, todo.apply)
+            await apply(store, change)
+            return msgspec.structs.replace(todo.watermark, gone=change.gone)
+
+        watermark = await flush(Watermark(), entries[:cut])
         before = await store.load_checkpoint(T)
         state = ThreadState(
             watermark=watermark,
@@ -143,11 +149,8 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
             state=encode_value(before.state, "state") if before and before.state is not None else None,
         )
         shown = overlay(THREADS, state, T, entries[cut:])
-        rest = plan(watermark, entries[cut:], complete=True)
-        if rest.apply:
-            await apply(store, coalesce(T, watermark.version, rest.apply))
+        assert shown.watermark == await flush(watermark, entries[cut:])
         after = await store.load_checkpoint(T)
-        assert shown.watermark == rest.watermark
         assert (shown.thread is None) == (after is None)
         if after is not None:
             assert shown.thread == after.thread
