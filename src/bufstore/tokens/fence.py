@@ -13,8 +13,9 @@ import base64
 import logging
 import os
 import socket
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -32,6 +33,8 @@ from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
+
+H = TypeVar("H")
 
 #: The fraction of its time before the end at which a holder that could not renew stops.
 _MARGIN = 0.1
@@ -209,13 +212,37 @@ class Keyed:
     def __init__(self, connection: Connection, register: Register, prefix: str) -> None:
         """`register`: of the records of keys, whose subjects begin with `prefix`."""
         self._connection, self._register, self._prefix = connection, register, prefix
+        self._ending = set[asyncio.Future[None]]()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def aclose(self) -> None:
         """Disconnect. What is held goes to others when its time is over."""
+        while self._ending:
+            await asyncio.gather(*self._ending, return_exceptions=True)
         await self._connection.aclose()
+
+    async def _to_the_end(self, taking: Coroutine[Any, Any, H]) -> H:
+        """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
+        beginning = asyncio.ensure_future(taking)
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            ending = asyncio.ensure_future(self._abandon(beginning))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            raise
+
+    async def _abandon(self, beginning: asyncio.Future[H]) -> None:
+        """The caller is gone: hand back what was taken for it."""
+        with suppress(Unavailable, TokenLost, TokenBusy):
+            if (held := await beginning) is not None:
+                await self._hand_back(held)
+
+    async def _hand_back(self, held: Any) -> None:
+        """Release what was taken."""
+        raise NotImplementedError
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

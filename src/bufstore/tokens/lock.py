@@ -7,7 +7,6 @@ so, and does no harm.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from typing import Self
 
@@ -31,8 +30,6 @@ class Locks(Keyed):
         self._stream = NatsStream(connection, api, f"{name}-locks", storage.replicas)
         super().__init__(connection, Register(self._stream, timeout_s), f"{name}.lock.")
         self._config = locks_config(name, storage)
-        #: What is given back because its caller is gone.
-        self._ending = set[asyncio.Future[None]]()
 
     @classmethod
     async def open(
@@ -58,19 +55,18 @@ class Locks(Keyed):
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
         subject = self._subject(key)
+
+        async def once() -> Lock:
+            return await self._to_the_end(self._take(key, subject, ttl_s, holder))
+
         if not wait_s:
-            return await self._to_the_end(key, subject, ttl_s, holder)
+            return await once()
         return await AsyncRetrying(
             wait=wait_random_exponential(multiplier=0.01, max=0.25),
             stop=stop_after_delay(wait_s),
             retry=retry_if_exception_type(TokenBusy),
             reraise=True,
-        )(self._to_the_end, key, subject, ttl_s, holder)
-
-    async def aclose(self) -> None:
-        """Give back what nobody waits for any more, and close the connection."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
-        await super().aclose()
+        )(once)
 
     async def held(self) -> int:
         """How many locks are held. Raises LogUnavailable."""
@@ -80,20 +76,8 @@ class Locks(Keyed):
         if holder is not None:  # else somebody may have taken it since
             await self._stream.purge(subject)
 
-    async def _to_the_end(self, key: str, subject: str, ttl_s: int, holder: str) -> Lock:
-        """Also when cancelled: a lock that is taken and nobody's would be held until its time is over."""
-        taking = asyncio.ensure_future(self._take(key, subject, ttl_s, holder))
-        try:
-            return await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            ending = asyncio.ensure_future(self._give_back(taking))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            raise
-
-    async def _give_back(self, taking: asyncio.Future[Lock]) -> None:
-        with contextlib.suppress(TokenBusy, TokenLost, LogUnavailable):
-            await (await taking).release()
+    async def _hand_back(self, held: Lock) -> None:
+        await held.release()
 
     async def _take(self, key: str, subject: str, ttl_s: int, holder: str) -> Lock:
         began = asyncio.get_running_loop().time()

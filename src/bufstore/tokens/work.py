@@ -14,7 +14,7 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -76,7 +76,6 @@ class ExclusiveWork(Keyed):
         wanted = consumer_config(WORKERS, config.ttl_s, _TOLD_MAX, max_waiting=_ASKING_MAX)
         self._consumer = SharedConsumer(connection, self._items, api, wanted, "TokensConfig")
         self._pulls = self._consumer.pulls
-        self._ending: set[asyncio.Future[Any]] = set()
         self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
         #: When to look for items that nobody was told of, and how many were found.
         self._look_at, self._found = 0.0, 0
@@ -99,12 +98,6 @@ class ExclusiveWork(Keyed):
         self._id = str((info["config"].get("metadata") or {}).get(_ID, ""))
         await ensure_stream(self._fences, model.fence_config(c), ours, {})
         await self._consumer.setup()
-
-    async def aclose(self) -> None:
-        """Disconnect. Held items go to other workers when their time is over."""
-        while self._ending:
-            await asyncio.gather(*self._ending, return_exceptions=True)
-        await super().aclose()
 
     async def submit(self, key: str, payload: bytes = b"") -> None:
         """Add an item of work for a key. When this returns it is stored, and will be worked on.
@@ -179,23 +172,9 @@ class ExclusiveWork(Keyed):
 
     # Taking.
 
-    async def _to_the_end(self, taking: Coroutine[Any, Any, Task | None]) -> Task | None:
-        """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
-        beginning = asyncio.ensure_future(taking)
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            ending = asyncio.ensure_future(self._abandon(beginning))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            raise
-
-    async def _abandon(self, beginning: asyncio.Future[Task | None]) -> None:
-        """The caller is gone: hand back what was taken for it."""
-        with contextlib.suppress(Unavailable, TokenLost):
-            if (task := await beginning) is not None:
-                async with task:
-                    await task.release()
+    async def _hand_back(self, held: Task) -> None:
+        async with held:
+            await held.release()
 
     async def _begin_or_return(self, delivery: Delivery) -> Task | None:
         try:
