@@ -14,7 +14,7 @@ from bufstore.buffer.entry import Malformed
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.places import group_of
-from bufstore.buffer.ports.ledger import Cursor, FlushFailed
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry
 from bufstore.config import LogConfig
 from bufstore.jetstream.messages import Outgoing
@@ -408,23 +408,35 @@ def test_when_too_much_waits_the_partition_stops_and_nothing_is_lost(monkeypatch
     world(main, monkeypatch, log=LogConfig(partitions=4, max_bytes=4 << 20))
 
 
+def refusing(it: World, fails: Callable[[Decision], FlushFailed | None]) -> Callable[[], None]:
+    """Have the ledger refuse what `fails` names an error for, until what is returned is called."""
+    flush = it.ledger.flush
+
+    async def refused(held: Any, threads: Any, decide: Any, **options: Any) -> Any:
+        def deciding(rows: Any) -> Decision:
+            decision: Decision = decide(rows)
+            if (error := fails(decision)) is not None:
+                raise error
+            return decision
+
+        return await flush(held, threads, deciding, **options)
+
+    def mended() -> None:
+        it.ledger.flush = flush  # type: ignore[method-assign]
+
+    it.ledger.flush = refused  # type: ignore[method-assign]
+    return mended
+
+
 def test_an_entry_that_neither_the_store_nor_the_ledger_takes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is too large for this server, for example: the others' windows became as small as what it was tried in."""
 
     async def main(it: World) -> None:
-        flush = it.ledger.flush
+        def touched(decision: Decision) -> FlushFailed | None:
+            threads = [c.thread_id for c in decision.batch] + [w.item.thread_id for w in decision.waiting]
+            return FlushFailed("53200: out of memory", Verdict.SHRINK, of_batch=False) if "t" in threads else None
 
-        async def refusing(held: Any, threads: Any, decide: Any, **options: Any) -> Any:
-            def deciding(rows: Any) -> Any:
-                decision = decide(rows)
-                touched = [c.thread_id for c in decision.batch] + [w.item.thread_id for w in decision.waiting]
-                if "t" in touched:
-                    raise FlushFailed("53200: out of memory", Verdict.SHRINK, of_batch=False)
-                return decision
-
-            return await flush(held, threads, deciding, **options)
-
-        it.refused, it.ledger.flush = None, refusing  # type: ignore[method-assign]
+        it.refused, mended = None, refusing(it, touched)
         await it.start()
         await it.writer.append([0], "t")
         await asyncio.sleep(20)
@@ -436,7 +448,7 @@ def test_an_entry_that_neither_the_store_nor_the_ledger_takes_holds_nobody_up(mo
                 await it.writer.append([n], thread_id)
         assert await it.flushed(*others, within_s=5.0)
         await it.waiting(1)
-        it.ledger.flush = flush  # type: ignore[method-assign]
+        mended()
         it.ledger.locked.clear()
         assert await it.flushed("t", locked)
 
@@ -447,18 +459,11 @@ def test_a_ledger_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
     """It lacks a right, for example: the cursor stays, as long as that is so."""
 
     async def main(it: World) -> None:
-        flush = it.ledger.flush
+        def waits(decision: Decision) -> FlushFailed | None:
+            error = FlushFailed("42501: no right to buffer_waiting", Verdict.DENIED, of_batch=False)
+            return error if decision.waiting else None
 
-        async def refusing(held: Any, threads: Any, decide: Any, **options: Any) -> Any:
-            def deciding(rows: Any) -> Any:
-                decision = decide(rows)
-                if decision.waiting:
-                    raise FlushFailed("42501: no right to buffer_waiting", Verdict.DENIED, of_batch=False)
-                return decision
-
-            return await flush(held, threads, deciding, **options)
-
-        it.ledger.flush = refusing  # type: ignore[method-assign]
+        mended = refusing(it, waits)
         await it.start()
         await it.write(3)
         assert await it.flushed(*GOOD, within_s=20.0)
@@ -466,7 +471,7 @@ def test_a_ledger_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
         await it.writer.append([3], GOOD[0])
         assert await it.flushed(*GOOD, within_s=20.0)
         assert await it.cursor() == 0
-        it.ledger.flush = flush  # type: ignore[method-assign]
+        mended()
         await it.waiting(3)
         assert await it.cursor() == it.log.last_seq
 
