@@ -39,7 +39,7 @@ class Applicable(NamedTuple):
 def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
     """Which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
     poison: dict[int, str] = {}
-    behind = _after_burials(row, [item for item in items if item.seq > row.flushed_seq])
+    behind = _after_burials([item for item in items if item.seq > row.flushed_seq])
     if behind and _builds_on_more(row, version, behind[0]):
         reason = _reason(thread_id, behind[0], "it builds on messages of before the log, which are not in Postgres")
         return Applicable(Plan(watermark=row), None, len(behind), reason)
@@ -65,14 +65,14 @@ def is_removal(item: Item) -> bool:
         return False
 
 
-def _after_burials(row: Watermark, items: Sequence[Item]) -> list[Item]:
+def _after_burials(items: Sequence[Item]) -> list[Item]:
     """The same, with the entries that began a deleted thread anew chained to its deletion, where they are not.
 
     Once the log has forgotten a deletion its row goes, too (it is buried), and who begins the thread anew finds nothing
-    and expects nothing. Here the deletion is played, and has a row.
+    and expects nothing. Here the deletion is played, and has a row. (Of one that Postgres has already, the plan knows.)
     """
     found: list[Item] = []
-    deleted = (row.flushed_seq, row.applied_id) if row.gone else None
+    deleted: tuple[int, int] | None = None
     for item in items:
         if isinstance(item, StoredEntry):
             entry = item.entry

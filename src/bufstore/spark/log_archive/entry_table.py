@@ -103,10 +103,7 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
     """What becomes of the entry, why if nothing does, and what is known then."""
     row = Watermark()
     if known is not None:
-        row = Watermark(flushed_seq=known.position, applied_id=known.applied_id, version=known.version)
-        if known.gone and isinstance(item, StoredEntry) and item.entry.base is Base.NONE:
-            # If its writer had seen the log up to there and found nothing of the thread, it was buried meanwhile.
-            row = row if item.entry.seen < row.flushed_seq else Watermark()
+        row = Watermark(known.position, known.applied_id, known.version, gone=known.gone)
     trusted = known is None
     if isinstance(item, StoredEntry) and item.entry.base is Base.STORED and not superseded(item, row):
         trusted = True  # its writer saw in Postgres what the log does not show, as after a backfill
