@@ -119,7 +119,7 @@ async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(lane
         for t in (well, ill):
             await store.checkpoint(t, [said(0)], run_of(t))
         await store.force_flush_all()
-        await store.lanes.all[1].log.remove()
+        await store.lanes.all[1].session.stream.api(f"STREAM.DELETE.{second}")
         with pytest.raises((LogUnavailable, LogRolledBack)):
             await store.checkpoint(ill, [said(1)], run_of(ill, 1))
         await store.checkpoint(well, [said(1)], run_of(well, 1))

@@ -46,6 +46,21 @@ def test_a_lost_group_is_said_and_threads_without_entries_in_it_go_on(caplog: py
     assert "log_gap" in {getattr(r, "action", None) for r in caplog.records if r.levelname == "ERROR"}
 
 
+def test_groups_that_are_lost_in_several_places_stop_nobody() -> None:
+    async def main() -> None:
+        nats, inner, threads = MemoryNats(), MemoryThreadStore(), [fresh() for _ in range(6)]
+        async with instance(nats, inner, flusher=False) as store:
+            places = [(await store.checkpoint(t, [t], run_of(t))).thread_seq for t in threads]
+        for gone in (1, 3, 4):
+            nats.streams["THREADLOG"].remove(group_of(places[gone]))
+        async with asyncio.timeout(60), instance(nats, inner) as store:
+            assert await store.load_messages(fresh()) is None
+            await store.force_flush_all()
+            assert [await inner.load_messages(threads[n]) for n in (0, 2, 5)] == [[threads[n]] for n in (0, 2, 5)]
+
+    run(main())
+
+
 @pytest.mark.parametrize("damage", [b"entry-1", b"thread"], ids=["its payload", "its thread's id"])
 def test_a_damaged_entry_takes_no_other_with_it(damage: bytes) -> None:
     async def main() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
-from bufstore import BufferConfig, MemoryThreadStore
+from bufstore import AlreadyExists, BufferConfig, ConfigError, MemoryThreadStore, StoreUnavailable
 from bufstore.buffer.operate import repair
-from bufstore.buffer.operate.repair import Repair
+from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.places import group_of
 from bufstore.memory import MemoryNats
 from bufstore.threads.behind import buffer_of
+from bufstore.threads.model import ThreadChange
 from helpers import fresh, run_of
 from unit.fake_log import run
 from unit.test_buffered_in_memory import instance
@@ -82,5 +85,133 @@ def test_an_entry_whose_predecessor_is_gone_is_parked_and_nothing_is_dropped() -
             done = await Repair(buffer.parts, "it went back").carry_out()
             assert (done.applied, done.parked) == (len(threads), (ROUNDS - 4) * len(threads))
             assert await buffer.ledger.quarantined() == done.parked
+
+    run(main())
+
+
+class Picky(MemoryThreadStore):
+    """Refuses a message."""
+
+    async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
+        if any(b"poison" in message for change in batch for message in change.messages):
+            raise AlreadyExists("refused")
+        await super().apply(connection, batch)
+
+
+@asynccontextmanager
+async def repairing(nats: MemoryNats, inner: MemoryThreadStore) -> AsyncIterator[Repair]:
+    buffer = buffer_of(inner, nats, BufferConfig(flusher=False), name="repair")
+    async with buffer.connected():
+        yield Repair(buffer.parts, "it went back")
+
+
+def test_a_thread_of_which_nothing_is_applied_is_saved_also_if_its_last_entry_cannot_be_read() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, flusher=False) as store:
+            for n in range(3):
+                last = await store.checkpoint_append(thread_id, [n], run_of(thread_id, n))
+        stream = nats.streams["THREADLOG"]
+        (at,) = [i for i, m in enumerate(stream.messages) if m.seq == group_of(last.thread_seq)]
+        message = stream.messages[at]
+        damaged = msgspec.structs.replace(message, body=message.body[:-1] + bytes([message.body[-1] ^ 1]))
+        stream.messages[at] = damaged
+        stream._of_subject[message.subject][-1] = damaged
+        async with repairing(nats, inner) as repair:
+            done = await repair.carry_out()
+        assert (done.applied, done.parked) == (2, 1)
+        assert await inner.load_messages(thread_id) == [0, 1]
+
+    run(main())
+
+
+def test_a_repair_that_goes_entry_by_entry_may_be_interrupted_and_parks_nothing_that_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Postgres remembers the keys of a thread's last 16 entries, and there are more."""
+    entries, refused, stopped_before = 40, 30, 29
+
+    async def main() -> None:
+        nats, thread_id = MemoryNats(), fresh()
+        inner = Picky()
+        async with instance(nats, inner, flusher=False) as store:
+            for n in range(1, entries + 1):
+                said = ["poison" if m == refused else m for m in range(1, n + 1)]
+                await store.checkpoint(thread_id, said, run_of(thread_id, n))
+        commit, alone = Repair._commit, 0
+
+        async def stopping(self: Repair, thread_id: str | None, items: Sequence[Any], *args: Any, **more: Any) -> None:
+            nonlocal alone
+            alone += len(items) == 1
+            if alone == stopped_before:
+                raise StoreUnavailable("it was restarted")
+            await commit(self, thread_id, items, *args, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Repair, "_commit", stopping)
+            async with repairing(nats, inner) as repair:
+                with pytest.raises(StoreUnavailable):
+                    await repair.carry_out()
+        async with repairing(nats, inner) as repair:
+            done = await repair.carry_out()
+        assert (done.applied, done.parked) == (refused - stopped_before, entries - refused + 1)
+
+    run(main())
+
+
+def test_of_two_repairs_the_first_ends_with_an_error_and_leaves_the_new_log_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        nats, inner, thread_id, new = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
+        await written(nats, inner, [thread_id], range(1))
+        here, go_on = asyncio.Event(), asyncio.Event()
+        report = Repair._report
+
+        async def waiting(self: Repair, *, done: bool) -> Repaired:
+            found = await report(self, done=done)
+            if self is slow:
+                here.set()
+                await go_on.wait()
+            return found
+
+        monkeypatch.setattr(Repair, "_report", waiting)
+        async with repairing(nats, inner) as slow, asyncio.TaskGroup() as tasks:
+
+            async def ends_with_an_error() -> None:
+                with pytest.raises(ConfigError, match="another repair"):
+                    await slow.carry_out()
+
+            tasks.create_task(ends_with_an_error())
+            await here.wait()
+            async with repairing(nats, inner) as fast:
+                assert (await fast.carry_out()).done
+            async with instance(nats, inner, flusher=False) as store:
+                await store.checkpoint(new, ["acknowledged"], run_of(new))
+            go_on.set()
+        async with instance(nats, inner) as store:
+            assert await store.load_messages(new) == ["acknowledged"]
+
+    run(main())
+
+
+def test_a_log_that_somebody_creates_while_a_lost_one_is_repaired_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        nats, inner, thread_id, new = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
+        await written(nats, inner, [thread_id], range(1))
+        del nats.streams["THREADLOG"]
+        set_epoch = type(inner.ledger(0)).set_epoch
+
+        async def and_somebody_starts(self: Any, epoch: int) -> None:
+            await set_epoch(self, epoch)
+            monkeypatch.undo()
+            async with instance(nats, inner, flusher=False) as store:
+                await store.checkpoint(new, ["acknowledged"], run_of(new))
+
+        monkeypatch.setattr(type(inner.ledger(0)), "set_epoch", and_somebody_starts)
+        async with repairing(nats, inner) as repair:
+            assert (await repair.carry_out()).done
+        async with instance(nats, inner) as store:
+            assert await store.load_messages(new) == ["acknowledged"]
 
     run(main())

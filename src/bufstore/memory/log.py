@@ -306,8 +306,11 @@ class MemoryLog:
         return stream.withdrawn
 
     async def remove(self) -> None:
-        stream = self._streams.pop(self._config.log.stream, None)
-        for feed in list(stream.feeds) if stream is not None else ():
+        stream = self._streams.get(self._config.log.stream)
+        if stream is None or stream.withdrawn is None:
+            return
+        del self._streams[self._config.log.stream]
+        for feed in list(stream.feeds):
             feed.lose("the stream is gone")
 
     async def end(self, timeout_s: float) -> int:

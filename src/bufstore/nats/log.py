@@ -30,6 +30,7 @@ from bufstore.nats.setup import (
     check_form,
     check_stream,
     epoch_of,
+    is_withdrawn,
     metadata_of,
     out_of_service,
     stream_config,
@@ -152,8 +153,11 @@ class NatsLog(NatsStream):
         return kept
 
     async def remove(self) -> None:
+        name = self._config.log.stream
         with contextlib.suppress(StreamMissing):
-            await self.api(f"STREAM.DELETE.{self._config.log.stream}")
+            info = await self.api(f"STREAM.INFO.{name}")
+            if is_withdrawn(self._config.log, info["config"]):
+                await self.api(f"STREAM.DELETE.{name}")
 
     @property
     def refused(self) -> str | None:

@@ -78,6 +78,11 @@ def out_of_service(config: LogConfig) -> list[str]:
     return list(Subjects(config.subject + WITHDRAWN, config.partitions).stored)
 
 
+def is_withdrawn(config: LogConfig, found: Mapping[str, Any]) -> bool:
+    """Whether a log with this configuration was taken out of service."""
+    return found.get("subjects") == out_of_service(config)
+
+
 def withdrawn(
     config: LogConfig, found: Mapping[str, Any], common: Sequence[int]
 ) -> tuple[dict[str, Any], Sequence[int]]:

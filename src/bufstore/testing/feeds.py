@@ -161,6 +161,7 @@ async def a_feed_that_is_closed_delivers_no_more(logs: Logs) -> None:
 async def a_feed_is_lost_with_its_log(logs: Logs) -> None:
     log = await logs.made()
     follower = await _follow(log)
+    await log.withdraw([0, 0, 0, 0])
     await log.remove()
     await _lost(follower.feed)
 

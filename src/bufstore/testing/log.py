@@ -119,10 +119,13 @@ async def a_log_out_of_service_can_be_read_and_not_written(logs: Logs) -> None:
 
 
 @_check()
-async def a_log_is_removed_with_all_that_is_in_it(logs: Logs) -> None:
+async def a_log_out_of_service_is_removed_with_all_that_is_in_it(logs: Logs) -> None:
     log = await logs.made()
     (a,) = logs.threads(0)
     await put(log, a)
+    await log.remove()
+    assert await log.epoch() == _EPOCH, "it is in service"
+    await log.withdraw([0, 0, 0, 0])
     await log.remove()
     await log.remove()
     assert await log.epoch() is None

@@ -200,7 +200,8 @@ class Tail:
     async def _see_all(self) -> None:
         if not self._heads.life or self._anew:
             await self._begin()
-        began_before = 0
+        #: The groups before which something was missing; so it is not for a reader that did not begin well.
+        began_before = set[int]()
         #: How many of those that were there at the first answer are left. What comes later is for a later call:
         #: somebody else may write as fast as this process reads.
         left: int | None = None
@@ -217,7 +218,7 @@ class Tail:
             except Gap as e:
                 if self.last_seen.only_heard:
                     self.last_seen.misheard()
-                again = e.group.seq == began_before
+                again = e.group.seq in began_before
                 if again and e.group.before > group_of(await self._erased()):
                     _log.error("the log has lost groups: %s", e, extra={"action": "log_gap"})
                     self._heads.observe_behind_gap(e.group)
@@ -226,7 +227,7 @@ class Tail:
                     if again:  # it was erased since: the floor is above it now
                         await asyncio.sleep(_AGAIN_S)
                     _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
-                    began_before = e.group.seq
+                    began_before.add(e.group.seq)
                     self.last_seen.doubt()
                     await self._begin()
                     left = None

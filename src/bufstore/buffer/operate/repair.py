@@ -4,7 +4,9 @@ Theory of operation. However they came apart (the log lost its end, is gone, or 
 copy, or went back further than the log reaches), there is one way on. The stream is taken out of service. Its entries
 that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), in one transaction
 per thread, behind what waits of it. Then the epoch in Postgres goes up and the stream is removed: the next start
-creates the new generation, whose positions are above everything that any process or watermark remembers.
+creates the new generation, whose positions are above everything that any process or watermark remembers. A repair takes
+the partitions as a flusher does, and each of its steps holds only while nobody else has taken them: of two repairs the
+one that began first ends with an error.
 
 Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be repeated, so an interrupted
 repair is begun anew.
@@ -25,7 +27,7 @@ from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
 from bufstore.buffer.parts import AnyParts
-from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner, need_all
 from bufstore.errors import ConfigError, MalformedEntry, StoreMisconfigured, StoreUnavailable
 from bufstore.jetstream.messages import StoredMessage
 
@@ -75,6 +77,8 @@ class Repair:
         self._threads = 0
         self._applied = 0
         self._parked = 0
+        #: The partitions as they were taken.
+        self._held: Sequence[Cursor] = ()
 
     async def look(self) -> Repaired:
         """What a repair would do; changes nothing. Raises Unavailable errors."""
@@ -85,7 +89,10 @@ class Repair:
         return await self._report(done=False)
 
     async def carry_out(self) -> Repaired:
-        """Repair. Raises ConfigError while flushers are alive; after an Unavailable error, repair again."""
+        """Repair. Raises ConfigError while flushers or another repair are alive.
+
+        After an Unavailable error, repair again.
+        """
         if self._reason is None:
             return Repaired(reason=None)
         alive = await living(self._shared)
@@ -94,8 +101,9 @@ class Repair:
                 f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them, then repair"
             )
         # From here on no flusher commits any more, whatever it believes.
-        partitions = await self._ledger.cursors()
-        if len(await self._ledger.take(sorted(partitions), _OWNER)) < len(partitions):
+        partitions = {*await self._ledger.cursors(), *range(self._subjects.partitions)}
+        self._held = await self._ledger.take(sorted(partitions), _OWNER)
+        if len(self._held) < len(partitions):
             raise StoreUnavailable(
                 "another session holds rows of buffer_partitions: is an instance still flushing? Stop it, then repair"
             )
@@ -104,11 +112,17 @@ class Repair:
             await self._salvage(self._settle, common)
         report = await self._report(done=True)
         assert report.epoch is not None
+        await self._check_held()
         await self._ledger.set_epoch(report.epoch)
         # Progress reports may be ahead of a Postgres that went back.
-        await self._shared.report({c.partition: c.seq for c in (await self._ledger.cursors()).values()})
+        await self._shared.report({c.partition: c.seq for c in self._held})
+        await self._check_held()
         await self._log.remove()
         return report
+
+    async def _check_held(self) -> None:
+        """Make sure that nobody else has taken the partitions: the log may be a new one by now, with new entries."""
+        await self._flush([], lambda _: Decision())
 
     async def _report(self, *, done: bool) -> Repaired:
         epochs = (await self._log.epoch(checked=False), await self._ledger.epoch())
@@ -159,7 +173,8 @@ class Repair:
             for thread_id in some:
                 partition, messages = found.pop(threads[thread_id])
                 watermark = watermarks.get(thread_id, Watermark())
-                if entry_id(messages[-1]) == watermark.applied_id:
+                last = entry_id(messages[-1])  # 0 of one that cannot be read, as of a thread that has nothing applied
+                if last and last == watermark.applied_id:
                     continue  # all of it is in Postgres
                 items = items_of(messages, thread_id)
                 await settle(thread_id, items, common[partition], await self._settled(items))
@@ -243,8 +258,9 @@ class Repair:
             await self._in_parts(thread_id, waiting, _plan_waiting, leave=True)
 
         def salvaging(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
-            return plan_salvage(watermark, items, common=common, settled=settled, poison=poison)
+            return plan_salvage(watermark, items, common=common, settled=settled, poison=poison, among=among)
 
+        among = items
         await self._in_parts(thread_id, items, salvaging, leave=False)
 
     async def _in_parts(
@@ -286,18 +302,26 @@ class Repair:
             left = {thread_id: items[-1].seq} if leave else {}
             return Decision(batch=batch, watermarks={thread_id: after}, parked=parked, left=left)
 
+        await self._flush(names, decide)
+        if not leave:
+            self._count(found[0])
+
+    async def _flush(self, names: Sequence[str], decide: Callable[[Mapping[str, Watermark]], Decision]) -> None:
         try:
-            await self._ledger.flush([], names, decide)
+            await self._ledger.flush(self._held, names, decide)
         except Inapplicable as e:
             raise _Refused(str(e)) from e
+        except NotOwner as e:
+            raise ConfigError(
+                f"another repair or an instance has begun meanwhile ({e}): look at the log again, "
+                "and repair only if it is still refused"
+            ) from e
         except FlushFailed as e:
             if e.verdict in (Verdict.POISON, Verdict.SUSPECT):
                 raise _Refused(str(e)) from e
             if e.verdict.needs_operator:
                 raise StoreMisconfigured(str(e)) from e
             raise StoreUnavailable(str(e)) from e
-        if not leave:
-            self._count(found[0])
 
     def _count(self, found: Plan) -> None:
         self._applied += len(found.apply)

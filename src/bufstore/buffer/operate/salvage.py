@@ -66,19 +66,24 @@ def plan_salvage(
     common: int,
     settled: Set[int],
     poison: Set[int] = frozenset(),
+    among: Sequence[Item] | None = None,
 ) -> Plan:
     """Decide which of the log's entries of a thread take effect on `watermark`, and which are parked.
 
     `common`: up to there the log is the one that Postgres knows. `settled`: positions whose entries are in
-    quarantine. `poison`: ids that turned out to be inapplicable.
+    quarantine. `poison`: ids that turned out to be inapplicable. `among`: all that the log has of the thread, if
+    `items` are some of it: what is applied, and what builds on that, only all of them tell.
     """
     # A thread's entries are settled in order: those before one that is applied are.
-    common = max(common, known_up_to(watermark, items))
-    remaining = [i for i in items if i.seq not in settled and not _done(watermark, i, common)]
+    among = items if among is None else among
+    common = max(common, known_up_to(watermark, among))
+    left = [i for i in among if i.seq not in settled and not _done(watermark, i, common)]
+    decided = {i.seq for i in items}
+    remaining = [i for i in left if i.seq in decided]
     if not remaining:
         return Plan(watermark=watermark)
     start = min(watermark.flushed_seq, min(i.seq for i in remaining) - 1)
-    unfounded = _unfounded(watermark, remaining)
+    unfounded = _unfounded(watermark, left)
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
     found = plan(behind, remaining, complete=True, poison=poison | unfounded)
     # An entry that came too late is superseded in a healthy log. Here it may be the newest there is: an operator

@@ -154,7 +154,10 @@ class Generations(Protocol):
         ...
 
     async def remove(self) -> None:
-        """Delete the stream and all that is in it; a no-op if it is gone."""
+        """Delete the stream that was taken out of service, and all that is in it.
+
+        A no-op if there is none: one that is in service is a new generation, which somebody else has begun.
+        """
         ...
 
 
