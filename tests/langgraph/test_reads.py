@@ -47,6 +47,26 @@ async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, m
         assert asked == ["latest"]
 
 
+async def test_a_thread_that_a_read_has_found_nowhere_is_not_looked_up_again(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And somebody who has begun it meanwhile is not overwritten."""
+    place = Place(servers)
+    async with place.saver() as saver, place.saver() as other:
+        await _put(saver, fresh(), "so that the end of the log is known")
+        asked = asked_of(saver, monkeypatch)
+        alone, shared = fresh(), fresh()
+        for thread_id in (alone, shared):
+            assert await saver.aget_tuple(config(thread_id)) is None
+        await _put(other, shared, "theirs")
+        for thread_id in (alone, shared):
+            await _put(saver, thread_id, "ours")
+        assert asked == ["latest", "latest", "state"], "of the one that was there by then"
+        assert [_said(found) async for found in saver.alist(config(shared))] == ["ours", "theirs"]
+        assert [_said(found) async for found in saver.alist(config(alone))] == ["ours"]
+        assert await saver.engine.buffer.ledger.quarantined() == 0
+
+
 async def test_what_waits_in_postgres_is_read(servers: Servers) -> None:
     """A locked row delays its thread; its entries wait in a table of the buffer, and the log forgets them."""
     place, thread_id, beside = Place(servers), fresh(), fresh()

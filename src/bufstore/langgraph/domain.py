@@ -83,7 +83,7 @@ class LangGraphDomain:
         return msgspec.structs.replace(state, watermark=watermark, operations=(*state.operations, *change.operations))
 
     def nothing(self) -> Known:
-        return Known()
+        return Known(new=True)
 
     def size(self, state: Tail) -> int:
         return 0  # it is what the log has on top of rows that are read beside it (`bufstore.langgraph.recent`)

@@ -194,6 +194,8 @@ class CheckpointReads:
         if row is not None:
             await self._complete(thread_id, part, state, tables, row)
         fresh = level is Consistency.READ_YOUR_WRITES and state.base == STORE and life == self._recent.life
+        if fresh and state.new and state.watermark == Watermark():
+            self._buffer.appender.found_nowhere(thread_id, at)
         if fresh and checkpoint_id is None:
             found = Newest(End(last, state.watermark.flushed_seq), tables, row)
             self._recent.read(thread_id, ns, found, at, whole=state.new)

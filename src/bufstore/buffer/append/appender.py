@@ -123,12 +123,18 @@ class Appender(Generic[S, M]):
     def _let_go(self, everything: bool) -> None:
         self._life += 1
         self._anew += everything
+        if everything:
+            self._finder.let_go()
         for thread_id, tip in self._tips.all():
             head = self._log.known_head(self._subjects.of(thread_id))
             if everything or (head and head != tip.seq):
                 self._tips.drop(thread_id)
         for thread_id, lane in self._lanes.items():
             lane.forgotten = max(lane.forgotten, self._log.known_head(self._subjects.of(thread_id)))
+
+    def found_nowhere(self, thread_id: str, at: float) -> None:
+        """See `TipFinder.found_nowhere`."""
+        self._finder.found_nowhere(thread_id, at)
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
         """See `TipFinder.learn_new`."""

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 #: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
 #: since, still shows in the log.
 _NEW_FOR_S = 5.0
+#: So many threads that a read has found nowhere are remembered; of those longest ago nothing will be written in time.
+_NEW_MAX = 10_000
 #: How long Postgres is not asked again what it knows of many threads when it did not say.
 _KNOWN_AGAIN_S = 5.0
 
@@ -93,6 +95,21 @@ class TipFinder(Generic[S, M]):
         at, seen = elapsed.now_s(), await self._seen_lately()
         found = await self._exist_nowhere([t for t in thread_ids if self._tips.get(t) is None])
         self._new = dict.fromkeys(found, (at, seen))
+
+    def found_nowhere(self, thread_id: str, at: float) -> None:
+        """Note that a read which began at `at` (`bufstore.buffer.elapsed`) has found the thread nowhere.
+
+        So its first write need not look again; unless the end of the log was seen too long ago.
+        """
+        if not self._is_seen_lately() or self._tips.get(thread_id) is not None:
+            return
+        self._new[thread_id] = at, self._seen[0]
+        if len(self._new) > _NEW_MAX:
+            del self._new[next(iter(self._new))]
+
+    def let_go(self) -> None:
+        """Rely on nothing that was found nowhere before: the log has begun anew."""
+        self._new.clear()
 
     async def _exist_nowhere(self, thread_ids: Sequence[str]) -> dict[str, bool]:
         """Which of these threads neither log nor Postgres knows."""
@@ -316,10 +333,14 @@ class TipFinder(Generic[S, M]):
         Only entries committed a failover window ago are purged, so the log's end at any later moment is such a
         position.
         """
-        seq, at = self._seen
+        if self._is_seen_lately():
+            return self._seen[0]
         now, suspended_s = self._loop.time(), elapsed.suspended_s()
-        if now - at + suspended_s - self._suspended_s > self._seen_for_s:
-            seq = await self._end.of("") or 0
-            self._suspended_s = suspended_s
-            self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
+        seq = await self._end.of("") or 0
+        self._suspended_s = suspended_s
+        self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
         return seq
+
+    def _is_seen_lately(self) -> bool:
+        ago_s = self._loop.time() - self._seen[1] + elapsed.suspended_s() - self._suspended_s
+        return ago_s <= self._seen_for_s
