@@ -352,6 +352,18 @@ async def test_a_repair_beside_a_live_flusher_is_refused(deployment: Deployment)
             await mend(deployment)
 
 
+async def test_a_mistyped_name_is_not_taken_for_a_log_that_is_gone(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+    wrong = {**where(deployment), "BUFSTORE_STREAM": f"{deployment.log.stream}x"}
+    result = await asyncio.to_thread(bufstore_cli, "repair", "--apply", **wrong)
+    assert result.code == 2
+    assert deployment.log.stream in result.err
+    async with deployment.store() as store:
+        assert await store.load_messages("t") == [1]
+
+
 async def test_what_the_store_refuses_is_parked_by_a_repair(deployment: Deployment) -> None:
     async with deployment.store() as store:
         await append(store, "t", 1)

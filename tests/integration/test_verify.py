@@ -108,6 +108,67 @@ async def test_a_chain_that_lost_an_entry_is_found(deployment: Deployment) -> No
         assert str(seqs[2]) in report.findings[0].detail
 
 
+async def test_a_thread_that_went_on_without_a_discarded_entry_is_checked_like_others(deployment: Deployment) -> None:
+    deployment.verified = False
+    thread_id = fresh()
+    async with deployment.store(picky(deployment), flush_interval_s=600) as store:
+        await poisoned(store, thread_id)
+        await store.force_flush_all()
+        await store.quarantine.discard([p.seq for p in await store.quarantine.page(thread_id=thread_id)])
+        await store.checkpoint(thread_id, [said(5)], run_of(thread_id, 5))
+        await store.force_flush(thread_id)
+    async with deployment.store(flusher=False) as store:
+        receipts = [await store.checkpoint_append(thread_id, [said(n)], run_of(thread_id, n)) for n in (6, 7, 8)]
+        lost = group_of(receipts[1].thread_seq)
+        await store.buffer.session.stream.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": lost})
+    async with deployment.store(flusher=False) as store:
+        report = await store.verify()
+        assert [(f.rule, f.thread_id) for f in report.findings] == [("chain", thread_id)]
+
+
+async def test_a_log_that_is_not_the_one_that_postgres_knows_is_found(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+    await query(deployment.servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = 1")
+    found = await asyncio.to_thread(bufstore_cli, "verify", "--json", **where(deployment))
+    assert (found.code, found.json["findings"][0]["rule"]) == (1, "log and Postgres")
+    assert "Postgres knows epoch 1" in found.json["findings"][0]["detail"]
+    shown = await asyncio.to_thread(bufstore_cli, "verify", **where(deployment))
+    assert "log and Postgres" in shown.out
+    status = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
+    assert status.code == 1
+    assert "Postgres knows epoch 1" in status.json["write_trouble"]
+
+
+@pytest.mark.parametrize("command", [["status"], ["verify"], ["quarantine", "list"], ["quarantine", "replay", "--all"]])
+async def test_a_look_at_another_schema_is_an_error_and_makes_nothing(
+    deployment: Deployment, command: list[str]
+) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+    wrong = f"{deployment.name}x"
+    result = await asyncio.to_thread(bufstore_cli, *command, **{**where(deployment), "BUFSTORE_SCHEMA": wrong})
+    assert result.code == 2
+    assert f"schema '{wrong}'" in result.err
+    schemas = await query(deployment.servers.postgres.dsn, "SELECT FROM pg_namespace WHERE nspname = %s", wrong)
+    assert not schemas
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+async def test_a_lost_log_is_not_taken_for_one_that_was_never_there(deployment: Deployment, command: str) -> None:
+    deployment.verified = False
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
+    result = await asyncio.to_thread(bufstore_cli, command, **where(deployment))
+    assert result.code == 2
+    assert "is gone" in result.err
+    assert "bufstore repair" in result.err
+
+
 async def test_quarantine_replay_and_discard_are_no_damage(deployment: Deployment) -> None:
     inner = picky(deployment)
     async with deployment.store(inner, flush_interval_s=600) as store:

@@ -27,12 +27,11 @@ from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
 from bufstore.nats.finding import FoundLog, find_log
-from bufstore.postgres.connection.migrate import check_schema
+from bufstore.postgres.connection.migrate import applied_migrations, check_schema
 from bufstore.postgres.connection.pool import check_conninfo
 from bufstore.threads.behind import buffer_of as threads_buffer
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.postgres.tables import has_schema
 from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:
@@ -183,15 +182,18 @@ class Endpoints:
         Raises ConfigError when the database has ledgers of lanes, and nobody says which: only the log would.
         """
         first = LogConfig(stream=self.stream, bucket=self.bucket)
-        if lane is None:
-            async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
-                if await has_schema(connection, ledger_schema(self.schema, replace(first, lanes=2, lane=1))):
-                    raise ConfigError(
-                        f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
-                        "lanes: say with --lane which one it was (0: the first)"
-                    )
+        if lane is None and await self.has_ledger(replace(first, lanes=2, lane=1)):
+            raise ConfigError(
+                f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
+                "lanes: say with --lane which one it was (0: the first)"
+            )
         # The bucket is that of the first lane, as in `find_log`; for a repair it does not matter how many there are.
         return replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
+
+    async def has_ledger(self, log: LogConfig) -> bool:
+        """Whether the database has tables of a buffer with this log. Only reads. Raises StoreUnavailable."""
+        async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
+            return "buffer" in await applied_migrations(connection, ledger_schema(self.schema, log))
 
     async def noted(self, log: LogConfig) -> Target | None:
         """What the database says it has a log of; None: nothing, or it has none. `log`: what is known of that."""

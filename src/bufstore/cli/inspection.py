@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,15 +10,16 @@ import msgspec
 
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.membership import owners
-from bufstore.buffer.operate.audit import Verification
+from bufstore.buffer.operate.audit import Finding, Verification
 from bufstore.buffer.operate.health import asked, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.waiting import WaitingTotals
+from bufstore.buffer.prepare import apart, compare
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import AnyBuffer, Endpoints
-from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, ConfigError
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import BufstoreError, ConfigError, LogRolledBack, StoreMisconfigured, StoreUnavailable
 
 _TIMEOUT_S = 5.0
 
@@ -86,8 +88,21 @@ class Inspection:
 
     async def verify(self) -> Verification:
         """The self-check. Raises LogUnavailable, StoreUnavailable."""
-        await self._log.epoch()  # so that it knows where this generation of the stream begins
-        return await self._buffer.verify()
+        why = await self._apart()  # which learns where this generation of the stream begins, too
+        found = await self._buffer.verify()
+        if why is None:
+            return found
+        first = Finding(rule="log and Postgres", detail=why, partition=None)
+        return msgspec.structs.replace(found, wrong=found.wrong + 1, findings=(first, *found.findings))
+
+    async def _apart(self) -> str | None:
+        """Why every store refuses to open here; None: it does not."""
+        named = self._log.target
+        kind = named.kind if named is not None else self._buffer.backing.kind
+        try:
+            return await apart(self._log, self._ledger, self._buffer.config.log, kind)
+        except LogRolledBack as e:  # a repair has begun
+            return e.reason
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""
@@ -99,8 +114,9 @@ class Inspection:
         members, troubles = sorted(await self._shared.members()), await self._shared.troubles()
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
-        quarantined, waiting, trouble = None, None, ""
+        quarantined, waiting, trouble, why = None, None, "", None
         try:
+            why = await self._apart()
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
             waiting = await self._ledger.waiting.totals()
         except BufstoreError as e:
@@ -109,7 +125,7 @@ class Inspection:
         fill, full_in_s = await FillForecast(lambda: look(self._log, self._shared, flushed)).measured()
         nats_trouble, full = await asked(is_full(self._log))
         health = health_of(
-            log=nats_trouble,
+            log=nats_trouble if why is None else str(LogRolledBack(why)),
             store=trouble,
             flusher="; ".join(f"flusher {member}: {why}" for member, why in troubles.items()),
             full=full or "",
@@ -156,20 +172,38 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, above: 
     return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner)
 
 
+async def _check_never_there(target: Endpoints) -> None:
+    """Raise LogRolledBack if Postgres has entries of the log that is not there."""
+    log = LogConfig(stream=target.stream, bucket=target.bucket)
+    with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
+        if await target.has_ledger(log):
+            async with target.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
+                why = await compare(buffer.log, buffer.ledger, log.stream, None, await buffer.ledger.epoch())
+                if why is not None:
+                    raise LogRolledBack(why)
+
+
 @asynccontextmanager
 async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Inspection]:
-    """Look at the buffer of `target`. Raises ConfigError when it has none, LogUnavailable.
+    """Look at the buffer of `target`.
 
-    `applies`: to write something into a store. Raises ConfigDrift when the log is flushed into one that does not come
-    with bufstore.
+    `applies`: to write something into a store. Raises ConfigError when there is no log or no ledger, ConfigDrift when
+    they are not of each other, or the log is flushed into a store that does not come with bufstore; LogRolledBack when
+    the log is gone; LogUnavailable, and with `applies` StoreUnavailable.
     """
     found = await target.find_any_log(applies=applies)
     if found is None:
+        await _check_never_there(target)
         raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
     config, named = found
+    # With Postgres away there is still the log's side to be shown.
+    patient = contextlib.suppress(*(() if applies else (StoreUnavailable, StoreMisconfigured)))
+    with patient:
+        if not await target.has_ledger(config):
+            raise ConfigError(f"schema {target.schema!r} of this database has no tables of a buffer")
     buffer = target.buffer_of(named, BufferConfig.fitting(config, flusher=False), timeout_s=_TIMEOUT_S)
     async with buffer.connected():
-        if applies:
-            await buffer.log.epoch(checked=False)
+        await buffer.log.epoch(checked=False)
+        with patient:
             check_same(target.stream, buffer.log.target, await buffer.ledger.target())
         yield Inspection(buffer)

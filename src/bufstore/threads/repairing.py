@@ -59,6 +59,7 @@ async def repair_buffer(buffer: Buffer[Any, Any, Any], *, apply: bool) -> Repair
     """The same for a buffer of any domain, which is not connected yet and has a configuration of `repairing`."""
     ledger, backing, config = buffer.ledger, buffer.backing, buffer.config
     async with buffer.connected():
+        await buffer.shared.check()  # the bucket of another log: then it is the name that is wrong, and nothing lost
         await ledger.setup()
         reason = await _reason(buffer.log, ledger, config.log.stream)
         if not apply:

@@ -23,7 +23,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     #: What is there instead.
     detail: str
-    partition: int
+    #: None when it is about the whole log.
+    partition: int | None
     #: None when it is about the whole partition.
     thread_id: str | None = None
 
@@ -114,7 +115,9 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
     if changed:
         found.append(("waiting entry", f"the log and the ledger, where it waits, have different entries {changed[0]}"))
     unflushed = [*facts.waiting, *facts.tail]
-    torn = None if facts.given_up or watermark.broken_since is not None else _torn(watermark, unflushed)
+    # What stands behind a discarded entry builds on that, until the thread has gone on without it.
+    explained = watermark.broken_since is not None or 0 < watermark.flushed_seq <= facts.given_up
+    torn = None if explained else _torn(watermark, unflushed)
     if torn is not None:
         found.append(("chain", f"entry {torn} does not build on what is before it"))
     if facts.versions is not None:

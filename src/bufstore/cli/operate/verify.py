@@ -42,5 +42,5 @@ def _show(found: Verification) -> None:
     console.print("all is as it should be" if found.ok else f"{found.wrong} rules do not hold:")
     if found.ok:
         return
-    rows = ((f.rule, f.partition, f.thread_id or "-", f.detail) for f in found.findings)
+    rows = ((f.rule, "-" if f.partition is None else f.partition, f.thread_id or "-", f.detail) for f in found.findings)
     console.print(new_table(("rule", "partition", "thread", "found"), rows))
