@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -398,3 +400,37 @@ async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_server
         await store.checkpoint("t", [said(0), said(1)], run_of("t"))
         await store.force_flush("t")
         assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+async def _max_payload(server: NatsServer) -> int:
+    """What the server says to a new connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    info = await reader.readline()
+    writer.close()
+    return int(json.loads(info.removeprefix(b"INFO "))["max_payload"])
+
+
+@pytest.mark.parametrize("size", [300 << 10, 3 << 20], ids=["whole", "in parts"])
+async def test_a_smaller_max_payload_costs_one_connection_and_no_write(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """nats-server tells its clients nothing of a reload; it ends the connection that sends what is too large by now."""
+    with Servers(nats_config="max_payload: 1048576\n") as servers:
+        async with Deployment(servers).store() as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            assert servers.nats.pid is not None
+            file = servers.nats.data / "nats.conf"
+            file.write_text(file.read_text().replace("1048576", str(256 << 10)))
+            os.kill(servers.nats.pid, signal.SIGHUP)
+
+            async def reloaded() -> bool:
+                return await _max_payload(servers.nats) == 256 << 10
+
+            await eventually(reloaded)
+            for thread_id, messages in (("large", [said(0, size)]), ("small", [said(0)]), ("t", [said(0), said(1)])):
+                await store.checkpoint(thread_id, messages, run_of(thread_id))
+            await store.force_flush_all()
+            found = await store.load_messages("large", consistency=Consistency.EVENTUAL)
+            assert found == [said(0, size)]
+            (lost,) = [r for r in caplog.records if getattr(r, "action", "") == "nats_lost"]
+            assert "maximum payload" in lost.getMessage()

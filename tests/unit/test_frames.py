@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
-from nats.errors import OutboundBufferLimitError
+from nats.errors import MaxPayloadError, OutboundBufferLimitError
 
 from bufstore.jetstream import frames
 from bufstore.jetstream.messages import Outgoing
@@ -75,6 +76,32 @@ def test_a_socket_that_is_gone_is_a_client_that_is_not_connected() -> None:
         with pytest.raises(OutboundBufferLimitError):
             await frames.send_each(client, _MESSAGES[:1], ["reply"])
         assert not frames.begin(client, _MESSAGES[0], "batch")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("messages", [_MESSAGES[:1], _MESSAGES])
+def test_a_message_that_the_server_would_not_take_is_not_sent(
+    messages: list[Outgoing], supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its headers: it would end the connection, and all that waits for answers with it."""
+    monkeypatch.setattr(frames, "supported", supported)
+
+    async def main() -> None:
+        client = Sent()
+        client._flush_queue = None
+        lines = frames.framed(messages, "batch", "reply").split(b"\r\n")
+        takes = [int(line.split()[-1]) for line in lines if line.startswith((b"PUB", b"HPUB"))]
+        client._max_payload = max(takes)
+        largest = takes.index(max(takes))
+        more = list(messages)
+        more[largest] = msgspec.structs.replace(more[largest], body=more[largest].body + b"x")
+        with pytest.raises(MaxPayloadError):
+            await frames.send(client, more, "batch", "reply")
+        assert not client.data
+        await frames.send(client, messages, "batch", "reply")
+        assert client.data
 
     asyncio.run(main())
 

@@ -28,6 +28,7 @@ from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import Closed, LogFull, LogUnavailable
+from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Part, StoredMessage
 from bufstore.memory.log import MemoryListener, MemoryLog, MemoryStream
@@ -36,7 +37,7 @@ from unit.fake_log import run
 
 CONFIG = BufferConfig(log=LogConfig(partitions=3, max_bytes=1 << 30))
 SUBJECTS = Subjects(CONFIG.log.subject, 3)
-FAULTS = ("", "", "", "lost", "stored", "late", "doubled", "unavailable", "full", "slow", "junk", "away")
+FAULTS = ("", "", "", "lost", "stored", "late", "doubled", "unavailable", "full", "slow", "junk", "away", "shrunk")
 _TIMEOUT_S = 2.0
 _PARTS_LAST_S = 60.0
 
@@ -92,6 +93,12 @@ class Faulty(MemoryLog):
         super().__init__({CONFIG.log.stream: world.stream}, CONFIG, message_bytes_max)
         self.world = world
         self.lose_groups = False
+        #: What the server takes, and what it took at first; `message_bytes_max` is what its client knows of that.
+        self.taken_bytes_max = self.once_bytes_max = message_bytes_max
+
+    def shrink(self) -> None:
+        """The server takes smaller messages from now on, and tells nobody."""
+        self.taken_bytes_max = min(self.taken_bytes_max, 2048)
 
     async def _turn(self) -> MemoryStream:
         world = self.world
@@ -105,7 +112,12 @@ class Faulty(MemoryLog):
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         world, loop = self.world, asyncio.get_running_loop()
         size = len(message.body) + len(message.header or "")
-        assert size + 100 <= self.message_bytes_max, "the server would close the connection"
+        assert size + 100 <= self.once_bytes_max, "the server would close the connection"
+        if size > self.message_bytes_max:
+            raise MessageTooLarge("max_payload")
+        if size > self.taken_bytes_max:
+            self.message_bytes_max = self.taken_bytes_max  # the next connection knows
+            raise AppendUnknown("the server closed the connection")
         fault = world.chance.choice(world.faults) if world.faults else ""
         if self.lose_groups and message.subject == SUBJECTS.groups:
             fault = "lost"
@@ -130,6 +142,8 @@ class Faulty(MemoryLog):
                     raise AppendUnknown("no answer")
             case "slow":
                 await asyncio.sleep(1)
+            case "shrunk":
+                self.shrink()
             case "junk":
                 stream.store([Outgoing(SUBJECTS.groups, b"junk", world.chance.choice((None, "G1.0.x")))])
             case "away":
@@ -140,7 +154,7 @@ class Faulty(MemoryLog):
         return seq
 
     async def tell(self, subject: str, words: bytes) -> None:
-        assert len(words) + 100 <= self.message_bytes_max, "the server would close the connection"
+        assert len(words) + 100 <= self.once_bytes_max, "the server would close the connection"
         await super().tell(subject, words)
 
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
@@ -616,6 +630,65 @@ def test_large_units_fit_into_messages() -> None:
             await asyncio.wait_for(unit.done.wait(), 10)
             assert isinstance(unit.ends[0], int)
         assert isinstance(none.ends[0], LogUnavailable)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_what_a_server_does_not_take_any_more_goes_in_parts_and_stops_nobody() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        one.log.shrink()
+        first = one.add("a", 0, size=3000)
+        await asyncio.wait_for(first.done.wait(), 60)
+        assert isinstance(first.ends[0], AppendUnknown)  # and its writer looks
+        units = [one.add("a", 0, size=3000), one.add("b", 0), one.add("c", 0, size=1500), one.add("d", 0, size=1500)]
+        for unit in units:
+            await asyncio.wait_for(unit.done.wait(), 10)
+            assert isinstance(unit.ends[0], int)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_what_waits_while_the_server_comes_to_take_less_goes_in_parts() -> None:
+    async def main() -> None:
+        world = World(random.Random(1), ["slow"])
+        (one,) = await started(world)
+        one.add("a", 0)
+        await asyncio.sleep(0.1)
+        waiting = one.add("b", 0, size=3000)
+        one.log.message_bytes_max = 2048  # a new connection
+        await asyncio.wait_for(waiting.done.wait(), 10)
+        assert isinstance(waiting.ends[0], int)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_a_group_that_was_stored_before_the_server_came_to_take_less_is_found() -> None:
+    async def main() -> None:
+        world = World(random.Random(1), ["stored"])
+        (one,) = await started(world)
+        first_behind, looks = one.sequencer._behind, 0
+
+        async def behind(seq: int) -> Any:
+            nonlocal looks
+            looks += 1
+            one.log.message_bytes_max = 2048
+            if looks == 1:
+                raise LogUnavailable("not connected yet")
+            return await first_behind(seq)
+
+        one.sequencer._behind = behind
+        unit = one.add("a", 0, size=3000)
+        await asyncio.wait_for(unit.done.wait(), 10)
+        assert unit.ends == [place(1, 0)]
+        assert looks == 2
         check(world, [one])
         await one.sequencer.aclose()
 

@@ -26,6 +26,7 @@ from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, round_trip, text_of
 from bufstore.jetstream.credentials import read_credentials
+from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
@@ -249,14 +250,10 @@ class Connection:
                 watch.answered()
         except LogUnavailable as e:
             error = e
-        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
-            error = LogUnavailable(f"not connected to NATS: {self._reason}")
-        except TimeoutError:
-            error = AppendUnknown("no answer from NATS in time")
-            self._drop(client, "a write got no answer")
-        except OSError as e:
-            error = AppendUnknown(f"the connection failed: {text_of(e)}")
-            self._drop(client, "a write failed")
+        except FAILURES as e:
+            error = meaning(e, sent=False, why=self._reason)
+            if isinstance(error, AppendUnknown):
+                self._drop(client, "a write got no answer")
         finally:
             self._pace.end(tokens[0])
             for token in tokens:
@@ -309,14 +306,8 @@ class Connection:
                 if doubt is not None and not accepted:
                     await self._proven(doubt)
                 return accepted[0] if accepted else first
-        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
-            if sent:
-                raise AppendUnknown("the connection was lost before NATS answered") from None
-            raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
-        except TimeoutError:
-            raise AppendUnknown("no answer from NATS in time") from None
-        except OSError as e:
-            raise AppendUnknown(f"the connection failed: {text_of(e)}") from None
+        except FAILURES as e:
+            raise meaning(e, sent=sent, why=self._reason) from None
         finally:
             self._answers.pop(token, None)
             if answer.done() and not answer.cancelled():

@@ -41,6 +41,10 @@ class SubjectFull(LogFull):
     """The subject holds as many messages as it may."""
 
 
+class MessageTooLarge(LogUnavailable):
+    """The server takes no message of this size, headers included; by now, if it took one before."""
+
+
 class MessageMissing(LogUnavailable):
     """There is no message of this sequence (any more)."""
 

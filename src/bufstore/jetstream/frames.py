@@ -65,14 +65,14 @@ async def send(
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
     `begun`: the first of them is sent already. `moved` is called while much of it leaves: see `_write_parts`. Raises
-    nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch without
-    its end, which the server never stores.
+    nats.errors.OutboundBufferLimitError when the client is not connected, nats.errors.MaxPayloadError when a message is
+    larger than the server takes: nothing was sent then, or a batch without its end, which the server never stores.
     """
+    if not client.is_connected:
+        raise nats.errors.OutboundBufferLimitError
     last = len(messages)
+    data = framed(messages, batch, reply, slice(int(begun), last), bytes_max=client.max_payload)
     if supported:
-        if not client.is_connected:
-            raise nats.errors.OutboundBufferLimitError
-        data = framed(messages, batch, reply, slice(int(begun), last))
         if len(data) <= _PART_BYTES:
             await _write(client, data, last - begun)
         else:
@@ -91,8 +91,8 @@ def begin(client: Client, first: Outgoing, batch: str) -> bool:
     if not supported or not client.is_connected or not _free(client):
         return False
     try:
-        _write_now(client, framed([first], batch, "", whole=False), 1)
-    except nats.errors.OutboundBufferLimitError:
+        _write_now(client, framed([first], batch, "", whole=False, bytes_max=client.max_payload), 1)
+    except (nats.errors.OutboundBufferLimitError, nats.errors.MaxPayloadError):  # who sends the rest hears of it
         return False
     return True
 
@@ -125,7 +125,7 @@ async def send_each(
     """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
-    frames = [framed([message], "", reply) for message, reply in zip(messages, replies, strict=True)]
+    frames = [framed([m], "", reply, bytes_max=client.max_payload) for m, reply in zip(messages, replies, strict=True)]
     data = b"".join(frames)
     if len(data) <= _PART_BYTES:
         await _write(client, data, len(messages))
@@ -178,10 +178,19 @@ async def _write(client: Client, data: bytes, messages: int) -> None:
     await client._flush_pending()
 
 
-def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL, *, whole: bool = True) -> bytes:
+def framed(
+    messages: Sequence[Outgoing],
+    batch: str,
+    reply: str,
+    part: slice = _ALL,
+    *,
+    whole: bool = True,
+    bytes_max: int | None = None,
+) -> bytes:
     """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
 
-    Not `whole`: they are the beginning of a batch, and more of it will follow.
+    Not `whole`: they are the beginning of a batch, and more of it will follow. Raises nats.errors.MaxPayloadError for a
+    message of more than `bytes_max`, headers included: the server would end the connection.
     """
     parts: list[bytes] = []
     last = len(messages) if whole else -1
@@ -196,8 +205,10 @@ def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _
             if in_batch:
                 head += "Nats-Batch-Commit: 1\r\n"
         body = message.body
+        size = len(head) + _FRAME if head else 0  # ASCII: tokens, numbers and base64
+        if bytes_max is not None and size + len(body) > bytes_max:
+            raise nats.errors.MaxPayloadError
         if head:
-            size = len(head) + _FRAME  # ASCII: tokens, numbers and base64
             line = f"HPUB {message.subject}{to} {size} {size + len(body)}\r\nNATS/1.0\r\n{head}\r\n"
         else:
             line = f"PUB {message.subject}{to} {len(body)}\r\n"

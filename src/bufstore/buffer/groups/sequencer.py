@@ -36,6 +36,7 @@ from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.tasks import end
@@ -156,15 +157,19 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
         messages, heads = unit.messages, self._heads
-        size = unit.size or sum(map(size_of, messages))
-        queued = Queued(unit, heads.seen, heads.life, messages, size)
-        if size <= self.room and len(messages) <= ENTRIES_MAX:
+        self._look_at_limit()
+        self._admit(Queued(unit, heads.seen, heads.life, messages, unit.size or sum(map(size_of, messages))))
+
+    def _admit(self, queued: Queued) -> None:
+        """Queue it, its large entries in parts if it does not fit into a message otherwise."""
+        messages = queued.messages
+        if queued.size <= self.room and len(messages) <= ENTRIES_MAX:
             self._queue(queued)
-        elif elsewhere := too_large(messages, self.room):
+        elif not queued.elsewhere and (elsewhere := too_large(messages, self.room)):
             self._store_parts(msgspec.structs.replace(queued, elsewhere=elsewhere))
         else:
             refused = LogUnavailable(f"{len(messages)} entries do not fit into one message of this server")
-            asyncio.get_running_loop().call_soon(end_all, [unit], refused)
+            asyncio.get_running_loop().call_soon(_end_all, [queued], refused)
 
     def _queue(self, queued: Queued) -> None:
         # Looked at only while others write to the same threads: it costs.
@@ -242,6 +247,9 @@ class Sequencer:
         self._look_at_limit()
         count = count_fitting(waiting, self.room + HEAD_BYTES_MAX)
         taken = [waiting.popleft() for _ in range(count)]
+        if taken and taken[0].size > self.room:  # alone: the server takes smaller messages than when it came
+            self._admit(taken[0])
+            return []
         # Who waited for a large entry was told that it may be stored.
         given_up = [queued for queued in taken if queued.unit.given_up and not queued.elsewhere]
         if given_up:
@@ -393,7 +401,7 @@ class Sequencer:
         async def once() -> Written | Exception | None:
             """None: look again."""
             nonlocal unanswered
-            refused = False
+            refused = too_large = False
             sent_at = asyncio.get_running_loop().time()
             try:
                 if not self._confirmed():
@@ -414,6 +422,7 @@ class Sequencer:
             except BufstoreError as e:
                 if not unanswered:
                     return e
+                too_large = isinstance(e, MessageTooLarge)
             try:
                 await self._others.were_first()
                 found = await self._behind(before)
@@ -424,6 +433,8 @@ class Sequencer:
                 return None
             if found is None and is_gone():
                 return gone()
+            if found is None and too_large:  # an earlier copy was not: it may come, but this one can never follow
+                return AppendUnknown("the server takes smaller messages than when the group was sent first")
             if found is None:
                 return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
             if found.id == draft.id:

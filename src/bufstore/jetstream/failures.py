@@ -1,0 +1,31 @@
+"""What a failure to send, or to get an answer, says of what was to be stored. Pure."""
+
+from __future__ import annotations
+
+import nats.errors
+
+from bufstore.errors import LogUnavailable
+from bufstore.jetstream.client import text_of
+from bufstore.jetstream.errors import MessageTooLarge
+from bufstore.jetstream.messages import AppendUnknown
+
+#: What sending and waiting raise.
+FAILURES = (
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.MaxPayloadError,
+    OSError,  # a TimeoutError is one
+)
+
+
+def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | AppendUnknown:
+    """One of `FAILURES` as an error of ours. `sent`: whether all was sent before; `why` there is no connection."""
+    if isinstance(failure, TimeoutError):
+        return AppendUnknown("no answer from NATS in time")
+    if isinstance(failure, OSError):
+        return AppendUnknown(f"the connection failed: {text_of(failure)}")
+    if sent:
+        return AppendUnknown("the connection was lost before NATS answered")
+    if isinstance(failure, nats.errors.MaxPayloadError):
+        return MessageTooLarge("the NATS server takes no message of this size (max_payload)")
+    return LogUnavailable(f"not connected to NATS: {why}")
