@@ -140,7 +140,7 @@ class TwoLeaders(Recorder):
         def answer(words: list[bytes], payload: bytes) -> None:
             writer.write(b"MSG %b 1 %d\r\n%b\r\n" % (words[2], len(payload), payload))
 
-        published: list[bytes] = []
+        published: list[list[bytes]] = []
         while line := await reader.readline():
             words = line.split()
             if words[0] == b"PING":
@@ -150,10 +150,11 @@ class TwoLeaders(Recorder):
                 self.verbs.append(words[1].decode())
                 proves = words[1].startswith(b"$JS.API.")
                 if not proves:
-                    published = words
+                    published.append(words)
                     answer(words, self.FULL)
                 if self._stores and proves is self._before_proof:
-                    answer(published, b'{"stream":"s","seq":7}')
+                    for asked in published:
+                        answer(asked, b'{"stream":"s","seq":7}')
                 if b".PURGE." in words[1]:
                     answer(words, b'{"success":true,"purged":0}')
                 elif proves:
@@ -189,6 +190,24 @@ async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
     proofs = [f"$JS.API.STREAM.{proof}.s"] if replicas > 1 else []
     if replicas == 1 or before_proof or not stores:  # else both answers may have come before anybody looked
         assert leaders.verbs == ["a", *proofs]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_of_several_messages_side_by_side_no_refusal_of_such_a_node_is_believed_either(count: int) -> None:
+    leaders = TwoLeaders(stores=True, before_proof=False)
+    server = await asyncio.start_server(leaders.serve, "127.0.0.1", 0)
+    nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"])
+    connection = Connection(nats_, "test")
+    stream = NatsStream(connection, nats_.api, "s", 3)
+    told: dict[int, int | Exception] = {}
+    await connection.open()
+    try:
+        await stream.publish_each([Outgoing("a", b"x")] * count, 10, told.__setitem__)
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+    assert told == dict.fromkeys(range(count), 7)
 
 
 async def test_what_was_refused_and_not_proven_may_be_stored() -> None:

@@ -220,11 +220,16 @@ class Connection:
             raise
 
     async def write_each(
-        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+        self,
+        messages: Sequence[Outgoing],
+        timeout_s: float,
+        ended: Callable[[int, bytes | Exception], None],
+        *,
+        doubt: Doubt | None = None,
     ) -> None:
         """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
-        if len(messages) <= 1 or not frames.supported:
-            await asyncio.gather(*(self._write_one(i, m, timeout_s, ended) for i, m in enumerate(messages)))
+        if len(messages) <= 1 or doubt is not None or not frames.supported:
+            await asyncio.gather(*(self._write_one(i, m, timeout_s, ended, doubt) for i, m in enumerate(messages)))
             return
         left = len(messages)
         all_ended = asyncio.get_running_loop().create_future()
@@ -260,11 +265,16 @@ class Connection:
                 self._end(token, error)
 
     async def _write_one(
-        self, number: int, message: Outgoing, timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+        self,
+        number: int,
+        message: Outgoing,
+        timeout_s: float,
+        ended: Callable[[int, bytes | Exception], None],
+        doubt: Doubt | None,
     ) -> None:
         outcome: bytes | Exception
         try:
-            outcome = await self.write([message], None, timeout_s)
+            outcome = await self.write([message], None, timeout_s, doubt=doubt)
         except (AppendUnknown, BufstoreError) as e:
             outcome = e
         ended(number, outcome)

@@ -126,7 +126,7 @@ class NatsStream:
                 outcome = e
             ended(number, outcome)
 
-        await self._connection.write_each(messages, timeout_s, answered)
+        await self._connection.write_each(messages, timeout_s, answered, doubt=self._doubt)
 
     def begin_batch(self, first: Outgoing) -> BegunBatch | None:
         return self._connection.begin(first, secrets.token_hex(8))
