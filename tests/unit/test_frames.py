@@ -80,6 +80,31 @@ def test_a_socket_that_is_gone_is_a_client_that_is_not_connected() -> None:
     asyncio.run(main())
 
 
+class GoneAfterOne(Sent):
+    """A client whose connection ends when it has sent something."""
+
+    async def _send_command(self, cmd: bytes, priority: bool = False) -> None:
+        await super()._send_command(cmd, priority)
+        self._status = Client.DISCONNECTED
+
+
+def test_what_was_sent_before_the_connection_was_lost_may_be_stored() -> None:
+    large = [Outgoing(f"s.{number}", b"x" * 900_000) for number in range(4)]
+
+    async def main() -> None:
+        gone = Sent()
+        gone._status = Client.DISCONNECTED
+        for messages in (large, large[:1]):
+            with pytest.raises(OutboundBufferLimitError):
+                await frames.send_each(gone, messages, ["reply"] * len(messages))
+        with pytest.raises(ConnectionResetError):
+            await frames.send_each(GoneAfterOne(), large, ["reply"] * 4)
+        with pytest.raises(OutboundBufferLimitError):  # a batch without its end is never stored
+            await frames.send(GoneAfterOne(), large, "batch", "reply")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("supported", [True, False])
 @pytest.mark.parametrize("messages", [_MESSAGES[:1], _MESSAGES])
 def test_a_message_that_the_server_would_not_take_is_not_sent(

@@ -8,7 +8,7 @@ any other the public path does the same, slower (tests run both).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -64,7 +64,7 @@ async def send(
 ) -> None:
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
-    `begun`: the first of them is sent already. `moved` is called while much of it leaves: see `_write_parts`. Raises
+    `begun`: the first of them is sent already. `moved` is called while much of it leaves: see `_write_part`. Raises
     nats.errors.OutboundBufferLimitError when the client is not connected, nats.errors.MaxPayloadError when a message is
     larger than the server takes: nothing was sent then, or a batch without its end, which the server never stores.
     """
@@ -76,8 +76,8 @@ async def send(
         if len(data) <= _PART_BYTES:
             await _write(client, data, last - begun)
         else:
-            parts = _parts(messages, int(begun))
-            await _write_parts(client, ((framed(messages, batch, reply, p), p.stop - p.start) for p in parts), moved)
+            for p in _parts(messages, int(begun)):
+                await _write_part(client, framed(messages, batch, reply, p), p.stop - p.start, moved)
         return
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
@@ -122,7 +122,10 @@ async def post(client: Client, subject: str, payload: bytes, reply: str) -> None
 async def send_each(
     client: Client, messages: Sequence[Outgoing], replies: Sequence[str], moved: Callable[[int], None] = _unwatched
 ) -> None:
-    """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
+    """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`.
+
+    Raises ConnectionResetError when the connection was lost between them: some may be stored.
+    """
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
     frames = [framed([m], "", reply, bytes_max=client.max_payload) for m, reply in zip(messages, replies, strict=True)]
@@ -130,8 +133,13 @@ async def send_each(
     if len(data) <= _PART_BYTES:
         await _write(client, data, len(messages))
     else:
-        parts = _parts(messages, 0)
-        await _write_parts(client, ((b"".join(frames[p]), p.stop - p.start) for p in parts), moved)
+        for p in _parts(messages, 0):
+            try:
+                await _write_part(client, b"".join(frames[p]), p.stop - p.start, moved)
+            except nats.errors.OutboundBufferLimitError:
+                if p.start:
+                    raise ConnectionResetError("lost between two messages") from None
+                raise
 
 
 def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
@@ -144,21 +152,20 @@ def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
             start, size = number + 1, 0
 
 
-async def _write_parts(client: Client, parts: Iterable[tuple[bytes, int]], moved: Callable[[int], None]) -> None:
-    """Send one part after another, each when the previous one has left; what others send meanwhile goes in between.
+async def _write_part(client: Client, data: bytes, messages: int, moved: Callable[[int], None]) -> None:
+    """Send one of several parts, and return when it has left: what others send goes before the next one.
 
     `moved` is called with the number of bytes that had to wait for the socket and have left.
     """
-    for data, messages in parts:
-        if not client.is_connected:
-            raise nats.errors.OutboundBufferLimitError
-        await _write(client, data, messages)
-        while (waiting := _unsent(client)) and client.is_connected:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await client._transport.drain()  # type: ignore[union-attr]
-            if (gone := waiting - _unsent(client)) > 0:
-                moved(gone)
+    if not client.is_connected:
+        raise nats.errors.OutboundBufferLimitError
+    await _write(client, data, messages)
+    while (waiting := _unsent(client)) and client.is_connected:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await client._transport.drain()  # type: ignore[union-attr]
+        if (gone := waiting - _unsent(client)) > 0:
+            moved(gone)
 
 
 def _unsent(client: Client) -> int:
