@@ -125,6 +125,44 @@ async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: 
     assert posts == 2
 
 
+async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be sent and does not leave makes more calls wait than nats-py has places for."""
+    monkeypatch.setattr(connections, "_PING_INTERVAL_S", 1)
+    stalled, lost = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.create_task(Recorder().serve(reader, writer))
+        await stalled.wait()
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await lost.wait()
+        serving.cancel()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    connection.on_lost(lost.set)
+    await connection.open()
+    try:
+        stalled.set()
+        await connection.client().publish("a", bytes(1 << 20))
+        async with asyncio.timeout(5):
+            while not frames._unsent(connection.client()):
+                await connection.client().publish("a", bytes(1 << 20))
+                await asyncio.sleep(0)
+        await connection.client().publish("a", b"x")  # for the writing task
+        asked = [asyncio.create_task(connection.request("silent", b"", 0.5)) for _ in range(1500)]
+        _, late = await asyncio.wait(asked, timeout=10)
+        assert not late
+        assert all(isinstance(task.exception(), AppendUnknown) for task in asked)
+        async with asyncio.timeout(10):
+            await lost.wait()
+    finally:
+        lost.set()
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+
+
 class TwoLeaders(Recorder):
     """Two nodes that both believe they lead: the first refuses for want of room, the other stores, at some time."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -69,6 +70,14 @@ class ListeningClient(Client):
             # Anybody may send anything to an inbox: it must not end the task that reads. If the message was ours it is
             # missed, and its waiter notices.
             _log.warning("ignoring an invalid message: %s", type(e).__name__, extra={"action": "nats_message"})
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        # nats-py's waits for a place in a full queue, and ignores that its caller is cancelled meanwhile: on a link
+        # that stalls no call would end in time, and the PING that would notice it waits, too. Whoever has a place in
+        # the queue has all sent that waits by then.
+        if self._flush_queue is not None and self._flush_queue.full():
+            return None
+        return await super()._flush_pending(force_flush)
 
     def heard(self) -> None:
         """What was sent is on its way; the answer to a PING behind it need not be here yet."""

@@ -20,6 +20,7 @@ _HOOKS = {
     "_process_msg": ["self", "sid", "subject", "reply", "data", "headers"],
     "_process_headers": ["self", "headers"],
     "_connect_command": ["self"],
+    "_flush_pending": ["self", "force_flush"],
 }
 #: What sends the credentials.
 GUARD = "_connect_command"
@@ -38,6 +39,8 @@ def concerns() -> list[str]:
         found.append("bufstore was not checked with it: every message takes a slower way")
     if "_process_headers" in (gone := changed()):
         found.append("it parses headers in another way: one message with invalid headers may end the connection")
+    if "_flush_pending" in gone:
+        found.append("it waits for a link that stalls in another way: calls may take longer than they should")
     if GUARD in gone:
         found.append("it signs in in another way: TLS is refused")
     return found
