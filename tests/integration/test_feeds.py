@@ -10,6 +10,9 @@ from collections.abc import Callable
 import psycopg
 
 from bufstore import Consistency, ThreadQuery
+from bufstore.config import as_nats_config
+from bufstore.jetstream.messages import Outgoing
+from bufstore.nats.feed import consumer_config, open_feed
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
@@ -27,6 +30,30 @@ async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> No
         gc.collect()
         assert (len(client._subs), len(client._listeners)) == before
         assert not [alive for alive in feeds if alive() is not None]
+
+
+async def test_a_message_larger_than_a_feed_asks_for_at_once_is_delivered(deployment: Deployment) -> None:
+    """It was stored when the server took larger ones. It used to be asked for again and again, and nothing came."""
+    deployment.verified = False  # what is written here is no group
+    async with deployment.store(flusher=False) as store:
+        session, log = store.buffer.session, deployment.log
+        stream = session.stream
+        for size in (10, 5000, 5000, 10):
+            await stream.publish(Outgoing(f"{log.subject}.groups.0", b"x" * size), 5)
+        arrived, came, left = [], asyncio.Event(), list[str]()
+        config = consumer_config(f"{log.subject}-large", f"{log.subject}.groups.0", 1, 100)
+        api = as_nats_config(deployment.servers.nats.url).api
+        feed = await open_feed(session.connection, stream, api, log.stream, config, came.set, 1000, left.append, 5)
+        async with asyncio.timeout(10):
+            while len(arrived) < 4:
+                await came.wait()
+                came.clear()
+                assert feed.lost is None
+                for message in feed.take():
+                    arrived.append(len(message.body))
+                    await feed.ack(message.seq)
+        await feed.close()
+        assert arrived == [10, 5000, 5000, 10]
 
 
 async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Callable[..., Deployment]) -> None:

@@ -132,3 +132,28 @@ async def test_a_reader_that_is_short_of_time_is_no_slow_consumer(tmp_path: Path
 def heal(proxy: FaultProxy) -> None:
     proxy.cut()
     proxy.heal()
+
+
+async def test_a_message_larger_than_a_read_asks_for_at_once_is_read(tmp_path: Path) -> None:
+    """It was stored when the server took larger ones."""
+    server = NatsServer(tmp_path / "nats", sync_interval="2m", extra_config="max_payload: 16MB")
+    server.start()
+    reader = LogReader(as_nats_config(server.url), "LOG")
+    try:
+        client = await nats.connect(server.url)
+        wanted = {"name": "LOG", "subjects": ["log.groups.0"], "metadata": {"bufstore.partitions": "1"}}
+        await ask(client, "STREAM.CREATE.LOG", wanted)
+        context = client.jetstream()
+        sizes = [9, 9 << 20, 9 << 20, 9, 9]
+        for size in sizes:
+            await context.publish("log.groups.0", b"x" * size)
+        await client.close()
+        await asyncio.to_thread(server.stop)
+        server.extra_config = ""
+        await asyncio.to_thread(server.start)
+        await reader.open()
+        async with asyncio.timeout(20), aclosing(reader.read(1, 6, ["log.groups.0"])) as found:
+            assert [read.size async for part in found for read in part] == sizes
+    finally:
+        await reader.aclose()
+        server.stop()

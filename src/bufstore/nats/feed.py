@@ -27,6 +27,7 @@ from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.headers import entry_header, fields, status_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.stream import NatsStream
+from bufstore.nats.pull_sizes import PullSizes
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class NatsFeed:
         self._name: str = config["name"]
         self._wake = wake
         self._messages_max: int = config["max_ack_pending"]
-        self._bytes_max = bytes_max
+        self._sizes = PullSizes(bytes_max)
         self._leave = leave
         self._loop = asyncio.get_running_loop()
         self._client: ListeningClient | None = None
@@ -119,7 +120,7 @@ class NatsFeed:
 
     @property
     def crowded(self) -> bool:
-        return 2 * len(self._held) >= self._messages_max or 2 * self._held_bytes >= self._bytes_max
+        return 2 * len(self._held) >= self._messages_max or 2 * self._held_bytes >= self._sizes.bytes_max
 
     async def ack(self, seq: int) -> None:
         reply = None
@@ -152,14 +153,14 @@ class NatsFeed:
     async def _pull(self) -> None:
         """Keep one request open while there is space for its messages."""
         room = self._messages_max - len(self._held)
-        full = room <= self._messages_max // 4 or self._held_bytes >= self._bytes_max
+        full = room <= self._messages_max // 4 or self._held_bytes >= self._sizes.bytes_max
         if self._outstanding or full or self._lost or self._client is None:
             return
-        self._outstanding = room
+        size = self._sizes.next(room)
+        self._outstanding = size["batch"]
         self._heard = self._loop.time()
         request = {
-            "batch": room,
-            "max_bytes": self._bytes_max,
+            **size,
             "expires": _EXPIRES_S * 1_000_000_000,
             "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
         }
@@ -198,7 +199,10 @@ class NatsFeed:
             if last is not None and int(last) > self._counter:
                 self._lose(f"deliveries up to {last} are missing after {self._counter}")
             return
-        if status == "408" or (status == "409" and "Bytes" in description):
+        of_bytes = status == "409" and "Bytes" in description
+        if of_bytes:
+            self._sizes.ended(self._counter)
+        if status == "408" or of_bytes:
             # The request ended (its time, or its bytes): ask again.
             self._outstanding = 0
             await self._pull()

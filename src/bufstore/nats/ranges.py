@@ -28,6 +28,7 @@ from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import log_config
+from bufstore.nats.pull_sizes import PullSizes
 from bufstore.nats.setup import epoch_of, target_of
 
 _PULL = 4096
@@ -216,11 +217,9 @@ class LogReader:
         )
         if not created["num_pending"]:
             return
-        inbox = _Inbox(end)
+        inbox = _Inbox(end, PullSizes(max(_PULL_BYTES, 2 * client.max_payload)))
         subscription = await client.listen(reply := client.new_inbox(), inbox.heard)
         pull = {
-            "batch": at_once,
-            "max_bytes": max(_PULL_BYTES, 2 * client.max_payload),
             "expires": _EXPIRES_S * 1_000_000_000,
             "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
         }
@@ -230,8 +229,9 @@ class LogReader:
                 # The next batch is requested before the last is worked on, so at most two are in memory.
                 room = min(at_once, end - inbox.position(start))
                 if inbox.wanted <= room // 4:
-                    inbox.wanted += room
-                    await client.publish(verb, json.dumps(pull | {"batch": room}).encode(), reply=reply)
+                    size = inbox.sizes.next(room)
+                    inbox.wanted += size["batch"]
+                    await client.publish(verb, json.dumps(pull | size).encode(), reply=reply)
                 if part := await inbox.take(lambda: client.is_connected):
                     yield part
                 elif inbox.idle and await self._nothing_left(name, inbox):
@@ -255,8 +255,9 @@ class LogReader:
 class _Inbox:
     """What a consumer has sent."""
 
-    def __init__(self, end: int) -> None:
+    def __init__(self, end: int, sizes: PullSizes) -> None:
         self._end = end
+        self.sizes = sizes
         self._arrived: list[Read] = []
         #: Messages that came.
         self.counter = 0
@@ -299,6 +300,8 @@ class _Inbox:
 
     def _status(self, headers: bytes) -> None:
         status, description = status_of(headers)
+        if status == "409" and "Bytes" in description:
+            self.sizes.ended(self.counter)
         if status == "408" or (status == "409" and ("Bytes" in description or "Batch" in description)):
             # The request ended before its count was full: what is left of it does not come.
             self.wanted -= int(added(headers, b"Nats-Pending-Messages") or 0)

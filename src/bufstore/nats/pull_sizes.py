@@ -1,0 +1,32 @@
+"""How much a pull asks a consumer for. Pure.
+
+The server ends a pull before a message that is larger than what is left of its `max_bytes`. A message that is larger
+than all of it (it was stored when the server took larger ones) would end every pull: it is asked for alone, and
+without that limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class PullSizes:
+    """Those of one consumer."""
+
+    bytes_max: int
+    #: How many messages had come when a pull ended for its bytes last.
+    _ended_at: int = 0
+    _alone: bool = False
+
+    def next(self, batch: int) -> dict[str, int]:
+        """What the next pull asks for, at most `batch` messages."""
+        if self._alone:
+            self._alone = False
+            return {"batch": 1}
+        return {"batch": batch, "max_bytes": self.bytes_max}
+
+    def ended(self, came: int) -> None:
+        """A pull ended for its bytes; so many messages have come by now, of all pulls."""
+        self._alone = came == self._ended_at
+        self._ended_at = came
