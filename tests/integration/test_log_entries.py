@@ -65,6 +65,12 @@ async def test_entries_are_shown_one_by_one(deployment: Deployment) -> None:
     human = await asyncio.to_thread(bufstore_cli, "log", "entries", **where(deployment))
     assert (human.code, len(human.out.splitlines()), threads[3] in human.out) == (0, len(whole), True), human
     assert "0:x" not in human.out
+    async with deployment.store() as store:
+        clears = fresh("clears\x1b[2J")
+        await store.checkpoint(clears, [{"content": "\x9b2J"}], run_of(clears))
+    last = await asyncio.to_thread(bufstore_cli, "log", "entries", "--limit", 1, "--payload", **where(deployment))
+    assert "clears\\x1b[2J-" in last.out, "a terminal is not cleared"
+    assert not {"\x1b", "\x9b"} & set(last.out)
     wrong = await asyncio.to_thread(bufstore_cli, "log", "entries", "--after", "soon", **where(deployment))
     assert (wrong.code, "neither a position nor a time" in wrong.err) == (2, True)
 

@@ -17,7 +17,7 @@ async def cli(deployment: Deployment, *arguments: object) -> Any:
 
 async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> None:
     async with deployment.store(picky(deployment), flush_interval_s=600) as store:
-        thread_id, healed = fresh(), fresh("[bold]")
+        thread_id, healed = fresh(), fresh("[bold][/x]\x1b[2J" + "long " * 20)
         messages = await poisoned(store, thread_id)
         await poisoned(store, healed, behind=0)
         await store.checkpoint(healed, [said(0)], run_of(healed))
@@ -35,12 +35,15 @@ async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> N
     table = await cli(deployment, "quarantine", "list")
     assert "5 entries" in table.out
     assert "division by zero" in table.out
+    assert healed.replace("\x1b", "\\x1b") in table.out, "as it is, but for what a terminal would obey; in one line"
 
     shown = await cli(deployment, "quarantine", "show", ids[0], "--json")
     assert shown.json["messages"] == [messages[1]]
     assert shown.json["run"]["run_id"] == run_of(thread_id, 1).run_id
     human = await cli(deployment, "quarantine", "show", ids[0])
     assert "poison" in human.out
+    odd = next(e["seq"] for e in listed.json["entries"] if e["thread_id"] == healed)
+    assert healed.replace("\x1b", "\\x1b") in (await cli(deployment, "quarantine", "show", odd)).out
     missing = await cli(deployment, "quarantine", "show", 999_999)
     assert (missing.code, "no entry" in missing.err) == (2, True)
 

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+#: Columns in which no line of ours is folded.
+_UNFOLDED = 1 << 20
+
 
 def show_json(report: object) -> None:
     """Print the report as one line of JSON."""
@@ -19,14 +22,10 @@ def show_json(report: object) -> None:
 
 def show_fields(report: msgspec.Struct, title: str) -> None:
     """Print the report, a line for each field."""
-    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in msgspec.structs.asdict(report).items():
-        table.add_row(
-            name.replace("_", " "), "unknown" if value is None else f"{value:,}" if _counts(value) else str(value)
-        )
-    Console().print(table)
+    fields = msgspec.structs.asdict(report).items()
+    table = new_table(("", "value"), ((name.replace("_", " "), _shown(value)) for name, value in fields), ("value",))
+    table.show_header, table.title, table.title_justify = False, title, "left"
+    new_console().print(table)
 
 
 def new_table(columns: Iterable[str], rows: Iterable[Iterable[object]], right: Collection[str] = ()) -> Table:
@@ -35,8 +34,32 @@ def new_table(columns: Iterable[str], rows: Iterable[Iterable[object]], right: C
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))  # no markup: a cause, say, may hold anything
+        table.add_row(*(Text(printable(str(value))) for value in row))
     return table
+
+
+def new_console(*, sentences: bool = False) -> Console:
+    """Standard output for text that is shown as it is: ids and causes may hold what looks like markup or an emoji.
+
+    What is piped is not folded, so that an id stands in one line whoever looks for it; `sentences`: it is for people
+    to read, wherever it goes.
+    """
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not (sentences or console.is_terminal):
+        console.width = _UNFOLDED
+    return console
+
+
+def say(line: str) -> None:
+    """Print a line for people."""
+    click.echo(printable(line))
+
+
+def printable(text: str) -> str:
+    """The text in one line, with escapes for what a terminal would obey or not show: control characters above all."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def lasting(seconds: float) -> str:
@@ -47,5 +70,8 @@ def lasting(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _counts(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _shown(value: object) -> str:
+    if value is None:
+        return "unknown"
+    counts = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:,}" if counts else str(value)

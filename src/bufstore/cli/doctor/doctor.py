@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +15,7 @@ from bufstore.cli.doctor.mailbox import check_mailbox
 from bufstore.cli.doctor.nats import check_nats
 from bufstore.cli.doctor.postgres import check_postgres
 from bufstore.cli.doctor.tokens import check_tokens
+from bufstore.cli.output import new_console, printable
 from bufstore.nats.permissions import Role
 
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.BAD: "bold red"}
@@ -79,7 +79,7 @@ async def _look(
 
 
 def _show(found: Diagnosis) -> None:
-    console = Console(highlight=False)
+    console = new_console(sentences=True)
     for part in dict.fromkeys(c.part for c in found.checks):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
@@ -88,7 +88,8 @@ def _show(found: Diagnosis) -> None:
         for c in found.checks:
             if c.part == part:
                 # The advice below what was found: two columns of sentences do not fit into 80 characters.
-                said = Text(f"{c.found}\n→ {c.advice}" if c.advice else c.found)
+                found_ = printable(c.found)
+                said = Text(f"{found_}\n→ {c.advice}" if c.advice else found_)
                 table.add_row(Text(f"  {c.level.value}", style=_COLOURS[c.level]), c.what, said)
         console.print(part, style="bold")
         console.print(table)

@@ -23,6 +23,7 @@ from bufstore.cli.conversations.transactions import count_transactions
 from bufstore.cli.conversations.writer import ConversationWriter, flush_all
 from bufstore.cli.importing.journal import Journal
 from bufstore.cli.importing.lines import BadLine, Input, Line
+from bufstore.cli.output import printable
 from bufstore.cli.running import EXIT_WRONG, Failure
 from bufstore.errors import FlushTimeout, StoreUnavailable
 from bufstore.threads.buffered import BufferedThreadStore
@@ -183,7 +184,7 @@ class _Progress:
         """Report a line that was not imported."""
         self.bad_lines += 1
         if self.bad_lines <= _REPORTED:
-            self._console.print(f"line {number}: {reason}")
+            self._console.print(f"line {number}: {printable(reason)}")
 
 
 class Importer:

@@ -18,7 +18,7 @@ from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.content import content_of
-from bufstore.cli.output import show_json
+from bufstore.cli.output import say, show_json
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
@@ -246,10 +246,10 @@ def _show_all(report: LogEntries) -> None:
 
 def _show(entry: LogEntry) -> None:
     version = "-" if entry.version is None else f"v{entry.version}"
-    click.echo(
+    say(
         f"{entry.seq:>20}  {entry.stored_at.astimezone():%Y-%m-%d %H:%M:%S.%f}  {entry.partition:>3}  {entry.kind:<8}  "
         f"{version:>7}  {entry.bytes:>9,} B  {entry.thread_id or '-'}"
         + (f"  {entry.trouble}" if entry.trouble is not None else "")
     )
     if entry.payload is not None:
-        click.echo(f"    {msgspec.json.encode(entry.payload).decode()}")
+        say(f"    {msgspec.json.encode(entry.payload).decode()}")

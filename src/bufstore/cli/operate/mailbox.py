@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from bufstore.cli.connect import Endpoints, Options, connects
-from bufstore.cli.output import lasting
+from bufstore.cli.output import lasting, say
 from bufstore.cli.running import Finite
 from bufstore.errors import ConfigError
 from bufstore.mailbox.counters import MailboxGauges
@@ -110,11 +110,11 @@ def list_(options: Options, name: str, thread: str | None, only: tuple[str, ...]
 def _show_list(found: list[str] | list[Dispatch]) -> None:
     for each in found:
         if isinstance(each, str):
-            click.echo(each)
+            say(each)
             continue
         holder = f", {each.claimed_by!r} since {_when(each.claimed_at_ms)}" if each.claimed_by else ""
         error = f", {each.last_error}" if each.last_error else ""
-        click.echo(
+        say(
             f"{each.dispatch_id}  {each.status.value}{holder}, since {_when(each.created_at_ms)}, "
             f"attempt {each.attempts + 1} of {each.max_attempts}{error}"
         )

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
 from bufstore.buffer.entry import Malformed
 from bufstore.buffer.operate.quarantine import Quarantine
@@ -19,7 +18,7 @@ from bufstore.buffer.ports.ledger import ParkedInfo
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.operate.content import content_of
-from bufstore.cli.output import new_table, show_fields
+from bufstore.cli.output import new_console, new_table, say, show_fields
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.errors import NotFound
 
@@ -191,7 +190,7 @@ async def _nameless(it: Quarantine) -> list[Replayed]:
 
 
 def _show_page(page: QuarantinePage) -> None:
-    console = Console(highlight=False)
+    console = new_console()
     console.print(f"{page.total} entries in quarantine, {len(page.entries)} shown")
     rows = [
         (e.seq, e.thread_id or "-", f"{e.parked_at.astimezone():%Y-%m-%d %H:%M:%S}", e.bytes, _state(e), e.cause)
@@ -215,7 +214,7 @@ def _show_entry(shown: ShownEntry) -> None:
 def _show_replay(report: ReplayReport) -> None:
     click.echo(f"{report.applied} entries applied, {len(report.left)} stay in quarantine")
     for o in report.left:
-        click.echo(f"  {o.seq} of thread {o.thread_id or '-'}: {o.outcome.value}: {o.reason}")
+        say(f"  {o.seq} of thread {o.thread_id or '-'}: {o.outcome.value}: {o.reason}")
 
 
 def _shown(entry: ParkedEntry) -> ShownEntry:

@@ -7,10 +7,9 @@ from typing import TypeVar
 
 import click
 import msgspec
-from rich.console import Console
 
 from bufstore.cli.connect import Endpoints, Options, connects
-from bufstore.cli.output import new_table
+from bufstore.cli.output import new_console, new_table, say
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.errors import ConfigError, NotFound
 from bufstore.spark.sink.parked_rows import ParkedRow, ParkedRows, RowReplay
@@ -132,7 +131,7 @@ async def _with_rows(target: Endpoints, work: Callable[[ParkedRows], Awaitable[T
 
 
 def _show_page(page: RowPage) -> None:
-    console = Console(highlight=False)
+    console = new_console()
     console.print(f"{page.total} rows in spark_quarantine, {len(page.rows)} shown")
     if page.rows:
         rows = [
@@ -147,4 +146,4 @@ def _show_page(page: RowPage) -> None:
 def _show_replay(report: RowReplayReport) -> None:
     click.echo(f"{report.written} rows written, {len(report.left)} stay")
     for one in report.left:
-        click.echo(f"  {one.id} of thread {one.thread_id or '-'}: {one.refused}")
+        say(f"  {one.id} of thread {one.thread_id or '-'}: {one.refused}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 from rich.filesize import decimal
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import BufferStatus, inspecting
-from bufstore.cli.output import lasting, new_table
+from bufstore.cli.output import lasting, new_console, new_table
 from bufstore.cli.running import EXIT_UNUSABLE, EXIT_WRONG
 
 
@@ -37,27 +36,25 @@ async def _look(target: Endpoints) -> BufferStatus:
 
 
 def _show(found: BufferStatus) -> None:
-    console = Console(highlight=False)
+    console = new_console()
     used = f"{decimal(found.log_bytes)} of {decimal(found.log_bytes_max)}"
-    console.print(f"log {found.stream}: {used} ({found.log_bytes / found.log_bytes_max:.1%})", markup=False)
+    console.print(f"log {found.stream}: {used} ({found.log_bytes / found.log_bytes_max:.1%})")
     if found.lanes > 1:
-        console.print(f"lane {found.lane} of {found.lanes}: each has a stream of its own (--stream)", markup=False)
+        console.print(f"lane {found.lane} of {found.lanes}: each has a stream of its own (--stream)")
     full = "" if found.log_full_in_s is None else f", full in {lasting(found.log_full_in_s)} at this rate"
-    console.print(f"not flushed: about {decimal(found.log_bytes_unflushed)}{full}", markup=False)
+    console.print(f"not flushed: about {decimal(found.log_bytes_unflushed)}{full}")
     for what, trouble in (
         ("checkpoints", found.write_trouble),
         ("reads", found.read_trouble),
         ("flushing", found.flush_trouble),
     ):
-        console.print(f"{what}: {trouble or 'ok'}", markup=False)
-    console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
-    console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
-    console.print(f"waiting entries: {_shown(found.waiting)}", markup=False)
-    console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)
+        console.print(f"{what}: {trouble or 'ok'}")
+    console.print(f"Postgres: {found.postgres_trouble or 'ok'}")
+    console.print(f"flushers: {', '.join(found.members) or 'none alive'}")
+    console.print(f"waiting entries: {_shown(found.waiting)}")
+    console.print(f"quarantined entries: {_shown(found.quarantined)}")
     if found.group_entries is not None and found.group_bytes is not None:
-        console.print(
-            f"the last groups: {found.group_entries:g} entries, {decimal(int(found.group_bytes))} each", markup=False
-        )
+        console.print(f"the last groups: {found.group_entries:g} entries, {decimal(int(found.group_bytes))} each")
     numbers = ("partition", "end", "flushed to", "lag", "term")
     rows = ((p.partition, p.end, p.cursor, p.lag, p.term, p.owner or "-") for p in found.partitions)
     console.print(new_table((*numbers, "owner"), (map(_shown, row) for row in rows), right=numbers))

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from bufstore.cli.connect import Endpoints, Options, connects
+from bufstore.cli.output import say
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.errors import ConfigError
 from bufstore.jetstream.connection import Connection
@@ -141,4 +142,4 @@ def _show_holder(found: KeyHolder) -> None:
     if (holder := found.holder) is None:
         click.echo(f"{found.key!r}: nobody")
     else:
-        click.echo(f"{found.key!r}: {holder.name or '(no name)'}, token {holder.token}, silent {holder.silent_s:.1f} s")
+        say(f"{found.key!r}: {holder.name or '(no name)'}, token {holder.token}, silent {holder.silent_s:.1f} s")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import click
 import msgspec
-from rich.console import Console
 
 from bufstore.buffer.operate.audit import Verification
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
-from bufstore.cli.output import new_table
+from bufstore.cli.output import new_console, new_table
 from bufstore.cli.running import EXIT_WRONG
 
 
@@ -32,7 +31,7 @@ async def _look(target: Endpoints) -> Verification:
 
 
 def _show(found: Verification) -> None:
-    console = Console(highlight=False)
+    console = new_console()
     console.print(
         f"{found.threads} threads in {found.partitions} partitions, {found.unflushed_entries} entries of "
         f"{found.unflushed_threads} threads not flushed yet ({found.waiting} of them wait for their turn), "

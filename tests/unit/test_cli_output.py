@@ -1,0 +1,71 @@
+"""What the command line prints of values that are not its own: as they are, and nothing that a terminal obeys."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+
+from bufstore.cli.output import new_console, new_table, printable, say, show_fields
+
+#: What rich takes for markup, or for an emoji.
+MARKUP = "[INST] hi [/INST] see [docs], [red] and [1] :warning:"
+#: Sets a terminal's title, clears it, and changes the direction of the text.
+OBEYED = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\nf\tg\r"
+
+
+class Report(msgspec.Struct):
+    """Values of all kinds."""
+
+    text: str
+    count: int
+    nothing: None = None
+    ok: bool = True
+
+
+def test_fields_show_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    show_fields(Report(text=MARKUP, count=12345), "report of [red]")
+    shown = capsys.readouterr().out
+    assert "report of [red]" in shown
+    assert [line.split(maxsplit=1)[1].strip() for line in shown.splitlines() if line.strip()][1:] == [
+        MARKUP, "12,345", "unknown", "True",
+    ]  # fmt: skip
+
+
+def test_tables_and_lines_show_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    new_console().print(new_table(("id", "cause"), [("x[/y]", MARKUP)]))
+    new_console().print(MARKUP)
+    say(MARKUP)
+    shown = capsys.readouterr().out
+    assert "x[/y]" in shown
+    assert shown.count(MARKUP) == 3
+
+
+def test_nothing_that_is_piped_is_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    thread_id = "a long id with spaces " * 20 + "end"
+    new_console().print(new_table(("thread", "cause"), [(thread_id, "why " * 100)]))
+    new_console().print(f"found {thread_id}")
+    show_fields(Report(text=thread_id, count=1), "report")
+    assert capsys.readouterr().out.count(thread_id) == 3
+    new_console(sentences=True).print(Text(thread_id))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_a_terminal_gets_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    say(OBEYED)
+    new_console().print(new_table(("id",), [(OBEYED,)]))
+    show_fields(Report(text=OBEYED, count=1), "report")
+    shown = capsys.readouterr().out
+    escaped = r"a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\nf\tg\r"
+    assert shown.count(escaped) == 3
+    assert all(c.isprintable() for c in shown.replace("\n", ""))
+
+
+@given(st.text(st.characters()), st.text(st.characters(exclude_categories=("C", "Z"))))
+def test_what_is_printable_stays_and_all_else_is_escaped(text: str, plain: str) -> None:
+    assert printable(text).isprintable()
+    printable(text).encode()  # lone surrogates cannot be
+    assert printable(text + plain) == printable(text) + plain
