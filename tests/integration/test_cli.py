@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bufstore.embedded import Servers
-from command_line import bufstore_cli, lines_of, where
+from command_line import COMMAND, ENVIRONMENT, bufstore_cli, lines_of, where
 from conftest import Deployment
-from helpers import fresh, run_of, said
+from fault_proxy.proxy import FaultProxy
+from helpers import eventually, fresh, query, run_of, said
+
+#: A shell's background jobs, which these tests may be, ignore Ctrl-C, and so would their children.
+INTERRUPTIBLE: Any = {
+    "stdout": asyncio.subprocess.DEVNULL,
+    "stderr": asyncio.subprocess.DEVNULL,
+    "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+}
 
 
 async def status_of(deployment: Deployment, code: int = 0) -> Any:
@@ -117,6 +129,81 @@ async def test_flush_asks_the_flusher_that_is_alive(deployment: Deployment) -> N
         assert (result.code, result.json["flushed_here"]) == (0, False), result
         async with deployment.inner() as plain:
             assert await plain.load_messages(thread) == ["x"]
+
+
+@asynccontextmanager
+async def hanging_postgres() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """One that lets everybody connect and never says a word; the event is set once somebody has connected."""
+    connected = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        with contextlib.suppress(OSError):
+            await reader.read(-1)
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1") as server:
+        yield f"postgresql://u@127.0.0.1:{server.sockets[0].getsockname()[1]}/x", connected
+
+
+async def test_a_flush_ends_in_its_time_while_postgres_hangs(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread := fresh(), ["x"], run_of(thread))
+    async with hanging_postgres() as (dsn, _):
+        hangs = where(deployment) | {"BUFSTORE_POSTGRES": dsn}
+        for what in ([thread], ["--all"]):
+            result = await asyncio.to_thread(bufstore_cli, "flush", *what, "--timeout", 0.5, "--json", **hangs)
+            assert (result.code, result.json["error"]) == (2, "FlushTimeout"), result
+
+
+async def test_a_flush_ends_in_its_time_when_postgres_hangs_in_the_middle(deployment: Deployment) -> None:
+    """The statement that is on its way then holds nobody up, neither at the end of the time nor at Ctrl-C."""
+    dsn, thread = deployment.servers.postgres.dsn, fresh()
+    async with deployment.store() as store:
+        await store.checkpoint(thread, ["x"], run_of(thread))
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint_append(thread, ["y"], run_of(thread))
+    await query(dsn, f"CREATE FUNCTION {deployment.name}.hang() RETURNS trigger LANGUAGE plpgsql AS "
+                     "'BEGIN PERFORM pg_sleep(600); RETURN NEW; END'")  # fmt: skip
+    await query(dsn, f"CREATE TRIGGER hang BEFORE INSERT ON {deployment.name}.messages "
+                     f"FOR EACH ROW EXECUTE FUNCTION {deployment.name}.hang()")  # fmt: skip
+    asleep = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+    postgres = conninfo_to_dict(dsn)
+    for seconds, code in ((5, 2), (600, 130)):
+        async with FaultProxy(str(postgres["host"]), int(str(postgres["port"])), protocol="postgres") as proxy:
+            hangs = where(deployment) | {"BUFSTORE_POSTGRES": make_conninfo(dsn, host="127.0.0.1", port=proxy.port)}
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND, "flush", thread, "--timeout", str(seconds), env=ENVIRONMENT | hangs, **INTERRUPTIBLE
+            )
+            await eventually(lambda: query(dsn, asleep))
+            proxy.to_client.hold()
+            if code == 130:
+                process.send_signal(signal.SIGINT)
+            try:
+                async with asyncio.timeout(20):
+                    assert await process.wait() == code
+            finally:
+                if process.returncode is None:
+                    process.kill()
+        await query(dsn, f"SELECT pg_terminate_backend(pid) FROM ({asleep}) AS _")
+        await eventually(lambda: _none(dsn, asleep))
+
+
+async def _none(dsn: str, rows: str) -> bool:
+    return not await query(dsn, rows)
+
+
+async def test_ctrl_c_ends_a_flush_while_postgres_hangs(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread := fresh(), ["x"], run_of(thread))
+    async with hanging_postgres() as (dsn, connected):
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "flush", thread, env=ENVIRONMENT | where(deployment) | {"BUFSTORE_POSTGRES": dsn}, **INTERRUPTIBLE
+        )
+        await connected.wait()
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 130
 
 
 def test_what_only_looks_makes_no_log(servers: Servers) -> None:

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.pool import Pool, check_conninfo, open_pool
+from fault_proxy.proxy import FaultProxy
+from helpers import eventually, query
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,29 @@ async def test_who_gives_up_at_any_moment_takes_nothing_with_him(pool: Pool) -> 
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]
         assert len({c.info.backend_pid for c in held}) == 3
+
+
+async def sleeping(pool: Pool) -> None:
+    async with pool.lend(60) as connection:
+        await connection.execute("SELECT pg_sleep(60)")
+
+
+async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -> None:
+    address = conninfo_to_dict(servers.postgres.dsn)
+    async with FaultProxy(str(address["host"]), int(str(address["port"])), protocol="postgres") as proxy:
+        pool = await open_pool(make_conninfo(servers.postgres.dsn, host="127.0.0.1", port=proxy.port), size=1)
+        before = await backend(pool)
+        call = asyncio.create_task(sleeping(pool))
+        asleep = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND pid = %s"
+        await eventually(lambda: query(servers.postgres.dsn, asleep, before))
+        proxy.to_client.hold()
+        call.cancel()
+        ended, _ = await asyncio.wait([call], timeout=5)
+        assert ended, "psycopg waits for ten seconds"
+        assert call.cancelled()
+        proxy.heal()
+        assert await backend(pool) not in (0, before), "what was left there is nobody's"
+        await pool.close()
 
 
 async def test_who_waits_too_long_is_told_and_the_others_go_on(pool: Pool) -> None:

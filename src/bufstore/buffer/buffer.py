@@ -141,7 +141,8 @@ class Buffer(Generic[C, S, M]):
         if self.flusher is not None and not self.flusher.state.trouble:
             with contextlib.suppress(BufstoreError):
                 await self.force_flush_all()
-        await self.release(max(ends_at - loop.time(), 0), before_store=before_store)
+        flusher_s = min(max(ends_at - loop.time(), 0), self.config.flush_timeout_s)
+        await self.release(flusher_s, before_store=before_store)
 
     async def release(self, flusher_s: float | None = None, *, before_store: _Call | None = None) -> None:
         """Stop and release everything, as `aclose` does, and flush nothing further.

@@ -105,14 +105,14 @@ class Endpoints:
     session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
 
     @asynccontextmanager
-    async def opened(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[Flushes]:
-        """What flushes the log (of several lanes, all), of whichever domain it is; `create` as in `buffered`."""
+    async def opened(self, *, create: bool = True, **config: Any) -> AsyncIterator[Flushes]:
+        """What flushes the log (of several lanes, all), of whichever domain it is; the rest as in `buffered`."""
         found = await self._find()
         if found is None or found.target is None or schema_of(found.target.kind) is None:
-            async with self.buffered(flusher=flusher, create=create) as store:
+            async with self.buffered(create=create, **config) as store:
                 yield store
             return
-        buffer = self.buffer_of(found.target, BufferConfig.fitting(found.config, flusher=flusher))
+        buffer = self.buffer_of(found.target, BufferConfig.fitting(found.config, **config))
         await buffer.open()
         try:
             yield buffer
@@ -130,10 +130,10 @@ class Endpoints:
         return threads_buffer(self.plain(pool_size=2), self.nats, config, name=self.session, timeout_s=timeout_s)
 
     @asynccontextmanager
-    async def buffered(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[BufferedThreadStore]:
+    async def buffered(self, *, create: bool = True, **config: Any) -> AsyncIterator[BufferedThreadStore]:
         """The buffered store, with the log as it stands on the server.
 
-        `create`: make a log if there is none; else that is a ConfigError.
+        `create`: make a log if there is none; else that is a ConfigError. `config`: fields of BufferConfig.
         """
         log = await self.find_log(applies=True)
         if log is None:
@@ -142,8 +142,8 @@ class Endpoints:
             log = LogConfig(stream=self.stream, bucket=self.bucket)
             if self.servers is not None:  # on whatever disk this is
                 log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)
-        config = BufferConfig.fitting(log, flusher=flusher)
-        async with await BufferedThreadStore.open(self.plain(), nats=self.nats, config=config) as store:
+        fitting = BufferConfig.fitting(log, **config)
+        async with await BufferedThreadStore.open(self.plain(), nats=self.nats, config=fitting) as store:
             yield store
 
     def plain(self, *, pool_size: int = 8) -> PostgresThreadStore:

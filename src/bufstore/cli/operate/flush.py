@@ -13,11 +13,16 @@ import msgspec
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
-from bufstore.cli.running import Finite
-from bufstore.errors import BufstoreError
+from bufstore.cli.running import Failure, Finite
+from bufstore.errors import BufstoreError, FlushTimeout
 from bufstore.types import check_id
 
 _LOOK_EVERY_S = 0.25
+#: What a flush has at least, when opening has taken all of its time.
+_LEAST_S = 0.1
+#: How long the flusher that stands in waits for Postgres when it opens, and for its last window when it closes: by then
+#: whoever asked for the flush has waited long enough.
+_STAND_IN_S = 1.0
 
 
 class FlushReport(msgspec.Struct, kw_only=True):
@@ -54,17 +59,30 @@ async def _flush(target: Endpoints, thread: str | None, timeout_s: float) -> Flu
     if thread is not None:
         check_id(thread, "thread_id")
     create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
-    async with target.opened(flusher=False, create=create) as store, standing_in(target) as stand_in:
-        if thread is None:
-            await store.force_flush_all(timeout_s=timeout_s)
-        else:
-            await store.force_flush(thread, timeout_s=timeout_s)
-        return FlushReport(
-            thread_id=thread,
-            flushed=True,
-            flushed_here=stand_in.is_set(),
-            seconds=round(time.perf_counter() - began, 3),
-        )
+    try:
+        async with (
+            asyncio.timeout(timeout_s) as opening,
+            target.opened(flusher=False, create=create) as store,
+            standing_in(target) as stand_in,
+        ):
+            opening.reschedule(None)  # what follows keeps to the time itself, and knows what it waited for
+            left_s = max(timeout_s - (time.perf_counter() - began), _LEAST_S)
+            if thread is None:
+                await store.force_flush_all(timeout_s=left_s)
+            else:
+                await store.force_flush(thread, timeout_s=left_s)
+            return FlushReport(
+                thread_id=thread,
+                flushed=True,
+                flushed_here=stand_in.is_set(),
+                seconds=round(time.perf_counter() - began, 3),
+            )
+    except TimeoutError:
+        raise Failure(
+            f"not flushed: NATS or Postgres did not answer within {timeout_s:g} s; what is acknowledged stays in the "
+            "log; `bufstore status` shows what is away",
+            FlushTimeout.__name__,
+        ) from None
 
 
 def _show(report: FlushReport) -> None:
@@ -90,7 +108,7 @@ async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
                 if over.is_set():
                     return
         needed.set()
-        async with target.opened():
+        async with target.opened(flush_timeout_s=_STAND_IN_S):
             await over.wait()
 
     task = asyncio.create_task(work())

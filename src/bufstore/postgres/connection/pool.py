@@ -31,6 +31,10 @@ from bufstore.postgres.connection.errors import map_errors
 _NUDGE_S = 0.5
 #: When a call's time is over: how long the cancel request may take, and then the statement to end.
 _GRACE_S = 0.25
+#: How long the statement of a caller who was cancelled may take to end.
+_CANCELLED_S = 1.0
+#: How long a pool that closes waits for its own tasks, which take back what was lent.
+_CLOSE_S = 1.0
 #: A connection goes from caller to caller for so long; then the pool looks whether it is too old.
 _HANDED_ON_S = 60.0
 #: What the server says to a client that will never get in. Only its text says so: libpq gives no SQLSTATE here.
@@ -92,6 +96,17 @@ class _Connection(AsyncConnection[TupleRow]):
 
     #: When it was last got from the pool.
     lent_at: float = 0.0
+    #: Of the block that it is lent to.
+    alarm: Alarm | None = None
+
+    async def _try_cancel(self, *, timeout: float = 5.0) -> None:
+        """What psycopg does when the task of a statement is cancelled; then it waits for the server, up to ten seconds.
+
+        A Postgres that hangs must not hold up a caller who has given up longer than one whose time is over.
+        """
+        if self.alarm is not None:
+            self.alarm.ring_in(_CANCELLED_S)
+        await super()._try_cancel(timeout=min(timeout, _CANCELLED_S))
 
     @asynccontextmanager
     async def pipeline(self) -> AsyncIterator[AsyncPipeline]:
@@ -157,6 +172,10 @@ class Pool(AsyncConnectionPool[_Connection]):
             reconnect_timeout=0,
         )
 
+    async def close(self, timeout: float = _CLOSE_S) -> None:
+        """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect."""
+        await super().close(timeout)
+
     @asynccontextmanager
     async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
         """A live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
@@ -172,7 +191,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         deadline = loop.time() + timeout_s
         with map_errors():
             connection = await self._borrow(deadline, deadline if away_s is None else loop.time() + away_s)
-            alarm = Alarm(connection, deadline)
+            alarm = connection.alarm = Alarm(connection, deadline)
             try:
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
                 async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
@@ -183,6 +202,7 @@ class Pool(AsyncConnectionPool[_Connection]):
                     await connection.close()
                 raise
             finally:
+                connection.alarm = None
                 if alarm.off():
                     # The cancel request may still be under way: it must not hit the next one's statement.
                     await connection.close()
@@ -379,6 +399,12 @@ class Alarm:
         self._connection = connection
         self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
         self._task: asyncio.Task[None] | None = None
+
+    def ring_in(self, seconds: float) -> None:
+        """Ring so soon, if it has not rung."""
+        if self._task is None:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._ring)
 
     def off(self) -> bool:
         """Disarm it; true when it has rung."""
