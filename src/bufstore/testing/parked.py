@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -142,6 +143,25 @@ async def what_is_discarded_is_gone_and_known_to_be(ledgers: Ledgers) -> None:
     # None wait any more: the thread is whole.
     assert await ledger.broken() == frozenset()
     assert await ledger.watermarks(["t"]) == {"t": (Watermark(flushed_seq=2), 2)}
+    assert await ledger.quarantined() == 0
+
+
+@_check()
+async def what_is_replayed_meanwhile_is_not_discarded(ledgers: Ledgers) -> None:
+    ledger = await ledgers.open()
+    threads = {seq: f"t{seq}" for seq in range(1, 6)}
+    await _park(ledger, *(parked(seq, thread_id, 11) for seq, thread_id in threads.items()))
+    for seq, thread_id in threads.items():
+        discards: list[asyncio.Task[int]] = []
+
+        def decide(row: Watermark, entries: Sequence[ParkedEntry], seq: int = seq) -> Replay:
+            discards.append(asyncio.create_task(ledger.parked.discard([seq])))  # noqa: B023 - awaited in this round
+            return _replays("replayed")(row, entries)
+
+        await ledger.parked.replay(thread_id, 0, decide)
+        assert await discards[0] == 0
+        replayed = Watermark(flushed_seq=seq, applied_id=1000 + seq, version=1)
+        assert await ledger.watermarks([thread_id]) == {thread_id: (replayed, 0)}
     assert await ledger.quarantined() == 0
 
 

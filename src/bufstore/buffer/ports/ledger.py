@@ -152,7 +152,10 @@ class ParkedEntries(Protocol):
         ...
 
     async def discard(self, seqs: Sequence[int]) -> int:
-        """Delete these entries. Returns how many there were. A thread without waiting entries is whole again."""
+        """Delete these entries. Returns how many there were: what a replay applies meanwhile is not given up.
+
+        A thread without waiting entries is whole again.
+        """
         ...
 
 

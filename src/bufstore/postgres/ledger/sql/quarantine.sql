@@ -53,9 +53,9 @@ UPDATE {schema}.buffer_quarantine SET base_id = $4::bigint
 WHERE thread_id = $1::text AND seq > $2::bigint AND base_id = $3::bigint;
 
 -- name: unpark
--- Remove entries that were replayed or discarded.
-DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]);
+-- Remove entries that were replayed or discarded; those that are there.
+DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]) RETURNING seq;
 
 -- name: unpark_nameless
 -- Remove entries of which no thread is known: nothing else depends on them.
-DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]) AND thread_id IS NULL;
+DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]) AND thread_id IS NULL RETURNING seq;
