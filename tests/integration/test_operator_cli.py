@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import psycopg
+
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import fresh, run_of, said
@@ -59,6 +61,29 @@ async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> N
     left = [e["seq"] for e in (await cli(deployment, "quarantine", "list", "--json")).json["entries"]]
     assert len(left) == 2
     gone = await cli(deployment, "quarantine", "discard", *left, 999_999, "--json")
-    assert (gone.code, gone.json) == (1, {"discarded": 2, "missing": 1})
+    assert (gone.code, gone.json) == (1, {"discarded": 2, "missing": 1, "left": []})
     assert (await cli(deployment, "quarantine", "list", "--json")).json == {"total": 0, "entries": []}
     assert (await cli(deployment, "quarantine", "replay")).code == 2
+
+
+async def test_a_thread_that_somebody_holds_keeps_no_other_in_quarantine(deployment: Deployment) -> None:
+    held, free, given_up = (f"{place}{fresh()}" for place in "abc")
+    async with deployment.store(picky(deployment), flush_interval_s=600) as store:
+        for thread_id in (held, free, given_up):
+            await poisoned(store, thread_id, behind=0)
+        first, _, third = [p.seq for p in await store.quarantine.page()]
+    async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as other:
+        lock = f"SELECT FROM {deployment.name}.buffer_threads WHERE thread_id = %s FOR UPDATE"
+        await other.execute(lock, [held])  # type: ignore[arg-type]
+        discarded = await cli(deployment, "quarantine", "discard", first, third, 999_999, "--json")
+        assert (discarded.code, discarded.json["discarded"], discarded.json["missing"]) == (1, 1, 1), discarded
+        replayed = await cli(deployment, "quarantine", "replay", "--all", "--json")
+        assert (replayed.code, replayed.json["applied"], replayed.json["waits"]) == (1, 1, 1), replayed
+        for report in (discarded.json, replayed.json):
+            assert [(o["seq"], o["thread_id"], o["outcome"]) for o in report["left"]] == [(first, held, "waits")]
+            assert "another session" in report["left"][0]["reason"]
+        human = await cli(deployment, "quarantine", "discard", first)
+        assert (human.code, "1 stay" in human.out, f"{first} of thread {held}" in human.out) == (1, True, True), human
+    listed = await cli(deployment, "quarantine", "list", "--json")
+    assert [e["thread_id"] for e in listed.json["entries"]] == [held]
+    assert (await cli(deployment, "quarantine", "replay", "--all")).code == 0

@@ -40,7 +40,7 @@ class Outcome(enum.Enum):
     APPLIED = "applied"
     #: The thread has gone on without it.
     SUPERSEDED = "superseded"
-    #: The entry that it builds on is not applied.
+    #: The entry that it builds on is not applied; or its thread cannot be had at the moment.
     WAITS = "waits"
     #: This release cannot read it.
     UNDECODABLE = "undecodable"

@@ -20,10 +20,12 @@ from bufstore.cli.inspection import inspecting
 from bufstore.cli.operate.content import content_of
 from bufstore.cli.output import new_console, new_table, say, show_fields
 from bufstore.cli.running import EXIT_WRONG
-from bufstore.errors import NotFound
+from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
 
 _PAGE = 1000
 _BYTES_SHOWN = 400
+#: Postgres is away, or it is one thread that cannot be had.
+_OF_ONE = (StoreUnavailable, StoreMisconfigured)
 
 
 class QuarantinePage(msgspec.Struct, kw_only=True):
@@ -69,6 +71,8 @@ class DiscardReport(msgspec.Struct, kw_only=True):
     discarded: int
     #: Not (or no longer) in quarantine.
     missing: int
+    #: What could not be deleted now, and why.
+    left: list[Replayed]
 
 
 @click.group()
@@ -135,7 +139,10 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
             after = ""
             while threads := await it.threads(after=after):
                 for thread_id in threads:
-                    done += await it.replay_thread(thread_id)
+                    try:
+                        done += await it.replay_thread(thread_id)
+                    except _OF_ONE as e:
+                        done += await _staying(it, e, thread_id=thread_id, limit=_PAGE)
                 after = threads[-1]
             return done + await _nameless(it)
 
@@ -152,17 +159,31 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
 def discard(options: Options, ids: Sequence[int]) -> None:
     """Delete entries for good. A thread of which none waits any more goes on from what Postgres holds.
 
-    Exit code 1 when one of them is not in quarantine.
+    Exit code 1 when one of them is not in quarantine, or stays there.
     """
 
-    async def work(target: Endpoints) -> int:
+    async def work(target: Endpoints) -> DiscardReport:
         async with _quarantine(target) as it:
-            return await it.discard(ids)
+            wanted, count, left = dict.fromkeys(ids), 0, list[Replayed]()
+            for id_ in wanted:
+                try:
+                    count += await it.discard([id_])
+                except _OF_ONE as e:
+                    left += await _staying(it, e, after=id_ - 1, limit=1)
+            return DiscardReport(discarded=count, missing=len(wanted) - count - len(left), left=left)
 
-    count = options.run(work)
-    report = DiscardReport(discarded=count, missing=len(set(ids)) - count)
-    said = f"{count} entries discarded" + (f", {report.missing} not found" if report.missing else "")
-    options.answer(report, lambda _: click.echo(said), code=EXIT_WRONG if report.missing else 0)
+    report = options.run(work)
+    options.answer(report, _show_discard, code=EXIT_WRONG if report.missing or report.left else 0)
+
+
+async def _staying(it: Quarantine, error: BufstoreError, **which: Any) -> list[Replayed]:
+    """Entries that stay because of an error of their thread alone (another session holds its row, say).
+
+    Raises StoreUnavailable, StoreMisconfigured when Postgres answers nobody.
+    """
+    page = await it.page(**which)
+    reason = f"its thread cannot be had (does another session hold its row?): {error}"
+    return [Replayed(seq=e.seq, thread_id=e.thread_id, outcome=Outcome.WAITS, reason=reason) for e in page]
 
 
 @asynccontextmanager
@@ -213,7 +234,17 @@ def _show_entry(shown: ShownEntry) -> None:
 
 def _show_replay(report: ReplayReport) -> None:
     click.echo(f"{report.applied} entries applied, {len(report.left)} stay in quarantine")
-    for o in report.left:
+    _show_left(report.left)
+
+
+def _show_discard(report: DiscardReport) -> None:
+    missing = f", {report.missing} not found" if report.missing else ""
+    click.echo(f"{report.discarded} entries discarded{missing}" + (f", {len(report.left)} stay" if report.left else ""))
+    _show_left(report.left)
+
+
+def _show_left(left: Sequence[Replayed]) -> None:
+    for o in left:
         say(f"  {o.seq} of thread {o.thread_id or '-'}: {o.outcome.value}: {o.reason}")
 
 
