@@ -128,3 +128,26 @@ async def test_erasing_from_the_command_line(deploy: Callable[..., Deployment], 
         assert not on_disk(servers, mark)
         again = await cli(deployment, "erase", gone)
         assert (again.code, "nothing" in again.out) == (1, True), again
+
+
+@pytest.mark.long
+async def test_a_thread_that_is_not_erased_keeps_no_other_from_it(deploy: Callable[..., Deployment]) -> None:
+    deployment = deploy(failover_window_s=6.0)
+    gone, parent, child = fresh(), fresh(), fresh()
+    async with deployment.store() as store:
+        for thread_id in (gone, parent):
+            await store.checkpoint(thread_id, ["x"], run_of(thread_id))
+        await store.checkpoint(child, ["x"], run_of(child, parent_thread_id=parent))
+        await store.force_flush_all()
+        done = await cli(deployment, "erase", parent, gone, "--json")
+        assert done.code == 1, done
+        assert [(e["thread_ids"], e["log_messages"]) for e in done.json["erased"]] == [([gone], 1)]
+        (failed,) = done.json["failed"]
+        assert (failed["thread_id"], failed["error"]) == (parent, "LineageError")
+        assert "children" in failed["message"]
+        assert await store.load_messages(parent) == ["x"]
+        human = await cli(deployment, "erase", parent)
+        assert (human.code, f"{parent!r}: not erased" in human.out) == (1, True), human
+        wrong = await cli(deployment, "erase", parent, "", "--children", "cascade")
+        assert (wrong.code, "empty" in wrong.err) == (2, True), wrong
+        assert await store.load_messages(parent) == ["x"], "what is no id is found out before anything is erased"

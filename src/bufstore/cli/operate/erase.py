@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import click
@@ -10,15 +9,30 @@ import msgspec
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.flush import standing_in
+from bufstore.cli.output import say
 from bufstore.cli.running import EXIT_WRONG
+from bufstore.errors import BufstoreError
+from bufstore.tasks import together
+from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.erasing import Erasure
 from bufstore.threads.lineage import Children
+from bufstore.types import check_id
+
+
+class FailedErasure(msgspec.Struct, kw_only=True):
+    """A thread that is not erased, or not wholly."""
+
+    thread_id: str
+    #: The name of the error (`bufstore.errors`).
+    error: str
+    message: str
 
 
 class EraseReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore erase --json``."""
 
     erased: list[Erasure]
+    failed: list[FailedErasure]
 
 
 @click.command()
@@ -36,23 +50,35 @@ def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
 
     Takes as long as Postgres may need the entries again (failover_window_s, a minute by default). Archives are not
     touched: the report says whether they may hold the content. Exit code 1 if something may be left, or there was
-    nothing.
+    nothing, or a thread failed; the others are erased all the same.
     """
     report = options.run(lambda target: _erase(target, threads, Children(children)))
-    wrong = any(e.archived_below or e.written_again or not e.found for e in report.erased)
+    wrong = report.failed or any(e.archived_below or e.written_again or not e.found for e in report.erased)
     options.answer(report, _show, code=EXIT_WRONG if wrong else 0)
 
 
 async def _erase(target: Endpoints, threads: Sequence[str], children: Children) -> EraseReport:
+    wanted = [check_id(thread_id, "thread_id") for thread_id in dict.fromkeys(threads)]
+
+    async def erased(store: BufferedThreadStore, thread_id: str) -> Erasure | FailedErasure:
+        try:
+            return await store.erase(thread_id, children=children)
+        except BufstoreError as e:
+            return FailedErasure(thread_id=thread_id, error=type(e).__name__, message=str(e))
+
     async with target.buffered(flusher=False, create=False) as store, standing_in(target):
-        return EraseReport(
-            erased=await asyncio.gather(*(store.erase(t, children=children) for t in dict.fromkeys(threads)))
-        )
+        found = await together(erased(store, thread_id) for thread_id in wanted)
+    return EraseReport(
+        erased=[e for e in found if isinstance(e, Erasure)],
+        failed=[e for e in found if isinstance(e, FailedErasure)],
+    )
 
 
 def _show(report: EraseReport) -> None:
     for erasure in report.erased:
         click.echo(_said(erasure))
+    for failed in report.failed:
+        say(f"{failed.thread_id!r}: not erased, or not wholly; repeat it once this is settled: {failed.message}")
 
 
 def _said(erasure: Erasure) -> str:
