@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -26,13 +25,21 @@ EXIT_UNUSABLE = 2
 _EXIT_INTERRUPTED = 130
 
 
+#: A position in the log, or the number of a row: as much as a bigint holds.
+POSITION = click.IntRange(0, 2**63 - 1)
+#: How many of something there are at most: as many as a list may hold.
+COUNT = click.IntRange(1, 2**31 - 1)
+#: More seconds than anything takes, and few enough for every clock.
+_MOST = 1e10
+
+
 class Finite(click.FloatRange):
-    """A number in a range, and not NaN, which click lets pass."""
+    """A number in a range, and neither NaN, which click lets pass, nor one that no clock can count with."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+        if not abs(number) <= _MOST:
+            self.fail(f"{value} is no finite number up to {_MOST:g}.", param, ctx)
         return number
 
 

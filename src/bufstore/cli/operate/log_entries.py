@@ -19,6 +19,7 @@ from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.content import content_of
 from bufstore.cli.output import say, show_json
+from bufstore.cli.running import COUNT, POSITION
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
@@ -86,10 +87,10 @@ class Where(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
         if isinstance(value, (int, datetime)):
             return value
         if value.isascii() and value.isdecimal():
-            return int(value)
+            return int(POSITION.convert(value, param, ctx))
         try:
             return datetime.fromisoformat(value).astimezone(UTC)
-        except ValueError:
+        except (ValueError, OverflowError):
             self.fail(f"{value!r} is neither a position nor a time like 2026-01-31T12:00:00+01:00.", param, ctx)
 
 
@@ -98,7 +99,7 @@ class Where(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
 @click.option("--partition", "partitions", type=click.IntRange(min=0), multiple=True, help="Only of this partition.")
 @click.option("--after", type=Where(), help="Only entries behind this position, or stored from this time on.")
 @click.option("--before", type=Where(), help="Only entries before this position, or stored before this time.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True,
+@click.option("--limit", type=COUNT, default=20, show_default=True,
               help="At most so many: with --after the first ones, else the last ones.")  # fmt: skip
 @click.option("--follow", is_flag=True, help="Go on with what is written from now on, until interrupted.")
 @click.option("--payload", is_flag=True, help="Show what the entries say, too: messages and run.")

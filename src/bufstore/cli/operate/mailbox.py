@@ -11,7 +11,7 @@ import msgspec
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.output import lasting, say
-from bufstore.cli.running import Finite
+from bufstore.cli.running import COUNT, Finite
 from bufstore.errors import ConfigError
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.model import Dispatch, Status
@@ -93,7 +93,7 @@ def _age(seconds: float | None) -> str:
 @_NAME
 @click.option("--thread", metavar="ID", help="The dispatches of this thread. Default: threads with something queued.")
 @click.option("--status", "only", type=click.Choice([s.value for s in Status]), multiple=True, help="Only these.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--limit", type=COUNT, default=100, show_default=True)
 @connects(postgres_needed=False, nats_needed=False)
 def list_(options: Options, name: str, thread: str | None, only: tuple[str, ...], limit: int) -> None:
     """List threads, or the dispatches of one, in the order of claims."""
@@ -127,7 +127,7 @@ def _when(ms: int | None) -> str:
 @mailbox.command("wake")
 @_NAME
 @click.option("--thread", "threads", metavar="ID", multiple=True, help="These threads. Default: some that have work.")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--limit", type=COUNT, default=100, show_default=True)
 @connects(postgres_needed=False, nats_needed=False)
 def wake(options: Options, name: str, threads: tuple[str, ...], limit: int) -> None:
     """Signal threads, so that a worker looks at them. A needless signal does no harm."""

@@ -19,7 +19,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.operate.content import content_of
 from bufstore.cli.output import new_console, new_table, say, show_fields
-from bufstore.cli.running import EXIT_WRONG
+from bufstore.cli.running import COUNT, EXIT_WRONG, POSITION
 from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
 
 _PAGE = 1000
@@ -85,8 +85,8 @@ def quarantine() -> None:
 
 @quarantine.command("list")
 @click.option("--thread", metavar="THREAD", help="Only entries of this thread.")
-@click.option("--after", type=int, default=0, metavar="ID", help="Only entries behind this one: the next page.")
-@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="How many entries at most.")
+@click.option("--after", type=POSITION, default=0, metavar="ID", help="Only entries behind this one: the next page.")
+@click.option("--limit", type=COUNT, default=100, show_default=True, help="How many entries at most.")
 @connects()
 def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
     """Show what waits, oldest first."""
@@ -101,7 +101,7 @@ def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
 
 
 @quarantine.command("show")
-@click.argument("id_", metavar="ID", type=int)
+@click.argument("id_", metavar="ID", type=POSITION)
 @connects()
 def show_(options: Options, id_: int) -> None:
     """Show one entry, whole."""
@@ -126,7 +126,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
     """
     if [what is not None, thread is not None, everything].count(True) != 1:
         raise click.UsageError("Replay what? Give an ID, a THREAD, or --all.")
-    id_ = int(what) if what is not None and what.isascii() and what.isdecimal() else None
+    id_ = POSITION(what) if what is not None and what.isascii() and what.isdecimal() else None
     name = thread if thread is not None else what if id_ is None else None
 
     async def work(target: Endpoints) -> list[Replayed]:
@@ -154,7 +154,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
 
 
 @quarantine.command("discard")
-@click.argument("ids", metavar="ID…", type=int, nargs=-1, required=True)
+@click.argument("ids", metavar="ID…", type=POSITION, nargs=-1, required=True)
 @connects()
 def discard(options: Options, ids: Sequence[int]) -> None:
     """Delete entries for good. A thread of which none waits any more goes on from what Postgres holds.

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.spark_quarantine import quarantine
-from bufstore.cli.running import EXIT_WRONG, Failure, Finite
+from bufstore.cli.running import EXIT_WRONG, POSITION, Failure, Finite
 from bufstore.spark.config import Deployment
 
 _MASTER = click.option(
@@ -65,7 +65,7 @@ def drain(options: Options, master: str, tasks: int | None, timeout: float) -> N
 @click.argument("path")
 @_MASTER
 @_TASKS
-@click.option("--start", type=click.IntRange(min=0), help="Message of the stream to begin at. Default: where it ends.")
+@click.option("--start", type=POSITION, help="Message of the stream to begin at. Default: where it ends.")
 @connects()
 def archive(options: Options, path: str, master: str, tasks: int | None, start: int | None) -> None:
     """Write what the archive at PATH does not have of the log as Parquet."""

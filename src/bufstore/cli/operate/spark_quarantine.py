@@ -10,7 +10,7 @@ import msgspec
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.output import new_console, new_table, say
-from bufstore.cli.running import EXIT_WRONG
+from bufstore.cli.running import EXIT_WRONG, POSITION
 from bufstore.errors import ConfigError, NotFound
 from bufstore.spark.sink.parked_rows import ParkedRow, ParkedRows, RowReplay
 
@@ -51,7 +51,7 @@ def quarantine() -> None:
 @quarantine.command("list")
 @click.option("--thread", metavar="THREAD", help="Only rows of this thread.")
 @click.option("--app", metavar="APP_ID", help="Only rows of this sink.")
-@click.option("--after", type=int, default=0, metavar="ID", help="Only rows behind this one: the next page.")
+@click.option("--after", type=POSITION, default=0, metavar="ID", help="Only rows behind this one: the next page.")
 @click.option("--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="How many at most.")
 @connects(nats_needed=False)
 def list_(options: Options, thread: str | None, app: str | None, after: int, limit: int) -> None:
@@ -68,7 +68,7 @@ def list_(options: Options, thread: str | None, app: str | None, after: int, lim
 
 
 @quarantine.command("replay")
-@click.argument("ids", metavar="[ID]…", type=int, nargs=-1)
+@click.argument("ids", metavar="[ID]…", type=POSITION, nargs=-1)
 @click.option("--thread", metavar="THREAD", help="All rows of this thread.")
 @click.option("--all", "everything", is_flag=True, help="All rows.")
 @click.option("--row", metavar="JSON", help="Write this row in the place of the one ID.")
@@ -109,7 +109,7 @@ def replay(options: Options, ids: Sequence[int], thread: str | None, everything:
 
 
 @quarantine.command("discard")
-@click.argument("ids", metavar="ID…", type=int, nargs=-1, required=True)
+@click.argument("ids", metavar="ID…", type=POSITION, nargs=-1, required=True)
 @connects(nats_needed=False)
 def discard(options: Options, ids: Sequence[int]) -> None:
     """Delete rows for good. Exit code 1 when one of them is not there."""
