@@ -84,12 +84,37 @@ async def test_what_is_in_quarantine_is_listed_and_replayed(servers: Servers) ->
         await saver.force_flush()
         (entry,) = (await command(place, "quarantine", "list"))["entries"]
         assert entry["thread_id"] == bad
-        await command(place, "quarantine", "show", str(entry["seq"]))
+        shown = await command(place, "quarantine", "show", str(entry["seq"]))
+        assert [c["version"] for c in shown["operation"]["channels"]] == ["2"]
         await query(place.dsn, f"ALTER TABLE {place.schema}.checkpoint_blobs DROP CONSTRAINT no")
         replayed = await command(place, "quarantine", "replay", "--all")
         assert replayed["applied"] == 1
         assert await _count(place) == 2
         assert (await saver.aget_tuple(config(bad))) is not None
+
+
+async def test_the_logs_entries_say_what_they_do(servers: Servers) -> None:
+    place, thread_id, copied = Place(servers), fresh(), fresh()
+    async with place.saver() as saver:
+        at = await saver.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.aput_writes(at, [("a", 1)], "task")
+        await saver.acopy_thread(thread_id, copied)
+        last = await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        await saver.aprune([thread_id], strategy="keep_latest")
+        await saver.adelete_thread(thread_id)
+    entries = (await command(place, "log", "entries", "--payload"))["entries"]
+    kinds = [e["kind"] for e in entries]
+    assert kinds == ["put", "writes", "rows", "put", "drop", "delete"]
+    put, writes, rows, _, drop, delete = (e["payload"]["operation"] for e in entries)
+    first_id = at["configurable"]["checkpoint_id"]
+    for operation in (put, rows):
+        (shown,) = operation["checkpoints"]
+        assert (shown["namespace"], shown["checkpoint_id"], shown["parent_checkpoint_id"]) == ("", first_id, None)
+        assert shown["metadata"]["source"] == "loop"
+        assert operation["channels"] == [{"namespace": "", "channel": "a", "version": "1"}]
+    assert [(w["checkpoint_id"], w["task_id"], w["channel"]) for w in writes["writes"]] == [(first_id, "task", "a")]
+    assert [c["checkpoint_id"] for c in drop["checkpoints"]] == [first_id] != [last["configurable"]["checkpoint_id"]]
+    assert delete == {"kind": "delete"}
 
 
 async def test_a_log_that_lost_its_end_is_repaired(servers: Servers) -> None:

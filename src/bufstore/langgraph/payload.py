@@ -8,10 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 
-from bufstore.langgraph.model import BlobRow, CheckpointRow, Delete, Drop, Operation, Put, Rows, WriteRow, Writes
+from bufstore.langgraph.model import (
+    BlobKey,
+    BlobRow,
+    CheckpointRow,
+    Delete,
+    Drop,
+    Operation,
+    Put,
+    Rows,
+    WriteRow,
+    Writes,
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
@@ -42,6 +54,64 @@ def decode_payload(data: bytes) -> Operation:
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
     return operation
+
+
+def kind_of(operation: Operation) -> str:
+    """What an operation is called."""
+    return str(type(operation).__struct_config__.tag)
+
+
+def shown(operation: Operation) -> dict[str, Any]:
+    """What an operation does, for people and as JSON can hold it: all but what is serialized.
+
+    Raises ValueError for JSON that Python cannot hold.
+    """
+    content: dict[str, Any] = {"kind": kind_of(operation)}
+    match operation:
+        case Put(row, blobs, _):
+            content |= {"checkpoints": [_checkpoint(row)], "channels": [_channel(b.key) for b in blobs]}
+        case Writes(rows, upsert):
+            content |= {"writes": [_write(row) for row in rows], "upsert": upsert}
+        case Rows(checkpoints, blobs, writes):
+            content |= {
+                "checkpoints": [_checkpoint(row) for row in checkpoints],
+                "channels": [_channel(b.key) for b in blobs],
+                "writes": [_write(row) for row in writes],
+            }
+        case Drop(keys, namespaces, dropped):
+            content |= {
+                "checkpoints": [{"namespace": ns, "checkpoint_id": id_} for ns, id_ in keys],
+                "namespaces": list(namespaces),
+                "channels": [_channel(key) for key in dropped],
+            }
+        case Delete():
+            pass
+    return content
+
+
+def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+    return {
+        "namespace": row.ns,
+        "checkpoint_id": row.id,
+        "parent_checkpoint_id": row.parent,
+        "checkpoint": msgspec.json.decode(row.checkpoint),
+        "metadata": msgspec.json.decode(row.metadata),
+    }
+
+
+def _channel(key: BlobKey) -> dict[str, str]:
+    ns, channel, version = key
+    return {"namespace": ns, "channel": channel, "version": version}
+
+
+def _write(row: WriteRow) -> dict[str, Any]:
+    return {
+        "namespace": row.ns,
+        "checkpoint_id": row.checkpoint_id,
+        "task_id": row.task_id,
+        "idx": row.idx,
+        "channel": row.channel,
+    }
 
 
 def saves_of(data: bytes, run_ids: Container[str]) -> bool:

@@ -17,13 +17,12 @@ from bufstore.buffer.groups.group import Group, decode_entry, decode_header, has
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.cli.connect import Endpoints, Options, connects
-from bufstore.cli.operate.content import content_of
+from bufstore.cli.operate.content import content_of, kind_of
 from bufstore.cli.output import say, show_json
 from bufstore.cli.running import COUNT, POSITION
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
-from bufstore.threads.payload import Edit, Removal, decode_payload
 
 _AT_ONCE = 256
 _FOLLOW_S = 0.5
@@ -40,7 +39,8 @@ class LogEntry(msgspec.Struct, kw_only=True):
     partition: int
     #: None: that cannot be read.
     thread_id: str | None
-    #: snapshot, append, edit or removal; unknown: of another release; damaged: see `trouble`.
+    #: snapshot, append, edit or removal; of LangGraph's checkpoints put, writes, rows, drop or delete; unknown: of
+    #: another release; damaged: see `trouble`.
     kind: str
     #: The thread's version after it.
     version: int | None = None
@@ -222,22 +222,10 @@ class _EntryReader:
             entry.trouble = str(e)
             return entry
         entry.version, entry.entry_id = said.version, said.id
-        entry.kind = _kind(payload, self_contained=said.self_contained)
+        entry.kind = kind_of(payload, self_contained=said.self_contained)
         if self._wanted.payload:
             entry.payload = content_of(payload)
         return entry
-
-
-def _kind(payload: bytes, *, self_contained: bool) -> str:
-    try:
-        said = decode_payload(payload)
-    except ValueError:
-        return "unknown"
-    if isinstance(said, Removal):
-        return "removal"
-    if isinstance(said, Edit):
-        return "edit"
-    return "snapshot" if self_contained else "append"
 
 
 def _show_all(report: LogEntries) -> None:

@@ -49,6 +49,8 @@ class ShownEntry(msgspec.Struct, kw_only=True):
     keeps: int | None = None
     messages: list[Any] | None = None
     run: Any = None
+    #: Of an entry of LangGraph's checkpoints: what it does.
+    operation: dict[str, Any] | None = None
     #: The beginning of what is kept, as text; with --json all of it, in base64.
     body: str | bytes
 
