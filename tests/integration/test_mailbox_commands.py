@@ -62,6 +62,10 @@ async def test_people_see_what_waits_and_wake_and_purge(kind: str, servers: Serv
         listed = (await run(boxes, "mailbox", "list", "NAME", "--thread", "thread 1", "--status", "claimed")).out
         assert "d1  claimed, 'host 7' since" in listed
         assert "d0" not in listed
+        threads = (await run(boxes, "mailbox", "list", "NAME", "--json")).json
+        assert threads == {"threads": ["thread 2"], "dispatches": None}
+        of_one = (await run(boxes, "mailbox", "list", "NAME", "--thread", "thread 1", "--json")).json
+        assert ([d["dispatch_id"] for d in of_one["dispatches"]], of_one["threads"]) == (["d0", "d1"], None)
         for signal in await store.pull_signals(limit=10, timeout_s=5):
             await signal.nack(600)
         done = await run(boxes, "mailbox", "wake", "NAME", "--json")
@@ -69,6 +73,8 @@ async def test_people_see_what_waits_and_wake_and_purge(kind: str, servers: Serv
         assert [s.thread_id for s in await store.pull_signals(timeout_s=5)] == ["thread 2"]
         assert (await run(boxes, "mailbox", "purge", "NAME", "--older-than", "0", "--json")).json == {"count": 1}
         assert await store.list_finished() == []
+        await store.enqueue("clears\x1b[2J")
+        assert r"clears\x1b[2J" in (await run(boxes, "mailbox", "list", "NAME")).out.splitlines()
 
 
 async def test_what_is_no_mailbox_is_not_made_one(servers: Servers) -> None:

@@ -30,6 +30,15 @@ class MailboxStatus(msgspec.Struct, kw_only=True):
     counts: dict[str, int] | None
 
 
+class MailboxList(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore mailbox list --json``; one of them is asked for, the other is None."""
+
+    #: Threads with something queued.
+    threads: list[str] | None = None
+    #: Those of a thread.
+    dispatches: list[Dispatch] | None = None
+
+
 class Done(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore mailbox wake --json`` and ``purge``: how many threads or dispatches."""
 
@@ -98,20 +107,20 @@ def _age(seconds: float | None) -> str:
 def list_(options: Options, name: str, thread: str | None, only: tuple[str, ...], limit: int) -> None:
     """List threads, or the dispatches of one, in the order of claims."""
 
-    async def look(target: Endpoints) -> list[str] | list[Dispatch]:
+    async def look(target: Endpoints) -> MailboxList:
         async with _opened(target, name) as store:
             if thread is None:
-                return await store.queued_thread_ids(limit=limit)
-            return await store.list_dispatches(thread, {Status(s) for s in only} or None, limit=limit)
+                return MailboxList(threads=await store.queued_thread_ids(limit=limit))
+            statuses = {Status(s) for s in only} or None
+            return MailboxList(dispatches=await store.list_dispatches(thread, statuses, limit=limit))
 
     options.answer(options.run(look), _show_list)
 
 
-def _show_list(found: list[str] | list[Dispatch]) -> None:
-    for each in found:
-        if isinstance(each, str):
-            say(each)
-            continue
+def _show_list(found: MailboxList) -> None:
+    for thread_id in found.threads or ():
+        say(thread_id)
+    for each in found.dispatches or ():
         holder = f", {each.claimed_by!r} since {_when(each.claimed_at_ms)}" if each.claimed_by else ""
         error = f", {each.last_error}" if each.last_error else ""
         say(
