@@ -19,6 +19,9 @@ from bufstore.errors import ConfigError
 #: Each lane has connections and a flusher of its own in every process.
 LANES_MAX = 64
 
+#: No failover loses more than this; what does is a restore, and that is what archives are for.
+_FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
 _SCHEME = re.compile(r"(nats|tls|wss?)://")
@@ -32,6 +35,15 @@ def check_name(value: str, what: str) -> None:
     """Raise ConfigError for what cannot be a name on a server, `what` in words."""
     if not _NAME.fullmatch(value):
         raise ConfigError(f"{what} must be 1 to 64 of A-Z a-z 0-9 _ -")
+
+
+def check_failover_window(seconds: float, what: str) -> None:
+    """Raise ConfigError for an impossible `LogConfig.failover_window_s`, `what` in words."""
+    if not 0 < seconds <= _FAILOVER_WINDOW_MAX_S:
+        raise ConfigError(
+            f"{what} must be positive, and 30 days ({_FAILOVER_WINDOW_MAX_S:.0f}) at most: until it is over nothing "
+            "leaves the log and no erasure ends; against a Postgres that loses more there is LogConfig.archive"
+        )
 
 
 class Secretive:
@@ -152,7 +164,8 @@ class LogConfig:
     #: Largest entry; one over the server's max_payload is stored in several messages.
     max_entry_bytes: int = 64 << 20
     #: How much of its last commits Postgres may lose in a failover: entries stay at least this long after their flush,
-    #: and no operation takes longer than half of it. The log says it; `change_log` changes it on a running log.
+    #: and no operation takes longer than half of it. 30 days at most. The log says it; `change_log` changes it on a
+    #: running log.
     failover_window_s: float = 60.0
     #: Nothing leaves the log before `bufstore.spark.archive` has it; without archiving it fills (LogFull). Said by the
     #: log and changed like `failover_window_s`.
@@ -173,8 +186,7 @@ class LogConfig:
             raise ConfigError("LogConfig.max_bytes must be at least 1 MiB")
         if not 1 << 10 <= self.max_entry_bytes <= 512 << 20:
             raise ConfigError("LogConfig.max_entry_bytes must be 1 KiB to 512 MiB")
-        if not 0 < self.failover_window_s < float("inf"):
-            raise ConfigError("LogConfig.failover_window_s must be positive")
+        check_failover_window(self.failover_window_s, "LogConfig.failover_window_s")
 
 
 @dataclass(frozen=True, kw_only=True)

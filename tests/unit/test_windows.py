@@ -70,12 +70,15 @@ def test_a_change_is_open_for_both_configurations_until_it_is_settled() -> None:
     assert (changing.keep_s, changing.rely_s) == (60.0, 30.0)
     with pytest.raises(ConfigError, match="no change"):
         settled.settled()
-    for impossible in (0.0, -1.0, float("inf"), float("nan")):
+    for impossible in (0.0, -1.0, float("inf"), float("nan"), 1e300, 30 * 86_400 + 1):
         with pytest.raises(ConfigError, match="positive"):
             AT_REST.changed(failover_window_s=impossible)
+        with pytest.raises(ConfigError, match=r"LogConfig\.failover_window_s must be positive"):
+            LogConfig(failover_window_s=impossible)
+    assert AT_REST.changed(failover_window_s=LogConfig(failover_window_s=30 * 86_400).failover_window_s).changing
 
 
-@given(st.floats(0.001, 1e9), st.none() | st.tuples(st.floats(0.001, 1e9), st.booleans()))
+@given(st.floats(0.001, 2e6), st.none() | st.tuples(st.floats(0.001, 2e6), st.booleans()))
 def test_a_log_says_exactly_what_it_was_told(window_s: float, next_: tuple[float, bool] | None) -> None:
     windows = Windows(failover_window_s=window_s, archive=True)
     if next_ is not None:

@@ -15,7 +15,7 @@ from typing import Self
 
 import msgspec
 
-from bufstore.config import LogConfig
+from bufstore.config import LogConfig, check_failover_window
 from bufstore.errors import ConfigDrift, ConfigError
 
 
@@ -59,8 +59,7 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         """
         if failover_window_s is None:
             failover_window_s = self.next_failover_window_s or self.failover_window_s
-        if not 0 < failover_window_s < float("inf"):
-            raise ConfigError("failover_window_s must be positive")
+        check_failover_window(failover_window_s, "failover_window_s")
         known = self.archive if self.next_archive is None else self.next_archive
         archive = known if archive is None else archive
         rest = Windows(failover_window_s=self.failover_window_s, archive=self.archive)
