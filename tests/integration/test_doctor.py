@@ -6,12 +6,17 @@ import asyncio
 import shutil
 import socket
 import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bufstore.cli.doctor.diagnosis import Level
+from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
+from bufstore.nats.setup import out_of_service
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import fresh, query
@@ -73,6 +78,41 @@ async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> No
     assert "max_age" in checks["NATS log settings"]["found"]
     assert checks["Postgres quarantine"]["found"] == "3 entries"
     assert checks["Postgres epoch of the log"]["level"] == "bad"
+
+
+async def test_a_log_that_a_repair_has_taken_out_of_service_is_diagnosed(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store(flusher=False) as store:
+        config = (await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        config["subjects"] = out_of_service(deployment.log)
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", config)
+    code, checks = await doctor(deployment)
+    assert (code, checks["NATS log settings"]["level"]) == (2, "bad")
+    assert "a repair" in checks["NATS log settings"]["found"]
+    assert "NATS permissions" not in checks, "they cannot be tried"
+    assert checks["Postgres reachable"]["level"] == "ok", "the rest is looked at all the same"
+
+
+@pytest.mark.parametrize("answer", ["[]", '"x"', "null", '{"jetstream": []}', '{"jetstream": {"config": "x"}}', "{"])
+async def test_a_monitoring_port_that_is_none_tells_nothing(answer: str) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            (check,) = await check_sync(None, f"http://127.0.0.1:{server.server_port}", None, None)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (check.level, check.found.startswith("could not be asked: ")) == (Level.UNKNOWN, True), check
 
 
 async def test_nothing_there_yet_and_nobody_there(servers: Servers) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import urllib.error
 import urllib.request
 from ssl import SSLContext
-from typing import Any
 
+import msgspec
 from nats.aio.msg import Msg
 
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
@@ -27,6 +26,30 @@ _LAZY = (
     "a power failure loses what was acknowledged since the last sync: set `sync_interval: always` in the server's "
     "jetstream block"
 )
+
+
+class _Config(msgspec.Struct):
+    """Fields are absent when they are false or zero."""
+
+    sync_always: bool = False
+    sync_interval: int = 0
+
+
+class _JetStream(msgspec.Struct):
+    config: _Config | None = None
+
+
+class _Server(msgspec.Struct):
+    """What a server says of itself (/varz), as far as it is asked."""
+
+    server_name: str = "?"
+    jetstream: _JetStream | None = None
+
+
+class _Answer(msgspec.Struct):
+    """The same, when a system account asks."""
+
+    data: _Server = msgspec.field(default_factory=_Server)
 
 
 async def check_sync(
@@ -48,14 +71,12 @@ async def check_sync(
     return notes.checks
 
 
-def _syncs(servers: list[dict[str, Any]]) -> list[tuple[str, bool, str]]:
+def _syncs(servers: list[_Server]) -> list[tuple[str, bool, str]]:
     """Of each that has JetStream: its name, whether it always syncs, and how often it does otherwise."""
-    configs = [(s.get("server_name", "?"), (s.get("jetstream") or {}).get("config")) for s in servers]
     return [
-        # A field is absent when it is false or zero.
-        (name, config.get("sync_always", False), f"every {config.get('sync_interval', 0) / 1e9:g} s")
-        for name, config in configs
-        if config is not None
+        (s.server_name, s.jetstream.config.sync_always, f"every {s.jetstream.config.sync_interval / 1e9:g} s")
+        for s in servers
+        if s.jetstream is not None and s.jetstream.config is not None
     ]
 
 
@@ -69,15 +90,15 @@ def _judge(notes: Notes, syncs: list[tuple[str, bool, str]]) -> None:
         notes.say(_WHAT, Level.OK, f"always ({len(syncs)} servers)" if len(syncs) > 1 else "always")
 
 
-async def _ask_servers(url: str, tls: SSLContext | None) -> list[dict[str, Any]]:
+async def _ask_servers(url: str, tls: SSLContext | None) -> list[_Server]:
     """Every server of the cluster answers for itself."""
     connection = Connection(NatsConfig(servers=(url,), tls=tls), "bufstore-doctor")
     await connection.open()
-    found: list[dict[str, Any]] = []
+    found: list[_Server] = []
 
     async def heard(msg: Msg) -> None:
         if msg.data:
-            found.append(json.loads(msg.data).get("data") or {})
+            found.append(msgspec.json.decode(msg.data, type=_Answer).data)
 
     try:
         client = connection.client()
@@ -90,14 +111,13 @@ async def _ask_servers(url: str, tls: SSLContext | None) -> list[dict[str, Any]]
     return found
 
 
-def _fetch(url: str, tls: SSLContext | None) -> dict[str, Any]:
+def _fetch(url: str, tls: SSLContext | None) -> _Server:
     if not url.startswith(("http://", "https://")):
         raise ValueError("the monitoring address begins with http:// or https://")
     request = urllib.request.Request(url.rstrip("/").removesuffix("/varz") + "/varz")  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=5, context=tls) as answer:  # noqa: S310
-            found: dict[str, Any] = json.load(answer)
-            return found
+            return msgspec.json.decode(answer.read(), type=_Server)
     except http.client.HTTPException as e:  # an address with a space, or no HTTP
         raise OSError(f"the monitoring port does not answer: {type(e).__name__}") from None
     except urllib.error.URLError as e:

@@ -15,7 +15,7 @@ from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import BufstoreError, ConfigDrift
+from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StreamMissing
@@ -77,8 +77,14 @@ async def _look(
         notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
         return None
     assert config is not None
-    _drift(notes, "log", lambda: check_stream(config, info["config"]))
-    _agreed(notes, config, info["config"].get("metadata") or {})
+    metadata = info["config"].get("metadata") or {}
+    log = config, int(metadata.get("bufstore.epoch", 0))
+    try:
+        _drift(notes, "log", lambda: check_stream(config, info["config"]))
+    except LogRolledBack as e:  # out of service: nothing answers on its subjects, which says nothing of permissions
+        notes.say("log settings", Level.BAD, e.reason, "see Going back in time in docs/OPERATIONS.md")
+        return log
+    _agreed(notes, config, metadata)
     _copies(notes, info)
     bucket = await _bucket(notes, stream, config)
     session = NatsSession(target.nats, BufferConfig.fitting(config, flusher=False), target.session)
@@ -89,7 +95,7 @@ async def _look(
         await _flushers(notes, session.shared)
     finally:
         await session.aclose()
-    return config, int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
+    return log
 
 
 def _version(notes: Notes, connection: Connection) -> None:
