@@ -13,7 +13,7 @@ from nats.aio.client import Client
 from bufstore.config import NatsConfig
 from bufstore.errors import Closed, LogFull, LogUnavailable
 from bufstore.jetstream import connection as connections
-from bufstore.jetstream import frames
+from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -127,7 +127,7 @@ async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: 
 
 async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be sent and does not leave makes more calls wait than nats-py has places for."""
-    monkeypatch.setattr(connections, "_PING_INTERVAL_S", 1)
+    monkeypatch.setattr(credentials, "_PING_INTERVAL_S", 1)
     stalled, lost = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -260,3 +260,43 @@ async def test_what_was_refused_and_not_proven_may_be_stored() -> None:
     with pytest.raises(AppendUnknown, match="nobody leads"):
         await connection._answer(["a"], post, 10, doubt=connections.Doubt(lambda _: True, prove))
     assert connection._answers == {}
+
+
+class Leaderless(Recorder):
+    """A node that is cut off from its cluster."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+        while line := await reader.readline():
+            words = line.split()
+            if words[0] == b"PING":
+                writer.write(b"PONG\r\n")
+            elif words[0] == b"PUB":
+                await reader.readexactly(int(words[-1]) + 2)
+                self.verbs.append("PUB")
+                status = b"NATS/1.0 503\r\n\r\n"
+                writer.write(b"HMSG %b 1 %d %d\r\n%b\r\n" % (words[2], len(status), len(status), status))
+        writer.close()
+
+
+async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another() -> None:
+    alone, leads = Leaderless(), TwoLeaders(stores=True, before_proof=False)
+    servers = [await asyncio.start_server(node.serve, "127.0.0.1", 0) for node in (alone, leads)]
+    nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers])
+    connection = Connection(nats_, "test")
+    connection._choice = server_choice.ServerChoice(2, 1, _patience_s=0.2)
+    stream = NatsStream(connection, nats_.api, "s", 3)
+    await connection.open()
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                with suppress(AppendUnknown, LogUnavailable):
+                    assert await stream.publish(Outgoing("a", b"x"), 10) == 7
+                    break
+                await asyncio.sleep(0)
+    finally:
+        await connection.aclose()
+        for server in servers:
+            server.close()
+            await server.wait_closed()
+    assert alone.verbs

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +26,12 @@ from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, round_trip, text_of
-from bufstore.jetstream.credentials import read_credentials
+from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
+from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
@@ -39,8 +41,6 @@ _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "(
 _ERRORS_KEPT = 100
 #: At most this many forbidden subjects are named in the log, once each.
 _FORBIDDEN_NAMED = 20
-#: A dead server is noticed after at most two of these.
-_PING_INTERVAL_S = 5
 #: A request without an answer is sent again after this time, then after twice as long, and so on.
 AGAIN_S = 0.5
 
@@ -88,6 +88,7 @@ class Connection:
         self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
         self._forbidden: set[str] = set()
         self._on_lost: list[Callable[[], None]] = []
+        self._choice = ServerChoice(count := len(config.servers), secrets.randbelow(count))
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
 
@@ -301,7 +302,7 @@ class Connection:
             _settle(answer, outcome)
 
         token = self._ask(subjects, heard)
-        sent = False
+        sent, asked_at = False, _now()
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 if paced:
@@ -313,10 +314,14 @@ class Connection:
                     await send(f"{self._inbox}.{token}")
                     pause *= 2
                 first = await answer
+                if paced and not leaderless(first):
+                    self._choice.wrote(_now())
                 if doubt is not None and not accepted:
                     await self._proven(doubt)
                 return accepted[0] if accepted else first
         except FAILURES as e:
+            if isinstance(e, TimeoutError):
+                self._failed(asked_at)
             raise meaning(e, sent=sent, why=self._reason) from None
         finally:
             self._answers.pop(token, None)
@@ -346,9 +351,18 @@ class Connection:
     def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         token = subject.rpartition(".")[2]
         if headers and status_of(headers)[0] == "503":
+            self._failed(_now())
             self._end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
-        else:
-            self._end(token, data)
+            return
+        if leaderless(data):
+            self._failed(_now())
+        self._end(token, data)
+
+    def _failed(self, since: float) -> None:
+        """A request that was sent at `since` was not served."""
+        client = self._client
+        if self._choice.failed(since, _now()) and client is not None:
+            self._drop(client, "JetStream serves nothing there; another server may")
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS refused what we sent on `subject`: tell the waiter at once."""
@@ -368,7 +382,8 @@ class Connection:
 
     async def _connect(self) -> None:
         error: Exception | None = None
-        for url in self._config.servers:
+        for number in self._choice.order():
+            url = self._config.servers[number]
             client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
             errors: list[Exception] = []
             bare, user, password = split_url(url)
@@ -395,6 +410,7 @@ class Connection:
                 await close_client(client)
                 raise
             self._client = client
+            self._choice.connected(number)
             self._lost.clear()
             self._up.set()
             return
@@ -416,32 +432,11 @@ class Connection:
                 self._on_violation(*violation.groups())
             _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
 
-        c = self._config
-        explicit = any(way is not None for way in (c.credentials, c.user, c.token))
-        token = c.token if explicit or password is not None else user
-        options: dict[str, Any] = {
+        return sign_in(self._config, user, password) | {
             "name": self._name,
-            "allow_reconnect": False,
-            # One server of the list at a time, and no waiting in between: that is done by `_supervise`.
-            "max_reconnect_attempts": 1,
-            "reconnect_time_wait": 0,
-            "pending_size": 0,
-            "ping_interval": _PING_INTERVAL_S,
-            "max_outstanding_pings": 1,
-            "connect_timeout": c.connect_timeout_s,
             "closed_cb": on_closed,
             "error_cb": on_error,
-            "user": c.user if explicit or password is None else user,
-            "password": c.password if explicit else password,
-            "token": token,
         }
-        if c.credentials is not None:
-            options["user_credentials"] = read_credentials(c.credentials)
-        if c.tls is not None:
-            options["tls"] = c.tls
-        if c.tls_hostname is not None:
-            options["tls_hostname"] = c.tls_hostname
-        return options
 
     async def _supervise(self) -> None:
         # nats-py, and Python's wait_for before 3.12, may swallow that this task was cancelled while it connected.
@@ -487,6 +482,10 @@ class Connection:
 
     def _where(self) -> str:
         return ", ".join(mask_url(u) for u in self._config.servers)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:

@@ -1,16 +1,20 @@
-"""Credentials files (.creds) for NATS, checked before nats-py uses them."""
+"""How a client signs in to NATS. Credentials files (.creds) are checked before nats-py uses them."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nats.aio.client import RawCredentials
 
+from bufstore.config import NatsConfig
 from bufstore.errors import ConfigError
 
 _JWT = "BEGIN NATS USER JWT"
 _SEED = "BEGIN USER NKEY SEED"
+#: A dead server is noticed after at most two of these.
+_PING_INTERVAL_S = 5
 
 
 def read_credentials(credentials: str | Path) -> RawCredentials:
@@ -32,3 +36,33 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
     if _JWT not in text or _SEED not in text:
         raise ConfigError(f"NatsConfig.credentials are invalid: a line with {_JWT!r} or with {_SEED!r} is missing")
     return RawCredentials(text)
+
+
+def sign_in(config: NatsConfig, user: str | None, password: str | None) -> dict[str, Any]:
+    """How nats-py is to connect to one server, once, and to sign in.
+
+    `user` and `password` are those of the server's URL, which count when no other way to sign in is given. Raises as
+    `read_credentials`.
+    """
+    explicit = any(way is not None for way in (config.credentials, config.user, config.token))
+    token = config.token if explicit or password is not None else user
+    options: dict[str, Any] = {
+        "allow_reconnect": False,
+        # One server of the list at a time, and no waiting in between: that is for the connection.
+        "max_reconnect_attempts": 1,
+        "reconnect_time_wait": 0,
+        "pending_size": 0,
+        "ping_interval": _PING_INTERVAL_S,
+        "max_outstanding_pings": 1,
+        "connect_timeout": config.connect_timeout_s,
+        "user": config.user if explicit or password is None else user,
+        "password": config.password if explicit else password,
+        "token": token,
+    }
+    if config.credentials is not None:
+        options["user_credentials"] = read_credentials(config.credentials)
+    if config.tls is not None:
+        options["tls"] = config.tls
+    if config.tls_hostname is not None:
+        options["tls_hostname"] = config.tls_hostname
+    return options
