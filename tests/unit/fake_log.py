@@ -123,6 +123,7 @@ class FakeLog(MemoryLog):
     ) -> int:
         if begun is not None:
             assert begun is self.begun, "only the batch that was begun last can still be followed up"
+            assert len(messages) > 1, "nothing is left to be sent, and no answer comes"
             assert self.first is messages[0], "a batch begins with the message that was sent as its first"
         self.batches.append(len(messages))
         return await self._send("batch", messages)

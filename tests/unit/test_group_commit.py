@@ -232,6 +232,24 @@ def test_a_batch_is_begun_with_the_message_it_then_begins_with() -> None:
     run(main())
 
 
+def test_of_a_batch_that_was_begun_the_only_unit_that_is_left_is_sent_alone() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        await group.submit(unit("s", None, "s"))
+        futures = [group.submit(unit(f"s{n}", 0, f"{n}")) for n in range(8)]
+        assert log.begun is not None
+        for future in futures[1:]:
+            future.cancel()
+        assert await futures[0] == 2
+        assert log.batches == []
+        assert len(await outcomes([group.submit(unit(f"s{n}", None, f"{n}")) for n in range(8)])) == 8
+        assert bodies(log) == ["s", "0", *map(str, range(8))]
+        await group.aclose()
+
+    run(main())
+
+
 def test_closing_ends_everybodys_waiting() -> None:
     async def main() -> None:
         log = FakeLog()

@@ -339,8 +339,9 @@ class GroupCommit:
         """Whether they are to be a batch, and what has been sent of it."""
         if self._begun is not None and self._begun[0] is units[0]:
             (_, begun), self._begun, self._choice = self._begun, None, None
-            return True, begun
-        if messages == 1:
+            if messages > 1:
+                return True, begun
+        if messages == 1:  # also of a batch that was begun, if all others were given up: the server forgets it
             return False, None
         if messages > len(units):  # units of several messages would each be a batch of their own
             return True, None
