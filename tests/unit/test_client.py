@@ -163,6 +163,50 @@ async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(mon
         await server.wait_closed()
 
 
+async def test_what_a_lost_connection_held_never_arrives() -> None:
+    """The link stalls, a write gets no answer, and somebody looks; then the link is back."""
+    stalled, back, ended, subjects = asyncio.Event(), asyncio.Event(), asyncio.Event(), set[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while line := await reader.readline():
+                if stalled.is_set():
+                    await back.wait()
+                words = line.split()
+                if words[0] == b"PING":
+                    writer.write(b"PONG\r\n")
+                elif words[0] == b"PUB":
+                    subjects.add(words[1])
+                    await reader.readexactly(int(words[-1]) + 2)
+        writer.close()
+        if stalled.is_set():
+            ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    await connection.open()
+    try:
+        client = connection.client()
+        stalled.set()
+        while not client._pending_data_size or not frames._unsent(client):
+            await client.publish("large", bytes(1 << 20))
+            await asyncio.sleep(0)
+        with pytest.raises(AppendUnknown):
+            await connection.write([Outgoing("late", b"x")], None, 0.1)
+        while connection._client is client:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        back.set()
+        async with asyncio.timeout(10):
+            await ended.wait()
+        assert b"large" in subjects
+        assert b"late" not in subjects
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+
+
 class TwoLeaders(Recorder):
     """Two nodes that both believe they lead: the first refuses for want of room, the other stores, at some time."""
 

@@ -11,6 +11,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 
 from bufstore.config import mask_url
 from bufstore.errors import ConfigError
@@ -126,6 +127,17 @@ async def round_trip(client: Client, timeout_s: int = 10) -> None:
     while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await client.flush(timeout_s)
+
+
+def forget_unsent(client: Client) -> None:
+    """Have what it holds never arrive, and end its connection at once: closing it would send the rest first.
+
+    On a link that stalls that is when the link is back, long after others have looked what was stored.
+    """
+    client._pending, client._pending_data_size = [], 0
+    transport = client._transport
+    if type(transport) is TcpTransport and transport._io_writer is not None:
+        transport._io_writer.transport.abort()
 
 
 async def close_client(client: Client) -> None:

@@ -25,7 +25,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.jetstream import frames, hooks
-from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, round_trip, text_of
+from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, forget_unsent, round_trip, text_of
 from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
@@ -478,6 +478,8 @@ class Connection:
         if client is not None:
             self._past[0] += client.stats["out_msgs"]
             self._past[1] += client.stats["in_msgs"]
+            if self._lost.is_set() and frames.supported:
+                forget_unsent(client)
             await close_client(client)
 
     def _where(self) -> str:
