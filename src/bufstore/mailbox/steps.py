@@ -11,7 +11,16 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.errors import LogUnavailable, Rejected, StaleClaim, StepUnknown, StoreMisconfigured, Unavailable
+from bufstore.errors import (
+    LogFull,
+    LogUnavailable,
+    Rejected,
+    StaleClaim,
+    StepUnknown,
+    StoreMisconfigured,
+    TooLarge,
+    Unavailable,
+)
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.counters import Counters
@@ -88,7 +97,7 @@ class Steps:
             raise StepUnknown("no answer came to the step in time, and others keep changing the thread") from e
         except AppendUnknown as e:
             raise StepUnknown(f"no answer came to the step: {e}") from e
-        except (Unavailable, StoreMisconfigured) as e:
+        except (Unavailable, StoreMisconfigured, LogFull, TooLarge) as e:
             if unsure:
                 raise StepUnknown(f"no answer came to the step, and now: {e}") from e
             raise
