@@ -53,6 +53,18 @@ async def test_what_was_not_opened_is_closed() -> None:
                 await call
 
 
+async def test_who_waits_for_a_connection_hears_that_it_is_closed() -> None:
+    connection = Connection(NatsConfig(servers=["nats://127.0.0.1:1"]), "test")
+    connection._closed = False
+    waiting = [asyncio.create_task(connection.wait_up(3600)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await connection.aclose()
+    async with asyncio.timeout(10):
+        for task in waiting:
+            with pytest.raises(Closed):
+                await task
+
+
 class Recorder:
     """As much of a NATS server as a client needs, which remembers what it was sent."""
 

@@ -138,6 +138,7 @@ class Connection:
         """Close the connection and stop watching it."""
         self._closed = True
         self._reason = "closed"
+        self._up.set()  # who waits for it hears of that
         await end(self._supervisor)
         await self._discard()
 
