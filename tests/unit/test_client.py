@@ -11,12 +11,13 @@ import pytest
 from nats.aio.client import Client
 
 from bufstore.config import NatsConfig
-from bufstore.errors import Closed, LogFull, LogUnavailable
+from bufstore.errors import Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.stream import NatsStream
 from bufstore.mailbox.nats import NatsMailboxStore
 
@@ -175,6 +176,33 @@ async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(mon
         await server.wait_closed()
 
 
+@pytest.mark.parametrize("refusal", [ConfigError("not here"), LogUnavailable("not yet"), ValueError("odd")])
+async def test_what_is_wrong_with_one_server_does_not_keep_the_others_from_being_tried(refusal: Exception) -> None:
+    server = await asyncio.start_server(Recorder().serve, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection, clients = Connection(NatsConfig(servers=[url, url]), "test"), list[Client]()
+    refused = {1}
+
+    async def look(client: Client) -> None:
+        clients.append(client)
+        if len(clients) in refused:
+            raise refusal
+
+    connection.on_connect(look)
+    try:
+        await connection.open()
+        assert connection.client() is clients[1]
+        await connection.aclose()
+        refused = {3, 4}
+        with pytest.raises(LogUnavailable if isinstance(refusal, LogUnavailable) else ConfigError, match=str(refusal)):
+            await connection.open()
+        assert [client.is_closed for client in clients] == [True] * 4
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+
+
 async def test_what_a_lost_connection_held_never_arrives() -> None:
     """The link stalls, a write gets no answer, and somebody looks; then the link is back."""
     stalled, back, ended, subjects = asyncio.Event(), asyncio.Event(), asyncio.Event(), set[bytes]()
@@ -314,7 +342,7 @@ async def test_what_was_refused_and_not_proven_may_be_stored() -> None:
         raise LogUnavailable("nobody leads")
 
     with pytest.raises(AppendUnknown, match="nobody leads"):
-        await connection._answer(["a"], post, 10, doubt=connections.Doubt(lambda _: True, prove))
+        await connection._answer(["a"], post, 10, doubt=Doubt(lambda _: True, prove))
     assert connection._answers == {}
 
 

@@ -14,9 +14,8 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -31,6 +30,7 @@ from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
+from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.tasks import end
 
@@ -43,28 +43,6 @@ _ERRORS_KEPT = 100
 _FORBIDDEN_NAMED = 20
 #: A request without an answer is sent again after this time, then after twice as long, and so on.
 AGAIN_S = 0.5
-
-
-@dataclass(slots=True)
-class _Question:
-    """A request or write that waits for its answer."""
-
-    subjects: Sequence[str]
-    #: Called once, with the answer's payload or why there is none.
-    end: Callable[[bytes | Exception], None]
-
-
-class Doubt(NamedTuple):
-    """Which answers to a write are not believed at once.
-
-    For a while two nodes may believe that they lead a stream (docs/adr/0028). A write reaches both, and both answer: it
-    may be refused by the one that the others have left, and stored by the other.
-    """
-
-    #: Whether the answer is a refusal that may be wrong.
-    refused: Callable[[bytes], bool]
-    #: Returns when a leader that the others follow has dealt with what was sent before. Raises like `request`.
-    prove: Callable[[], Awaitable[None]]
 
 
 class Connection:
@@ -83,7 +61,7 @@ class Connection:
         self._closed = True
         self._inbox = ""
         self._tokens = itertools.count()
-        self._answers: dict[str, _Question] = {}
+        self._answers: dict[str, Question] = {}
         self._pace = Pace()
         self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
         self._forbidden: set[str] = set()
@@ -297,10 +275,10 @@ class Connection:
         def heard(outcome: bytes | Exception) -> None:
             if doubt is not None and isinstance(outcome, bytes):
                 if doubt.refused(outcome):
-                    self._answers[token] = _Question(subjects, heard)  # another leader may answer, too
+                    self._answers[token] = Question(subjects, heard)  # another leader may answer, too
                 else:
                     accepted.append(outcome)
-            _settle(answer, outcome)
+            settle(answer, outcome)
 
         token = self._ask(subjects, heard)
         sent, asked_at = False, _now()
@@ -341,7 +319,7 @@ class Connection:
         # Our own table of answers: nats-py's does not notice a lost connection, so its requests then wait for their
         # whole timeout.
         token = str(next(self._tokens))
-        self._answers[token] = _Question(subjects, end)
+        self._answers[token] = Question(subjects, end)
         return token
 
     def _end(self, token: str, outcome: bytes | Exception) -> None:
@@ -382,41 +360,45 @@ class Connection:
             hook(subject, error)
 
     async def _connect(self) -> None:
-        error: Exception | None = None
+        """Connect to the next server that takes us; what is wrong with one says nothing of the others."""
+        errors: list[Exception] = []
         for number in self._choice.order():
-            url = self._config.servers[number]
-            client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
-            errors: list[Exception] = []
-            bare, user, password = split_url(url)
             try:
-                async with asyncio.timeout(2 * self._config.connect_timeout_s):
-                    await client.connect(servers=[bare], **self._options(client, errors, user, password))
-                self._inbox = client.new_inbox()
-                await client.listen(self._inbox + ".*", self._on_answer)
-                frames.prepare(client)
-                # Answered after whatever the server has to say about the subscription.
-                await round_trip(client, max(1, round(self._config.connect_timeout_s)))
-                if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
-                    raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
-                for hook in self._hooks:
-                    await hook(client)
-            except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
-                # nats-py says "no servers" when it has given up; it gave the reason before.
-                error = errors[-1] if isinstance(e, nats.errors.NoServersError) and errors else e
-                await close_client(client)
-                if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
-                    raise ConfigError(f"NATS configuration: {text_of(e)}") from None
+                self._client = await self._connected_to(self._config.servers[number])
+            except Exception as e:
+                errors.append(e)
                 continue
-            except BaseException:
-                await close_client(client)
-                raise
-            self._client = client
             self._choice.connected(number)
             self._lost.clear()
             self._up.set()
             return
-        assert error is not None
-        raise error
+        # What somebody has to change is more telling than a server that is away.
+        raise next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
+
+    async def _connected_to(self, url: str) -> ListeningClient:
+        client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
+        errors: list[Exception] = []
+        bare, user, password = split_url(url)
+        try:
+            async with asyncio.timeout(2 * self._config.connect_timeout_s):
+                await client.connect(servers=[bare], **self._options(client, errors, user, password))
+            self._inbox = client.new_inbox()
+            await client.listen(self._inbox + ".*", self._on_answer)
+            frames.prepare(client)
+            # Answered after whatever the server has to say about the subscription.
+            await round_trip(client, max(1, round(self._config.connect_timeout_s)))
+            if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
+                raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
+            for hook in self._hooks:
+                await hook(client)
+        except BaseException as e:
+            await close_client(client)
+            if isinstance(e, nats.errors.NoServersError) and errors:
+                raise errors[-1] from None  # nats-py says so when it has given up; it gave the reason before
+            if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
+                raise ConfigError(f"NATS configuration: {text_of(e)}") from None
+            raise
+        return client
 
     def _options(
         self, client: Client, errors: list[Exception], user: str | None, password: str | None
@@ -489,12 +471,3 @@ class Connection:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
-    if answer.done():
-        return
-    if isinstance(outcome, bytes):
-        answer.set_result(outcome)
-    else:
-        answer.set_exception(outcome)

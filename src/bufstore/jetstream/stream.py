@@ -16,7 +16,7 @@ import nats.errors
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import ListeningClient
-from bufstore.jetstream.connection import Connection, Doubt
+from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, MessageMissing, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
@@ -28,6 +28,7 @@ from bufstore.jetstream.messages import (
     Part,
     StoredMessage,
 )
+from bufstore.jetstream.questions import Doubt
 from bufstore.shared_call import SharedCall
 
 _SUBJECTS_PER_GET = 1000

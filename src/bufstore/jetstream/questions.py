@@ -1,0 +1,40 @@
+"""What is asked over a connection, until it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(slots=True)
+class Question:
+    """A request or write that waits for its answer."""
+
+    subjects: Sequence[str]
+    #: Called once, with the answer's payload or why there is none.
+    end: Callable[[bytes | Exception], None]
+
+
+class Doubt(NamedTuple):
+    """Which answers to a write are not believed at once.
+
+    For a while two nodes may believe that they lead a stream (docs/adr/0028). A write reaches both, and both answer: it
+    may be refused by the one that the others have left, and stored by the other.
+    """
+
+    #: Whether the answer is a refusal that may be wrong.
+    refused: Callable[[bytes], bool]
+    #: Returns when a leader that the others follow has dealt with what was sent before. Raises like `request`.
+    prove: Callable[[], Awaitable[None]]
+
+
+def settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
+    """Answer it, unless it was answered."""
+    if answer.done():
+        return
+    if isinstance(outcome, bytes):
+        answer.set_result(outcome)
+    else:
+        answer.set_exception(outcome)
