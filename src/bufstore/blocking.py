@@ -120,8 +120,12 @@ class BlockingBufferedStore(BlockingThreadStore):
         self, open_store: Callable[[], Awaitable[BufferedThreadStore]], *, call_timeout_s: float = 60.0
     ) -> None:
         super().__init__(open_store, call_timeout_s=call_timeout_s)
+
+    @property
+    def bulk(self) -> BlockingBulkWriter:
+        """See `BufferedThreadStore.bulk`."""
         store: Any = self._store
-        self.bulk = BlockingBulkWriter(self, store.bulk)
+        return BlockingBulkWriter(self, store.bulk)
 
     @property
     def quarantine(self) -> BlockingQuarantine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
@@ -18,22 +20,22 @@ class LoopThread:
 
     `open_store` makes the store, on the loop; its errors pass through. `call_timeout_s` bounds every call beyond the
     store's own times: CallTimeout. After `close`, and from a call that `close` has overtaken: Closed. A call from the
-    loop's own thread would wait for itself: ConfigError.
+    loop's own thread would wait for itself, and a process that was forked off has no loop: ConfigError.
     """
 
     def __init__(self, open_store: Callable[[], Awaitable[Any]], *, call_timeout_s: float) -> None:
         if call_timeout_s <= 0:
             raise ConfigError(f"{type(self).__name__}.call_timeout_s must be positive")
         self._timeout_s = call_timeout_s
-        self._lock = threading.Lock()
+        # A signal handler may close the store while its thread holds the lock in a call.
+        self._lock = threading.RLock()
         self._pending: set[Future[Any]] = set()
-        self._closing = False
-        self._started = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = self._stopped = False
+        self._process = os.getpid()
+        self._loop = asyncio.new_event_loop()
         # Not waited for by an interpreter that ends without `close`: what was acknowledged is in the log.
         self._thread = threading.Thread(target=self._serve, name="bufstore-blocking", daemon=True)
         self._thread.start()
-        self._started.wait()
         try:
             self._store = self._call(open_store, self._timeout_s)
         except BaseException:
@@ -44,7 +46,13 @@ class LoopThread:
         return f"{type(self).__name__}({self._store!r})"
 
     def close(self) -> None:
-        """Close the store (it drains what it can, within its own times) and end the thread. Idempotent."""
+        """Close the store (it drains what it can, within its own times) and end the thread. Idempotent.
+
+        In a process that was forked off it does nothing: the store is its parent's.
+        """
+        self._check_thread()
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if self._closing:
                 return
@@ -55,9 +63,8 @@ class LoopThread:
             self._stop()
 
     def _serve(self) -> None:
-        loop = self._loop = asyncio.new_event_loop()
+        loop = self._loop
         try:
-            loop.call_soon(self._started.set)
             loop.run_forever()
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
@@ -71,32 +78,39 @@ class LoopThread:
     def _stop(self) -> None:
         with self._lock:
             self._closing = True
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # something has ended it already
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._timeout_s)
         with self._lock:
+            self._stopped = True
             left, self._pending = self._pending, set()
         for future in left:  # scheduled too late to begin
             future.cancel()
 
     def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None, *, closing: bool = False) -> R:
-        if threading.current_thread() is self._thread:
-            raise ConfigError("a blocking store cannot be called from its own loop")
-        assert self._loop is not None
+        self._check_thread()
+        if os.getpid() != self._process:
+            raise ConfigError("a blocking store does not outlive a fork: open one in each process")
         begun = _begin(work)
         with self._lock:
             if self._closing is not closing:
                 begun.close()
                 raise Closed("the store is closed")
-            future = asyncio.run_coroutine_threadsafe(begun, self._loop)
+            try:
+                future = asyncio.run_coroutine_threadsafe(begun, self._loop)
+            except RuntimeError:  # a signal handler has closed it since
+                begun.close()
+                raise Closed("the store is closed") from None
             self._pending.add(future)
+            if self._stopped:  # or just now, too late for it to begin
+                future.cancel()
         try:
             return future.result(timeout_s)
         except CancelledError:
             raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
         except TimeoutError:
             if future.done() and not future.cancelled():
-                raise  # the store's own
+                return future.result()  # it has ended just now; or the error is the store's own
             raise CallTimeout(
                 f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
             ) from None
@@ -104,6 +118,10 @@ class LoopThread:
             future.cancel()  # when the caller gives up (or is interrupted) so does the call
             with self._lock:
                 self._pending.discard(future)
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise ConfigError("a blocking store cannot be called from its own loop")
 
 
 async def _begin(work: Callable[[], Awaitable[R]]) -> R:

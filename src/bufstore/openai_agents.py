@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from bufstore.errors import AlreadyExists, NotFound, OutcomeUnknown
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.model import Run, RunStatus
-from bufstore.types import check_id
+from bufstore.types import Consistency, check_id
 
 if TYPE_CHECKING:
     from agents.items import TResponseInputItem
@@ -59,19 +61,25 @@ class BufferedSession:
                 return
 
     async def pop_item(self) -> TResponseInputItem | None:
-        """Remove the last item and return it; None if there is none. No item is returned to two callers."""
+        """Remove the last item and return it; None if there is none. Two get the same only after a lost answer."""
         while messages := await self._messages():
+            last = [messages[-1]["id"]]
             try:
-                await self._store.delete_messages(self.session_id, [messages[-1]["id"]])
+                await self._store.delete_messages(self.session_id, last)
             except NotFound:
                 continue  # another caller was faster
+            except OutcomeUnknown:
+                with suppress(NotFound):  # now it is gone, by this call or another's
+                    await self._store.delete_messages(self.session_id, last)
             item: TResponseInputItem = messages[-1]["item"]
             return item
         return None
 
     async def replace_items(self, items: Sequence[TResponseInputItem]) -> None:
         """Make `items` the whole list, in one entry: after a compaction, say."""
-        run = Run(run_id=f"{self.session_id}/replaced", thread_id=self.session_id, status=RunStatus.DONE)
+        # An id as long as it may be leaves no room for more.
+        run_id = f"replaced/{blake2b(self.session_id.encode(), digest_size=16).hexdigest()}"
+        run = Run(run_id=run_id, thread_id=self.session_id, status=RunStatus.DONE)
         await self._store.checkpoint(self.session_id, _messages_of(items), run)
 
     async def clear_session(self) -> None:
@@ -82,7 +90,8 @@ class BufferedSession:
             return
 
     async def _messages(self) -> list[Any]:
-        return await self._store.load_messages(self.session_id) or []
+        # Whatever the store's own level is: who pops reads again what others have popped.
+        return await self._store.load_messages(self.session_id, consistency=Consistency.READ_YOUR_WRITES) or []
 
 
 def _messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:

@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
+from bufstore.errors import ConfigError
+
 T = TypeVar("T")
+
+
+def check_loop(home: asyncio.AbstractEventLoop) -> None:
+    """Raise ConfigError on another loop than `home`: what is kept for later calls belongs there, and would break."""
+    if asyncio.get_running_loop() is not home:
+        raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")
 
 
 async def end(*tasks: asyncio.Future[Any] | None) -> None:

@@ -11,7 +11,7 @@ from agents import Agent, Model, ModelResponse, RunConfig, Runner, Usage
 from agents.memory import Session, SessionSettings
 from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 
-from bufstore import BufferedThreadStore, MemoryThreadStore, OutcomeUnknown
+from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore, OutcomeUnknown
 from bufstore.memory import MemoryNats
 from bufstore.openai_agents import BufferedSession
 from helpers import fresh
@@ -116,3 +116,42 @@ async def test_a_lost_answer_adds_items_once(
     monkeypatch.setattr(session._store, "append_messages", append_messages)
     await session.add_items([said(1)])
     assert await session.get_items() == [said(1)]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_lost_answer_pops_one_item(
+    session: BufferedSession, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    delete: Callable[..., Any] = session._store.delete_messages
+    lost: list[str] = []
+
+    async def delete_messages(thread_id: str, ids: list[str]) -> Any:
+        if lost:
+            return await delete(thread_id, ids)
+        lost.append(thread_id)
+        if stored:
+            await delete(thread_id, ids)
+        raise OutcomeUnknown(thread_id, "token")
+
+    monkeypatch.setattr(session._store, "delete_messages", delete_messages)
+    await session.add_items([said(n) for n in range(3)])
+    assert await session.pop_item() == said(2)
+    assert await session.get_items() == [said(0), said(1)]
+
+
+async def test_a_session_id_may_be_as_long_as_a_threads(store: BufferedThreadStore) -> None:
+    session = BufferedSession("s" * 1024, store)
+    await session.replace_items([said(1)])
+    assert await session.get_items() == [said(1)]
+
+
+async def test_popping_does_not_wait_for_a_flush_whatever_the_stores_level() -> None:
+    options = BufferConfig(flusher=False)
+    level = Consistency.EVENTUAL
+    async with await BufferedThreadStore.open(
+        MemoryThreadStore(), nats=MemoryNats(), config=options, consistency=level
+    ) as store:
+        session = BufferedSession(fresh("session"), store)
+        await session.add_items([said(n) for n in range(3)])
+        async with asyncio.timeout(10):
+            assert [await session.pop_item() for _ in range(3)] == [said(2), said(1), said(0)]

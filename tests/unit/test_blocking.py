@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -155,3 +157,90 @@ def test_it_does_not_wait_for_itself() -> None:
 
     with facade(Recursive()) as blocking, pytest.raises(ConfigError):
         blocking.load_thread("t")
+
+
+def in_a_call(store: BlockingThreadStore, handler: Callable[[], None]) -> None:
+    """Run what a signal handler does while its thread holds the lock of a call."""
+    run = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*args: Any) -> Any:
+        future = run(*args)
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(asyncio, "run_coroutine_threadsafe", run)
+            handler()
+        return future
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        store.load_thread("t")
+
+
+def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call() -> None:
+    store = facade(MemoryThreadStore(), call_timeout_s=10)
+    ended: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            in_a_call(store, store.close)
+        except BaseException as e:
+            ended.append(e)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(5)
+    assert [type(e) for e in ended] in ([], [Closed])
+    assert not caller.is_alive()
+    assert not any(t.name == "bufstore-blocking" for t in threading.enumerate())
+
+
+def test_a_call_that_ends_just_when_its_caller_gives_up_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with facade(MemoryThreadStore()) as store:
+        result = Future.result
+
+        def late(self: Future[Any], timeout: float | None = None) -> Any:
+            found = result(self, 10)
+            if timeout is not None:
+                raise TimeoutError
+            return found
+
+        monkeypatch.setattr(Future, "result", late)
+        assert store.load_thread("t") is None
+
+
+def test_a_loop_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> Any:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", none_left)
+    with pytest.raises(OSError, match="too many"):
+        facade(MemoryThreadStore())
+
+
+def test_the_loop_closes_not_itself() -> None:
+    class Closing(MemoryThreadStore):
+        async def query_runs(self, *_: Any, **__: Any) -> Any:
+            blocking.close()
+
+    with facade(Closing()) as blocking:
+        with pytest.raises(ConfigError):
+            blocking.query_runs("t")
+        assert blocking.load_thread("t") is None
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_is_told_that_the_store_is_its_parents() -> None:
+    with facade(MemoryThreadStore()) as store:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                store.load_thread("t")
+            except ConfigError as e:
+                os.write(writer, str(e).encode())
+            store.close()
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as told:
+            assert b"in each process" in told.read()
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.load_thread("t") is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
@@ -66,27 +66,33 @@ class Servers:
         """Starts both at once, `timeout` seconds for each. Raises EmbeddedError, and then neither runs."""
         make_folder(self.data)
         self._lock = self._lock or FolderLock(self.data)
+        pool = ThreadPoolExecutor(2)
+        attempts = [pool.submit(server.start, timeout) for server in (self.nats, self.postgres)]
         try:
-            with ThreadPoolExecutor(2) as pool:
-                attempts = [pool.submit(server.start, timeout) for server in (self.nats, self.postgres)]
             for attempt in attempts:
                 attempt.result()
         except BaseException:
+            wait(attempts)  # a start that is interrupted here goes on there, and would undo the stop
             self.stop()
             raise
+        finally:
+            pool.shutdown()
 
     def stop(self) -> None:
         """Stops both at the same time, gracefully; a temporary folder is removed, so then at once."""
         if self._lock is None:
             return
-        with ThreadPoolExecutor(2) as pool:
-            attempts = [
-                pool.submit(server.abandon if self._temporary else server.stop) for server in (self.nats, self.postgres)
-            ]
-        self._lock.close()
-        self._lock = None
-        if self._temporary:
-            shutil.rmtree(self.data, ignore_errors=True)
+        pool = ThreadPoolExecutor(2)
+        servers = (self.nats, self.postgres)
+        attempts = [pool.submit(server.abandon if self._temporary else server.stop) for server in servers]
+        try:
+            wait(attempts)
+        finally:  # also of one that is interrupted
+            pool.shutdown()
+            self._lock.close()
+            self._lock = None
+            if self._temporary:
+                shutil.rmtree(self.data, ignore_errors=True)
         for attempt in attempts:
             attempt.result()
 

@@ -25,7 +25,7 @@ from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
 from bufstore.langgraph.recent import End, Newest, Recent
-from bufstore.tasks import end
+from bufstore.tasks import check_loop, end
 from bufstore.types import Consistency
 
 CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]
@@ -92,6 +92,7 @@ class CheckpointReads:
 
     def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache, recent: Recent) -> None:
         self._store, self._buffer, self._cache, self._recent = store, buffer, cache, recent
+        self._loop = asyncio.get_running_loop()
         #: So long after Postgres has told of a thread it is asked again: the log must reach back to what is read while
         #: it is away, and nobody may go on for ever without having heard of a quarantine.
         self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
@@ -111,6 +112,7 @@ class CheckpointReads:
 
         Raises what `bufstore.buffer.read.reads.Reads.thread` raises.
         """
+        check_loop(self._loop)
         if level is Consistency.READ_YOUR_WRITES:
             recent = await self._newest(thread_id, ns, checkpoint_id)
             if recent is not None:

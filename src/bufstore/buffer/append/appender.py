@@ -42,7 +42,7 @@ from bufstore.errors import (
 )
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
-from bufstore.tasks import end
+from bufstore.tasks import check_loop, end
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ class Appender(Generic[S, M]):
         what it stands for. `mark`: an item of `bufstore.buffer.producers`. Raises what `prepare` raises, and the errors
         of `ThreadRunStore.checkpoint`.
         """
+        check_loop(self._loop)
         if self._closed:
             raise Closed("the store is closed")
         id_ = self._bits(63) or 1
@@ -184,6 +185,7 @@ class Appender(Generic[S, M]):
         tried; but after OutcomeUnknown some entries behind it may be stored too. The entries go out in common units, so
         a series takes about one round trip to the log.
         """
+        check_loop(self._loop)
         if self._closed:
             raise Closed("the store is closed")
         deadline = self._loop.time() + self._config.append_timeout_s

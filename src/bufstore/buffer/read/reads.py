@@ -33,7 +33,7 @@ from bufstore.errors import (
     ThreadQuarantined,
 )
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
-from bufstore.tasks import end
+from bufstore.tasks import check_loop, end
 from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Reads(Generic[S]):
         """`own_seq`: up to which position this process itself has written to a thread, as far as it remembers."""
         self._domain, self._log, self._ledger = parts.domain, parts.log, parts.ledger
         self._subjects, self._config = parts.subjects, parts.config
+        self._loop = asyncio.get_running_loop()
         #: Whether what Postgres says counts.
         self.restored = Restored(parts)
         #: What is flushed, and that with what waits in the ledger.
@@ -93,6 +94,7 @@ class Reads(Generic[S]):
         Raises ReadNotFresh when the level cannot be reached in `read_timeout_s`, StoreUnavailable when only Postgres
         could tell and it does not answer, ThreadQuarantined.
         """
+        check_loop(self._loop)
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
@@ -136,6 +138,7 @@ class Reads(Generic[S]):
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
+        check_loop(self._loop)
         try:
             async with asyncio.timeout(timeout_s):
                 last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
@@ -148,6 +151,7 @@ class Reads(Generic[S]):
 
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is acknowledged now is flushed."""
+        check_loop(self._loop)
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         targets = dict(enumerate(await self._log.latest_ends(filters, timeout_s)))
         if not all(targets.values()):

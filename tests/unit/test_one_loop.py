@@ -1,0 +1,59 @@
+"""A store belongs to the event loop that it was opened on: others are told so, and break nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
+from bufstore.memory import MemoryNats
+from helpers import run_of
+from langgraph_savers import checkpoint, config
+
+
+async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
+    """Make the call on a loop of another thread, where it is refused."""
+
+    async def refused() -> None:
+        with pytest.raises(ConfigError, match="another event loop"):
+            await call()
+
+    await asyncio.to_thread(asyncio.run, refused())
+
+
+async def test_a_store() -> None:
+    async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()) as store:
+        await store.checkpoint("t", [1], run_of("t"))
+        for call in (
+            lambda: store.load_messages("t"),
+            lambda: store.checkpoint("new", [1], run_of("new")),
+            lambda: store.checkpoint_append("t", [2], run_of("t")),
+            lambda: store.append_messages("t", [2]),
+            lambda: store.force_flush("t"),
+            store.force_flush_all,
+        ):
+            await elsewhere(call)
+        await store.checkpoint_append("t", [2], run_of("t"))
+        assert await store.load_messages("t") == [1, 2]
+        assert await store.load_messages("new") is None
+        await store.force_flush_all()
+
+
+async def test_a_saver() -> None:
+    saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
+    made: Any = checkpoint({}, {})
+    for call in (
+        lambda: saver.aget_tuple(config("t")),
+        lambda: saver.aput(config("t"), made, {}, {}),
+        saver.force_flush,
+    ):
+        await elsewhere(call)
+    at = await saver.aput(config("t"), made, {}, {})
+    found = await saver.aget_tuple(config("t"))
+    assert found is not None
+    assert found.config == at
+    await saver.aclose()
