@@ -119,6 +119,28 @@ def test_every_error_code_has_its_error(code: int, text: str, kind: type[Excepti
     assert text in str(error) or code in (10076, 10039)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "text", "kind"),
+    [
+        (500, 10118, "stream is offline", LogUnavailable),
+        (500, 10119, "consumer is offline", LogUnavailable),
+        (500, 10041, "raft: not leader", LogUnavailable),
+        (500, 10049, "stream name can not contain spaces", ConfigError),
+        (500, 10069, "can not change storage type", ConfigError),
+        (500, 10012, "start sequence can not be updated", ConfigError),
+        (503, 99999, "unheard of", LogUnavailable),
+        (429, 99999, "too many requests", LogUnavailable),
+        (400, 99999, "unheard of", ConfigError),
+    ],
+)
+def test_what_may_be_over_later_is_no_configuration_that_cannot_work(
+    status: int, code: int, text: str, kind: type[Exception]
+) -> None:
+    error = to_error(ApiError(code=status, err_code=code, description=text))
+    assert type(error) is kind
+    assert text in str(error)
+
+
 MINE = Record("me", "mark")
 
 

@@ -87,6 +87,9 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10037: lambda e: MessageMissing(e.description),
     10043: lambda e: MessageMissing(e.description),
     10057: lambda e: MessageMissing(e.description),  # deleting what is not there
+    10012: lambda e: ConfigError(f"the consumer cannot be made or changed so: {e.description}"),
+    10049: lambda e: ConfigError(f"the stream cannot be made so: {e.description}"),
+    10069: lambda e: ConfigError(f"the stream cannot be changed so: {e.description}"),
     10052: lambda e: ConfigError(f"the server does not accept this stream: {e.description}"),
     10058: lambda e: StreamTaken(f"a stream of this name has other settings: {e.description}"),
     10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),
@@ -110,6 +113,6 @@ def to_error(e: ApiError) -> Exception:
     make = _TABLE.get(e.err_code)
     if make is not None:
         return make(e)
-    if e.code in (429, 503):
+    if e.code == 429 or e.code >= 500:  # a stream that is offline, an error of the consensus: it may be over later
         return LogUnavailable(f"NATS: {e.description} ({e.err_code})")
     return ConfigError(f"NATS refused: {e.description} ({e.err_code})")
