@@ -16,6 +16,7 @@ from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.stream import NatsStream
@@ -384,3 +385,26 @@ async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another() -> 
             server.close()
             await server.wait_closed()
     assert alone.verbs
+
+
+async def test_a_message_larger_than_the_server_takes_is_not_sent_and_costs_no_connection() -> None:
+    recorder = Recorder()
+    server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    large, told = Outgoing("a", bytes(1 << 20), "a header"), dict[int, bytes | Exception]()
+    await connection.open()
+    try:
+        with pytest.raises(MessageTooLarge):
+            await connection.request("a", bytes((1 << 20) + 1), 10)
+        with pytest.raises(MessageTooLarge):
+            await connection.write([large], None, 10)
+        assert connection.begin(large, "batch") is None
+        await connection.write_each([large, Outgoing("b", b"x")], 10, told.__setitem__)
+        assert [type(outcome) for outcome in told.values()] == [MessageTooLarge] * 2
+        await round_trip(connection.client())
+        assert "PUB" not in recorder.verbs
+        assert "HPUB" not in recorder.verbs
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
