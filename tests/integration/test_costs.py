@@ -241,7 +241,7 @@ async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
 
         await eventually(complete)
         groups = store.buffer.log._feeds._common._groups  # type: ignore[attr-defined]
-        assert groups._bytes_max <= server_holds / 2
+        assert groups._sizes.bytes_max <= server_holds / 2
 
 
 async def test_nothing_in_the_log_ages_or_is_pushed_out(deployment: Deployment) -> None:
