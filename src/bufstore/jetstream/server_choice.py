@@ -15,13 +15,13 @@ _PATIENCE_S, _PATIENCE_MAX_S = 3.0, 60.0
 _GAP_S = 10.0
 _NEVER = float("-inf")
 #: JetStream's errors for "no leader", or none that is known: 10008 and 10009; an answer with one is short.
-_NO_LEADER = (b'"err_code":10008', b'"err_code":10009')
+_UNAVAILABLE, _NO_LEADER = b'"err_code":10008', b'"err_code":10009'
 _ERROR_BYTES_MAX = 512
 
 
 def leaderless(answer: bytes) -> bool:
     """Whether JetStream says that nobody leads, instead of answering."""
-    return len(answer) < _ERROR_BYTES_MAX and any(code in answer for code in _NO_LEADER)
+    return len(answer) < _ERROR_BYTES_MAX and (_UNAVAILABLE in answer or _NO_LEADER in answer)
 
 
 @dataclass(slots=True)
