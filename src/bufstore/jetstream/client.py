@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import nats.errors
@@ -72,13 +72,13 @@ class ListeningClient(Client):
             # missed, and its waiter notices.
             _log.warning("ignoring an invalid message: %s", type(e).__name__, extra={"action": "nats_message"})
 
-    async def _flush_pending(self, force_flush: bool = False) -> Any:
+    def _flush_pending(self, force_flush: bool = False) -> Coroutine[Any, Any, Any]:
         # nats-py's waits for a place in a full queue, and ignores that its caller is cancelled meanwhile: on a link
         # that stalls no call would end in time, and the PING that would notice it waits, too. Whoever has a place in
         # the queue has all sent that waits by then.
         if self._flush_queue is not None and self._flush_queue.full():
-            return None
-        return await super()._flush_pending(force_flush)
+            return _nothing()
+        return super()._flush_pending(force_flush)
 
     def heard(self) -> None:
         """What was sent is on its way; the answer to a PING behind it need not be here yet."""
@@ -127,6 +127,10 @@ async def round_trip(client: Client, timeout_s: int = 10) -> None:
     while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await client.flush(timeout_s)
+
+
+async def _nothing() -> None:
+    pass
 
 
 def forget_unsent(client: Client) -> None:

@@ -293,7 +293,7 @@ class Connection:
                     await send(f"{self._inbox}.{token}")
                     pause *= 2
                 first = await answer
-                if paced and not leaderless(first):
+                if paced and self._choice.count > 1 and not leaderless(first):
                     self._choice.wrote(_now())
                 if doubt is not None and not accepted:
                     await self._proven(doubt)
@@ -333,7 +333,7 @@ class Connection:
             self._failed(_now())
             self._end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
             return
-        if leaderless(data):
+        if self._choice.count > 1 and leaderless(data):
             self._failed(_now())
         self._end(token, data)
 
