@@ -98,22 +98,29 @@ async def test_callers_at_once_lose_nothing_and_pop_each_item_once(session: Buff
     assert sorted(item["content"] for item in popped if item is not None) == sorted(texts)
 
 
+def lose_the_first_answer(
+    session: BufferedSession, method: str, monkeypatch: pytest.MonkeyPatch, *, stored: bool
+) -> None:
+    """The first call of this method of the store has no answer; `stored`: and took effect all the same."""
+    call: Callable[..., Any] = getattr(session._store, method)
+    lost: list[str] = []
+
+    async def losing(thread_id: str, what: Items) -> Any:
+        if lost:
+            return await call(thread_id, what)
+        lost.append(thread_id)
+        if stored:
+            await call(thread_id, what)
+        raise OutcomeUnknown(thread_id, "token")
+
+    monkeypatch.setattr(session._store, method, losing)
+
+
 @pytest.mark.parametrize("stored", [True, False])
 async def test_a_lost_answer_adds_items_once(
     session: BufferedSession, monkeypatch: pytest.MonkeyPatch, stored: bool
 ) -> None:
-    append: Callable[..., Any] = session._store.append_messages
-    lost: list[str] = []
-
-    async def append_messages(thread_id: str, messages: Items) -> Any:
-        if lost:
-            return await append(thread_id, messages)
-        lost.append(thread_id)
-        if stored:
-            await append(thread_id, messages)
-        raise OutcomeUnknown(thread_id, "token")
-
-    monkeypatch.setattr(session._store, "append_messages", append_messages)
+    lose_the_first_answer(session, "append_messages", monkeypatch, stored=stored)
     await session.add_items([said(1)])
     assert await session.get_items() == [said(1)]
 
@@ -122,19 +129,8 @@ async def test_a_lost_answer_adds_items_once(
 async def test_a_lost_answer_pops_one_item(
     session: BufferedSession, monkeypatch: pytest.MonkeyPatch, stored: bool
 ) -> None:
-    delete: Callable[..., Any] = session._store.delete_messages
-    lost: list[str] = []
-
-    async def delete_messages(thread_id: str, ids: list[str]) -> Any:
-        if lost:
-            return await delete(thread_id, ids)
-        lost.append(thread_id)
-        if stored:
-            await delete(thread_id, ids)
-        raise OutcomeUnknown(thread_id, "token")
-
-    monkeypatch.setattr(session._store, "delete_messages", delete_messages)
     await session.add_items([said(n) for n in range(3)])
+    lose_the_first_answer(session, "delete_messages", monkeypatch, stored=stored)
     assert await session.pop_item() == said(2)
     assert await session.get_items() == [said(0), said(1)]
 

@@ -257,10 +257,11 @@ class Repair:
             await self._settled(waiting)
             await self._in_parts(thread_id, waiting, _plan_waiting, leave=True)
 
+        among = items
+
         def salvaging(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
             return plan_salvage(watermark, items, common=common, settled=settled, poison=poison, among=among)
 
-        among = items
         await self._in_parts(thread_id, items, salvaging, leave=False)
 
     async def _in_parts(
