@@ -72,8 +72,8 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 		found=$$?; rm -rf .venv-spark; exit $$found
 
 .PHONY: unit
-unit: $(READY) ## Run the tests that need no servers (about a minute)
-	$(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
+unit: $(READY) ## Run the tests that need no servers, with a third of their examples (about a minute)
+	BUFSTORE_THOROUGH=0.3 $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
 
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
@@ -122,7 +122,7 @@ model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, eac
 
 TIMES ?= 10
 .PHONY: thorough
-thorough: $(READY) ## Try TIMES=10 as many examples of each property as `make unit` (some minutes, no servers)
+thorough: $(READY) ## Try TIMES=10 as many examples of each property as `make test` (some minutes, no servers)
 	BUFSTORE_THOROUGH=$(TIMES) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -o faulthandler_timeout=3000
 
 .PHONY: storm

@@ -21,6 +21,11 @@ from bufstore import failpoints
 
 #: pytest's own.
 _NOT_OURS = ("PYTEST_CURRENT_TEST",)
+#: What a program handles. To ask for all of them takes longer than many a test.
+_CAUGHT = tuple(
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGALRM", "SIGPIPE")
+)
 
 
 @contextmanager
@@ -41,7 +46,7 @@ def _state() -> dict[str, Any]:
         "working directory": Path.cwd(),
         "import path": sys.path[:],
         "modules that cannot be imported": {name for name, module in list(sys.modules.items()) if module is None},
-        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "signal handlers": {number: signal.getsignal(number) for number in _CAUGHT},
         "garbage collector": (gc.isenabled(), gc.get_threshold()),
         "memory is traced": tracemalloc.is_tracing(),
         "failpoints": failpoints.active,
