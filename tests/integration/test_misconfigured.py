@@ -432,5 +432,5 @@ async def test_a_smaller_max_payload_costs_one_connection_and_no_write(
             await store.force_flush_all()
             found = await store.load_messages("large", consistency=Consistency.EVENTUAL)
             assert found == [said(0, size)]
-            # Why is not always known: a reset, of a connection with more to read, may take the server's last words with it.
+            # Why is not always known: a reset may take the server's last words with it.
             assert [getattr(r, "action", "") for r in caplog.records].count("nats_lost") == 1
