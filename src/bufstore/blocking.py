@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from bufstore.buffer.operate.quarantine import Quarantine
-from bufstore.loop_thread import LoopThread
+from bufstore.loop_thread import LoopThread, own_time_s
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.protocol import ThreadRunStore
@@ -31,7 +31,7 @@ def _blocking(
 
     @functools.wraps(method)
     def call(self: BlockingThreadStore | _Part, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        timeout_s = None if as_long_as_it_takes else self._timeout_s
+        timeout_s = None if as_long_as_it_takes else self._timeout_s + own_time_s(kwargs.get("timeout_s"))
         result: R = self._call(lambda: getattr(self._store, name)(*args, **kwargs), timeout_s)
         return result
 

@@ -124,6 +124,11 @@ class LoopThread:
             raise ConfigError("a blocking store cannot be called from its own loop")
 
 
+def own_time_s(timeout_s: object) -> float:
+    """What a call was given to wait for within the store, which it has before `call_timeout_s` begins to count."""
+    return timeout_s if isinstance(timeout_s, int | float) and timeout_s > 0 else 0.0
+
+
 async def _begin(work: Callable[[], Awaitable[R]]) -> R:
     # Called here and not by the caller: what needs a running loop finds one.
     return await work()

@@ -129,6 +129,18 @@ def test_calls_are_bounded_in_time() -> None:
         facade(MemoryThreadStore(), call_timeout_s=0)
 
 
+def test_a_flush_has_the_time_it_was_given() -> None:
+    class Lasting(BufferedThreadStore):
+        async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
+            await asyncio.sleep(0.5)
+
+    open_store = partial(Lasting.open, MemoryThreadStore(), nats=MemoryNats())
+    with BlockingBufferedStore(open_store, call_timeout_s=0.2) as store:
+        store.force_flush_all(timeout_s=60)
+        with pytest.raises(CallTimeout):
+            store.force_flush_all(timeout_s=0.01)
+
+
 def test_close_ends_the_calls_on_their_way() -> None:
     store = facade(Slow())
     with ThreadPoolExecutor(4) as threads:

@@ -23,7 +23,7 @@ from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore
 from bufstore.langgraph.saver import AsyncBufferedSaver
-from bufstore.loop_thread import LoopThread
+from bufstore.loop_thread import LoopThread, own_time_s
 from bufstore.nats.session import Nats
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ class _SaverThread(LoopThread):
         saver: AsyncBufferedSaver = self._store
         return saver
 
-    def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        return self._call(work, self._timeout_s)
+    def run(self, work: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
+        return self._call(work, self._timeout_s + own_time_s(timeout_s))
 
 
 class BufferedSaver(BaseCheckpointSaver[str]):
@@ -107,7 +107,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
 
     def force_flush(self, thread_id: str | None = None, *, timeout_s: float | None = None) -> None:
         """See `AsyncBufferedSaver.force_flush`."""
-        self._thread.run(lambda: self._inner.force_flush(thread_id, timeout_s=timeout_s))
+        self._thread.run(lambda: self._inner.force_flush(thread_id, timeout_s=timeout_s), timeout_s)
 
     def put(
         self,
