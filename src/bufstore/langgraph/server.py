@@ -40,7 +40,7 @@ async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
     log = replace(DEFAULT_LOG, stream=stream, bucket=bucket, subject=subject)
     async with AsyncBufferedSaver.from_conn_string(
         postgres,
-        [url.strip() for url in nats.split(",")],
+        [url.strip() for url in nats.split(",") if url.strip()],
         schema=schema,
         buffer_schema=buffer_schema,
         config=BufferConfig(log=log),
