@@ -9,9 +9,35 @@ from contextlib import suppress
 import pytest
 
 from bufstore import LogUnavailable, OutcomeUnknown
+from bufstore.config import NatsConfig
+from bufstore.embedded import Servers
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.messages import Outgoing
+from bufstore.jetstream.stream import NatsStream
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, run_of
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_messages_side_by_side_have_the_time_that_a_slow_link_takes(servers: Servers, replicas: int) -> None:
+    """Together they take more than twice what a write may take, and bytes leave all the while."""
+    server = servers.nats
+    async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
+        connection = Connection(NatsConfig(servers=[server.url.replace(f":{server.port}", f":{proxy.port}")]), "test")
+        await connection.open()
+        stream = NatsStream(connection, "$JS.API", f"slow{replicas}", replicas)
+        try:
+            made = {"name": stream.name, "subjects": [f"{stream.name}.>"], "storage": "memory"}
+            await stream.api(f"STREAM.CREATE.{stream.name}", made)
+            proxy.to_server.bytes_per_s = 2 << 20
+            found: dict[int, int | Exception] = {}
+            messages = [Outgoing(f"{stream.name}.{n}", bytes(500_000)) for n in range(10)]
+            await stream.publish_each(messages, 1.0, found.__setitem__)
+            assert sorted(found.items()) == [(n, n + 1) for n in range(10)]
+        finally:
+            proxy.to_server.bytes_per_s = None
+            await connection.aclose()
 
 
 @pytest.mark.long  # as long as the link takes

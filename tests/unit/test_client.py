@@ -19,6 +19,7 @@ from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.questions import Doubt
+from bufstore.jetstream.side_by_side import SideBySide
 from bufstore.jetstream.stream import NatsStream
 from bufstore.mailbox.nats import NatsMailboxStore
 
@@ -345,6 +346,46 @@ async def test_what_was_refused_and_not_proven_may_be_stored() -> None:
     with pytest.raises(AppendUnknown, match="nobody leads"):
         await connection._answer(["a"], post, 10, doubt=Doubt(lambda _: True, prove))
     assert connection._answers == {}
+
+
+async def test_of_several_messages_what_no_proof_decides_may_be_stored_and_the_rest_is_told() -> None:
+    ends: dict[int, bytes | Exception] = {}
+    proofs = [asyncio.Event() for _ in range(3)]
+    begun = iter(range(3))
+
+    async def prove(doubt: Doubt) -> None:
+        await doubt.prove()
+        proof = next(begun)
+        await proofs[proof].wait()
+        if proof == 2:
+            raise AppendUnknown("nobody leads")
+
+    async def nothing() -> None: ...
+
+    it = SideBySide(5, ends.__setitem__, Doubt(lambda answer: answer == b"no", nothing))
+    waiting = asyncio.create_task(it.all_ended(prove))
+    assert not it.heard(0, b"yes")
+    assert it.heard(1, b"no")
+    assert it.heard(2, b"no")
+    await asyncio.sleep(0)
+    assert it.heard(3, b"no"), "behind the proof that has begun"
+    assert not it.heard(2, b"yes")
+    proofs[0].set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ends == {0: b"yes", 2: b"yes", 1: b"no"}
+    assert not it.heard(1, b"yes"), "it has ended"
+    proofs[1].set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 3 in ends
+    assert it.heard(4, b"no")
+    proofs[2].set()
+    with pytest.raises(AppendUnknown, match="nobody leads"):
+        await waiting
+    assert ends == {0: b"yes", 2: b"yes", 1: b"no", 3: b"no"}
+    assert not it.heard(4, AppendUnknown("nobody leads"))
+    assert isinstance(ends[4], AppendUnknown)
 
 
 class Leaderless(Recorder):

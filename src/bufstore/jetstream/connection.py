@@ -32,6 +32,7 @@ from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
+from bufstore.jetstream.side_by_side import SideBySide
 from bufstore.tasks import end
 
 _log = logging.getLogger(__name__)
@@ -208,20 +209,18 @@ class Connection:
         doubt: Doubt | None = None,
     ) -> None:
         """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
-        if len(messages) <= 1 or doubt is not None or not frames.supported:
+        if len(messages) <= 1 or not frames.supported:
             await asyncio.gather(*(self._write_one(i, m, timeout_s, ended, doubt) for i, m in enumerate(messages)))
             return
-        left = len(messages)
-        all_ended = asyncio.get_running_loop().create_future()
+        side_by_side = SideBySide(len(messages), ended, doubt)
 
-        def end(number: int, outcome: bytes | Exception) -> None:
-            nonlocal left
-            left -= 1
-            ended(number, outcome)
-            if not left and not all_ended.done():
-                all_ended.set_result(None)
+        def heard(number: int, outcome: bytes | Exception) -> None:
+            if self._choice.count > 1 and isinstance(outcome, bytes) and not leaderless(outcome):
+                self._choice.wrote(_now())
+            if side_by_side.heard(number, outcome):
+                self._answers[tokens[number]] = Question([messages[number].subject], partial(heard, number))
 
-        tokens = [self._ask([message.subject], partial(end, number)) for number, message in enumerate(messages)]
+        tokens = [self._ask([message.subject], partial(heard, number)) for number, message in enumerate(messages)]
         error: Exception = AppendUnknown("given up")
         try:
             client = self.client()
@@ -231,12 +230,12 @@ class Connection:
                 replies = [f"{self._inbox}.{token}" for token in tokens]
                 await frames.send_each(client, messages, replies, watch.moved)
                 watch.sent()
-                await all_ended
+                await side_by_side.all_ended(self._proven)
                 watch.answered()
         except LogUnavailable as e:
             error = e
-        except FAILURES as e:
-            error = meaning(e, sent=False, why=self._reason)
+        except (AppendUnknown, *FAILURES) as e:
+            error = e if isinstance(e, AppendUnknown) else meaning(e, sent=False, why=self._reason)
             if isinstance(error, AppendUnknown):
                 self._drop(client, "a write got no answer")
         finally:
