@@ -14,7 +14,7 @@ from bufstore.buffer import recent_keys
 from bufstore.buffer.entry import Base, Entry, decode, encode
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, LogFull, LogUnavailable
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.threads.model import Run, encode_messages, encode_run
 from bufstore.threads.payload import Payload, encode_payload
@@ -87,7 +87,6 @@ class FakeLog(MemoryLog):
         self.store = self.stream.store
         self._late: list[tuple[int, Sequence[Outgoing]]] = []
         self._ids = itertools.count(1 << 62)
-        self.begun: BegunBatch | None = None
 
     @property
     def messages(self) -> list[StoredMessage]:
@@ -115,18 +114,7 @@ class FakeLog(MemoryLog):
 
         await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
 
-    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        self.begun = BegunBatch(f"batch-{next(self._ids)}", self)
-        self.first = first
-        return self.begun
-
-    async def publish_batch(
-        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
-    ) -> int:
-        if begun is not None:
-            assert begun is self.begun, "only the batch that was begun last can still be followed up"
-            assert len(messages) > 1, "nothing is left to be sent, and no answer comes"
-            assert self.first is messages[0], "a batch begins with the message that was sent as its first"
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         self.batches.append(len(messages))
         return await self._send("batch", messages)
 

@@ -235,7 +235,7 @@ async def test_what_a_lost_connection_held_never_arrives() -> None:
             await client.publish("large", bytes(1 << 20))
             await asyncio.sleep(0)
         with pytest.raises(AppendUnknown):
-            await connection.write([Outgoing("late", b"x")], None, 0.1)
+            await connection.write([Outgoing("late", b"x")], "", 0.1)
         while connection._client is client:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         back.set()
@@ -438,8 +438,7 @@ async def test_a_message_larger_than_the_server_takes_is_not_sent_and_costs_no_c
         with pytest.raises(MessageTooLarge):
             await connection.request("a", bytes((1 << 20) + 1), 10)
         with pytest.raises(MessageTooLarge):
-            await connection.write([large], None, 10)
-        assert connection.begin(large, "batch") is None
+            await connection.write([large], "", 10)
         await connection.write_each([large, Outgoing("b", b"x")], 10, told.__setitem__)
         assert [type(outcome) for outcome in told.values()] == [MessageTooLarge] * 2
         await round_trip(connection.client())

@@ -195,9 +195,9 @@ def test_what_waits_is_sent_before_the_writers_of_the_last_group_learn_of_its_en
         order: list[str] = []
         publish_batch = log.publish_batch
 
-        async def told(messages: Sequence[Outgoing], timeout_s: float, begun: Any = None) -> int:
+        async def told(messages: Sequence[Outgoing], timeout_s: float) -> int:
             order.append(f"sent {messages[0].subject}")
-            return await publish_batch(messages, timeout_s, begun)
+            return await publish_batch(messages, timeout_s)
 
         log.publish_batch = told  # type: ignore[method-assign]
         group = started(log)
@@ -207,44 +207,6 @@ def test_what_waits_is_sent_before_the_writers_of_the_last_group_learn_of_its_en
             await asyncio.sleep(0)
         await outcomes([group.submit(unit(f"b{n}", 0, "x")) for n in range(10)])
         assert order == ["sent a0", "sent b0", "a0 is told"]
-        await group.aclose()
-
-    run(main())
-
-
-def test_a_batch_is_begun_with_the_message_it_then_begins_with() -> None:
-    async def main() -> None:
-        log = FakeLog()
-        begun: list[Outgoing] = []
-        begin = log.begin_batch
-        log.begin_batch = lambda first: (begun.append(first), begin(first))[1]  # type: ignore[method-assign,func-returns-value]
-        group = started(log)
-        for many in (3, 40, 40, 7, 40):
-            before = len(begun)
-            await outcomes([group.submit(unit(f"s{n}", None, str(n))) for n in range(many)])
-            assert len(begun) - before <= 1
-        assert begun, "the fake asserts that the batch that follows is the one that was begun"
-        cancelled = [group.submit(unit(f"c{n}", None, str(n))) for n in range(12)]
-        cancelled[0].cancel()  # maybe on its way: then it is stored with the others
-        assert all(isinstance(found, int) for found in (await outcomes(cancelled))[1:])
-        await group.aclose()
-
-    run(main())
-
-
-def test_of_a_batch_that_was_begun_the_only_unit_that_is_left_is_sent_alone() -> None:
-    async def main() -> None:
-        log = FakeLog()
-        group = started(log)
-        await group.submit(unit("s", None, "s"))
-        futures = [group.submit(unit(f"s{n}", 0, f"{n}")) for n in range(8)]
-        assert log.begun is not None
-        for future in futures[1:]:
-            future.cancel()
-        assert await futures[0] == 2
-        assert log.batches == []
-        assert len(await outcomes([group.submit(unit(f"s{n}", None, f"{n}")) for n in range(8)])) == 8
-        assert bodies(log) == ["s", "0", *map(str, range(8))]
         await group.aclose()
 
     run(main())

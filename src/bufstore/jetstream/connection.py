@@ -28,7 +28,7 @@ from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, 
 from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
-from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
@@ -158,39 +158,29 @@ class Connection:
             [subject], lambda reply: frames.post(client, subject, payload, reply), timeout_s, again=again
         )
 
-    def begin(self, first: Outgoing, batch: str) -> BegunBatch | None:
-        """Send the first message of a batch, if that is possible without waiting."""
-        client = self._client
-        if client is None or not frames.begin(client, first, batch):
-            return None
-        return BegunBatch(batch, client)
-
     async def write(
         self,
         messages: Sequence[Outgoing],
-        batch: BegunBatch | None,
+        batch: str,
         timeout_s: float,
         *,
         again: bool = False,
         doubt: Doubt | None = None,
     ) -> bytes:
-        """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
+        """Send messages (several as the atomic batch `batch`) and return the answer to the last. Raises like `request`.
 
         `again`: as there. `doubt`: a refusal is returned only when no other answer has come by the time of its proof.
 
         Without an answer the connection is thrown away, so that nothing in its buffers arrives after somebody has
-        looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`). A batch that was begun on an
-        earlier connection is lost with that: all of it is sent again.
+        looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`).
         """
         client = self.client()
-        id_ = batch.id if batch is not None else ""
-        begun = batch is not None and batch.client is client
         try:
             subjects = [m.subject for m in messages]
             watch = Watch(self._pace, client)
 
             async def send(reply: str) -> None:
-                await frames.send(client, messages, id_, reply, begun=begun, moved=watch.moved)
+                await frames.send(client, messages, batch, reply, watch.moved)
                 watch.sent()
 
             answer = await self._answer(subjects, send, timeout_s, paced=True, again=again, doubt=doubt)
@@ -253,7 +243,7 @@ class Connection:
     ) -> None:
         outcome: bytes | Exception
         try:
-            outcome = await self.write([message], None, timeout_s, doubt=doubt)
+            outcome = await self.write([message], "", timeout_s, doubt=doubt)
         except (AppendUnknown, BufstoreError) as e:
             outcome = e
         ended(number, outcome)

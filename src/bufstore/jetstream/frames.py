@@ -58,25 +58,23 @@ async def send(
     messages: Sequence[Outgoing],
     batch: str,
     reply: str,
-    *,
-    begun: bool = False,
     moved: Callable[[int], None] = _unwatched,
 ) -> None:
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
-    `begun`: the first of them is sent already. `moved` is called while much of it leaves: see `_write_part`. Raises
-    nats.errors.OutboundBufferLimitError when the client is not connected, nats.errors.MaxPayloadError when a message is
-    larger than the server takes: nothing was sent then, or a batch without its end, which the server never stores.
+    `moved` is called while much of it leaves: see `_write_part`. Raises nats.errors.OutboundBufferLimitError when the
+    client is not connected, nats.errors.MaxPayloadError when a message is larger than the server takes: nothing was
+    sent then, or a batch without its end, which the server never stores.
     """
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
     last = len(messages)
-    data = framed(messages, batch, reply, slice(int(begun), last), bytes_max=client.max_payload)
+    data = framed(messages, batch, reply, bytes_max=client.max_payload)
     if supported:
         if len(data) <= _PART_BYTES:
-            await _write(client, data, last - begun)
+            await _write(client, data, last)
         else:
-            for p in _parts(messages, int(begun)):
+            for p in _parts(messages):
                 await _write_part(client, framed(messages, batch, reply, p), p.stop - p.start, moved)
         return
     for number, message in enumerate(messages, 1):
@@ -84,31 +82,6 @@ async def send(
         await client.publish(
             message.subject, message.body, reply=reply if number == last else "", headers=headers or None
         )
-
-
-def begin(client: Client, first: Outgoing, batch: str) -> bool:
-    """Send the first message of a batch; False when it would have to wait, and then nothing is sent."""
-    if not supported or not client.is_connected or not _free(client):
-        return False
-    try:
-        _write_now(client, framed([first], batch, "", whole=False, bytes_max=client.max_payload), 1)
-    except (nats.errors.OutboundBufferLimitError, nats.errors.MaxPayloadError):  # who sends the rest hears of it
-        return False
-    return True
-
-
-def _free(client: Client) -> bool:
-    """Whether nothing waits in the client that bytes sent straight to the socket could overtake."""
-    return not client._pending_data_size and type(client._transport) is TcpTransport
-
-
-def _write_now(client: Client, data: bytes, messages: int) -> None:
-    try:
-        client._transport.write(data)  # type: ignore[union-attr]
-    except RuntimeError:  # so uvloop answers when the connection has ended and the client does not know yet
-        raise nats.errors.OutboundBufferLimitError from None
-    client.stats["out_msgs"] += messages
-    client.stats["out_bytes"] += len(data)
 
 
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
@@ -133,7 +106,7 @@ async def send_each(
     if len(data) <= _PART_BYTES:
         await _write(client, data, len(messages))
     else:
-        for p in _parts(messages, 0):
+        for p in _parts(messages):
             try:
                 await _write_part(client, b"".join(frames[p]), p.stop - p.start, moved)
             except nats.errors.OutboundBufferLimitError:
@@ -142,11 +115,11 @@ async def send_each(
                 raise
 
 
-def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
+def _parts(messages: Sequence[Outgoing]) -> Iterator[slice]:
     """Neighbours that are sent at once."""
-    size = 0
-    for number in range(start, len(messages)):
-        size += len(messages[number].body)
+    start = size = 0
+    for number, message in enumerate(messages):
+        size += len(message.body)
         if size >= _PART_BYTES or number + 1 == len(messages):
             yield slice(start, number + 1)
             start, size = number + 1, 0
@@ -176,13 +149,18 @@ def _unsent(client: Client) -> int:
 
 
 async def _write(client: Client, data: bytes, messages: int) -> None:
-    if _free(client):  # not by way of the client's writing task
-        _write_now(client, data, messages)
-        return
+    # Straight to the socket, not by way of the client's writing task, unless that would overtake what waits there.
+    straight = not client._pending_data_size and type(client._transport) is TcpTransport
+    if straight:
+        try:
+            client._transport.write(data)  # type: ignore[union-attr]
+        except RuntimeError:  # so uvloop answers when the connection has ended and the client does not know yet
+            raise nats.errors.OutboundBufferLimitError from None
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
-    await client._send_command(data)
-    await client._flush_pending()
+    if not straight:
+        await client._send_command(data)
+        await client._flush_pending()
 
 
 def framed(
@@ -191,16 +169,15 @@ def framed(
     reply: str,
     part: slice = _ALL,
     *,
-    whole: bool = True,
     bytes_max: int | None = None,
 ) -> bytes:
     """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
 
-    Not `whole`: they are the beginning of a batch, and more of it will follow. Raises nats.errors.MaxPayloadError for a
-    message of more than `bytes_max`, headers included: the server would end the connection.
+    Raises nats.errors.MaxPayloadError for a message of more than `bytes_max`, headers included: the server would end
+    the connection.
     """
     parts: list[bytes] = []
-    last = len(messages) if whole else -1
+    last = len(messages)
     in_batch = f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: " if batch and last != 1 else ""
     for number, message in enumerate(messages[part], (part.start or 0) + 1):
         head = _head(message)

@@ -38,7 +38,6 @@ from bufstore.jetstream.messages import (
     HEADER_BYTES_MAX,
     AppendUnknown,
     BatchRefused,
-    BegunBatch,
     Conflict,
     Outgoing,
     Stream,
@@ -55,8 +54,6 @@ _LARGE_BYTES = 4 << 20
 _SPLIT_FROM = 96
 #: If the waiting units are smaller than the last group by this factor, they wait for what its writers write next.
 _SMALL = 4
-#: With this many waiting it may be a batch, even if no more come in this turn of the loop.
-_BEGIN_AT = 8
 #: How long the server may take for one group, at most.
 _GROUP_TIMEOUT_S = 5.0
 
@@ -132,11 +129,6 @@ class GroupCommit:
         self._tasks: set[asyncio.Task[None]] = set()
         #: The group that the next one waits for.
         self._ahead: list[AppendUnit] | None = None
-        #: Messages in the last group; and whether the next one is to be a batch, when that is decided early.
-        self._last = 0
-        self._choice: bool | None = None
-        #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
-        self._begun: tuple[AppendUnit, BegunBatch] | None = None
         self._linger = linger
         #: How many units were on their way or waiting when the last group ended, and until when to wait for them.
         self._writers = 0
@@ -184,11 +176,8 @@ class GroupCommit:
             self._send_large()
             return
         self._waiting.append(unit)
-        if self._ahead is None and not self._lingers():
-            if not self._due:
-                self._look_soon()
-            elif len(self._waiting) == _BEGIN_AT:
-                self._begin()
+        if self._ahead is None and not self._lingers() and not self._due:
+            self._look_soon()
 
     def _lingers(self) -> bool:
         """Whether to wait for more units; if so, a look is due when their time is over."""
@@ -207,15 +196,6 @@ class GroupCommit:
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = None
-
-    def _begin(self) -> None:
-        """If so many units will be a batch, let the server prepare for it while the rest is built."""
-        if self._choice is None:
-            self._choice = self._shapes.batched(max(self._last, _BEGIN_AT))
-            if self._choice:
-                first = self._waiting[0]
-                begun = self._stream.begin_batch(first.messages[0])
-                self._begun = (first, begun) if begun is not None else None
 
     def _look_soon(self) -> None:
         """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
@@ -296,7 +276,7 @@ class GroupCommit:
             if group and (messages > room or size > _BATCH_BYTES_MAX):
                 break
             waiting.popleft()
-            if unit.given_up and (self._begun is None or unit is not self._begun[0]):
+            if unit.given_up:
                 messages -= len(unit.messages)
             else:
                 group.append(unit)
@@ -306,13 +286,13 @@ class GroupCommit:
         units = group
         while units:
             messages = [message for unit in units for message in unit.messages]
-            batched, begun = self._shape(units, len(messages))
-            if not batched:
+            # Units of several messages would each be a batch of their own.
+            if len(messages) == len(units) and not self._shapes.batched(len(messages)):
                 await self._store_each(units)
                 return
             began = self._now()
             try:
-                seq = await self._stream.publish_batch(messages, self._timeout_s, begun)
+                seq = await self._stream.publish_batch(messages, self._timeout_s)
             except Conflict:
                 self._go_on(group)
                 units = await self._without_moved(units)
@@ -325,7 +305,6 @@ class GroupCommit:
                 end_all(units, e)
                 return
             self._shapes.took(len(messages), True, self._now() - began)
-            self._last = len(messages)
             self._go_on(group)
             # The first line that matters, the publish ack: only now is the group on the log's disk, and only now
             # do its writers return. Returning earlier would acknowledge what a crash can still lose.
@@ -334,21 +313,6 @@ class GroupCommit:
                 seq += len(unit.messages)
                 end_one(unit, seq)
             return
-
-    def _shape(self, units: list[AppendUnit], messages: int) -> tuple[bool, BegunBatch | None]:
-        """Whether they are to be a batch, and what has been sent of it."""
-        if self._begun is not None and self._begun[0] is units[0]:
-            (_, begun), self._begun, self._choice = self._begun, None, None
-            if messages > 1:
-                return True, begun
-        if messages == 1:  # also of a batch that was begun, if all others were given up: the server forgets it
-            return False, None
-        if messages > len(units):  # units of several messages would each be a batch of their own
-            return True, None
-        if self._ahead is units and self._choice is not None:
-            choice, self._choice = self._choice, None
-            return choice, None
-        return self._shapes.batched(messages), None
 
     def _now(self) -> float:
         assert self._loop is not None
@@ -360,7 +324,6 @@ class GroupCommit:
         def ended(number: int, outcome: int | Exception) -> None:
             end_one(single[number], outcome)
 
-        self._last = len(units)
         if len(units) == 1:
             await self._store_one(units[0])
             return

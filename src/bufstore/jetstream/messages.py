@@ -82,14 +82,6 @@ class AppendUnknown(Exception):
     """Sent without an answer: the message may or may not be stored."""
 
 
-class BegunBatch(NamedTuple):
-    """A batch whose first message was sent already."""
-
-    id: str
-    #: The connection that it was sent on: the rest must follow there.
-    client: object
-
-
 class Stream(Protocol):
     """One JetStream stream, seen as a writer and reader of subjects.
 
@@ -115,17 +107,8 @@ class Stream(Protocol):
         """
         ...
 
-    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        """Send the first message of a batch already, if that is possible now; the rest must follow soon.
-
-        The server prepares for a batch when its first message arrives. If no rest follows, it forgets the batch.
-        """
-        ...
-
-    async def publish_batch(
-        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
-    ) -> int:
-        """Store all messages or none, as neighbours. Returns the last sequence. `begun`: the first is sent already."""
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        """Store all messages or none, as neighbours. Returns the last sequence."""
         ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:

@@ -22,7 +22,6 @@ from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
     AppendUnknown,
     BatchRefused,
-    BegunBatch,
     Conflict,
     Outgoing,
     Part,
@@ -114,7 +113,7 @@ class NatsStream:
             raise TooLarge(len(body), limit)
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return self._seq(await self._connection.write([message], None, timeout_s, doubt=self._doubt))
+        return self._seq(await self._connection.write([message], "", timeout_s, doubt=self._doubt))
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
@@ -129,13 +128,8 @@ class NatsStream:
 
         await self._connection.write_each(messages, timeout_s, answered, doubt=self._doubt)
 
-    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        return self._connection.begin(first, secrets.token_hex(8))
-
-    async def publish_batch(
-        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
-    ) -> int:
-        batch = begun or BegunBatch(secrets.token_hex(8), None)
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        batch = secrets.token_hex(8)
         return self._seq(await self._connection.write(messages, batch, timeout_s, doubt=self._doubt))
 
     def _seq(self, answer: bytes) -> int:
@@ -216,7 +210,7 @@ class NatsStream:
         """
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self.name}", json.dumps({"filter": unused}).encode())
         # As a write: a leader without followers does not answer, and then its connection is given up.
-        self._result(await self._connection.write([asked], None, timeout_s, again=True))
+        self._result(await self._connection.write([asked], "", timeout_s, again=True))
 
     async def _remove_nothing(self) -> None:
         """The same where a consumer takes all subjects: with a purge, also of nothing, it forgets what it waits for."""

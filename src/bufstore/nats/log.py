@@ -285,7 +285,7 @@ class NatsLog(NatsStream):
         while True:
             left = deadline - loop.time()
             try:
-                return self._seq(await self._connection.write([message], None, left, again=True))
+                return self._seq(await self._connection.write([message], "", left, again=True))
             except AppendUnknown:
                 raise LogUnavailable("no node proves that it leads the log") from None
             except LogUnavailable:
