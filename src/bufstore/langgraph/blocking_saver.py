@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import (
-    BaseCheckpointSaver,
-    ChannelVersions,
-    Checkpoint,
-    CheckpointMetadata,
-    CheckpointTuple,
-    DeltaChannelHistory,
-)
+from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 
 from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
@@ -26,6 +20,7 @@ from bufstore.langgraph.saver import AsyncBufferedSaver
 from bufstore.loop_thread import LoopThread, own_time_s
 from bufstore.nats.session import Nats
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: How many checkpoints of a list are fetched at once from the loop's thread.
@@ -42,6 +37,35 @@ class _SaverThread(LoopThread):
 
     def run(self, work: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
         return self._call(work, self._timeout_s + own_time_s(timeout_s))
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncBufferedSaver, P], Awaitable[T]],
+) -> Callable[Concatenate[BufferedSaver, P], T]:
+    """The method, waited for."""
+    name = method.__name__
+
+    @functools.wraps(method, assigned=("__doc__",))
+    def call(self: BufferedSaver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self._thread.run(lambda: getattr(self._inner, name)(*args, **kwargs))
+        return result
+
+    call.__name__ = name.removeprefix("a")
+    return call
+
+
+def _in_a_thread(
+    method: Callable[Concatenate[BufferedSaver, P], T],
+) -> Callable[Concatenate[BufferedSaver, P], Coroutine[Any, Any, T]]:
+    """The blocking method, for code with an event loop of its own."""
+    name = method.__name__
+
+    @functools.wraps(method, assigned=("__doc__",))
+    async def call(self: BufferedSaver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await asyncio.to_thread(getattr(self, name), *args, **kwargs)
+        return result
+
+    return call
 
 
 class BufferedSaver(BaseCheckpointSaver[str]):
@@ -109,25 +133,14 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         """See `AsyncBufferedSaver.force_flush`."""
         self._thread.run(lambda: self._inner.force_flush(thread_id, timeout_s=timeout_s), timeout_s)
 
-    def put(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        """See `AsyncBufferedSaver.aput`."""
-        return self._thread.run(lambda: self._inner.aput(config, checkpoint, metadata, new_versions))
-
-    def put_writes(
-        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
-    ) -> None:
-        """See `AsyncBufferedSaver.aput_writes`."""
-        self._thread.run(lambda: self._inner.aput_writes(config, writes, task_id, task_path))
-
-    def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """See `AsyncBufferedSaver.aget_tuple`."""
-        return self._thread.run(lambda: self._inner.aget_tuple(config))
+    put = _blocking(AsyncBufferedSaver.aput)
+    put_writes = _blocking(AsyncBufferedSaver.aput_writes)
+    get_tuple = _blocking(AsyncBufferedSaver.aget_tuple)
+    delete_thread = _blocking(AsyncBufferedSaver.adelete_thread)
+    delete_for_runs = _blocking(AsyncBufferedSaver.adelete_for_runs)
+    copy_thread = _blocking(AsyncBufferedSaver.acopy_thread)
+    prune = _blocking(AsyncBufferedSaver.aprune)
+    get_delta_channel_history = _blocking(AsyncBufferedSaver.aget_delta_channel_history)
 
     def list(
         self,
@@ -141,28 +154,6 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         found = self._inner.alist(config, filter=filter, before=before, limit=limit)
         while some := self._thread.run(lambda: _some(found)):
             yield from some
-
-    def delete_thread(self, thread_id: str) -> None:
-        """See `AsyncBufferedSaver.adelete_thread`."""
-        self._thread.run(lambda: self._inner.adelete_thread(thread_id))
-
-    def delete_for_runs(self, run_ids: Sequence[str]) -> None:
-        """See `AsyncBufferedSaver.adelete_for_runs`."""
-        self._thread.run(lambda: self._inner.adelete_for_runs(run_ids))
-
-    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
-        """See `AsyncBufferedSaver.acopy_thread`."""
-        self._thread.run(lambda: self._inner.acopy_thread(source_thread_id, target_thread_id))
-
-    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
-        """See `AsyncBufferedSaver.aprune`."""
-        self._thread.run(lambda: self._inner.aprune(thread_ids, strategy=strategy))
-
-    def get_delta_channel_history(
-        self, *, config: RunnableConfig, channels: Sequence[str]
-    ) -> Mapping[str, DeltaChannelHistory]:
-        """See `AsyncBufferedSaver.aget_delta_channel_history`."""
-        return self._thread.run(lambda: self._inner.aget_delta_channel_history(config=config, channels=channels))
 
     def get_next_version(self, current: str | None, channel: None) -> str:
         """See `AsyncBufferedSaver.get_next_version`."""
@@ -180,25 +171,14 @@ class BufferedSaver(BaseCheckpointSaver[str]):
 
     # --- the same for code with an event loop of its own ------------------------------------------------------
 
-    async def aput(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        """See `put`."""
-        return await asyncio.to_thread(self.put, config, checkpoint, metadata, new_versions)
-
-    async def aput_writes(
-        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
-    ) -> None:
-        """See `put_writes`."""
-        await asyncio.to_thread(self.put_writes, config, writes, task_id, task_path)
-
-    async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """See `get_tuple`."""
-        return await asyncio.to_thread(self.get_tuple, config)
+    aput = _in_a_thread(put)
+    aput_writes = _in_a_thread(put_writes)
+    aget_tuple = _in_a_thread(get_tuple)
+    adelete_thread = _in_a_thread(delete_thread)
+    adelete_for_runs = _in_a_thread(delete_for_runs)
+    acopy_thread = _in_a_thread(copy_thread)
+    aprune = _in_a_thread(prune)
+    aget_delta_channel_history = _in_a_thread(get_delta_channel_history)
 
     async def alist(
         self,
@@ -213,28 +193,6 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         while some := await asyncio.to_thread(self._thread.run, lambda: _some(found)):
             for item in some:
                 yield item
-
-    async def adelete_thread(self, thread_id: str) -> None:
-        """See `delete_thread`."""
-        await asyncio.to_thread(self.delete_thread, thread_id)
-
-    async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
-        """See `delete_for_runs`."""
-        await asyncio.to_thread(self.delete_for_runs, run_ids)
-
-    async def acopy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
-        """See `copy_thread`."""
-        await asyncio.to_thread(self.copy_thread, source_thread_id, target_thread_id)
-
-    async def aprune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
-        """See `prune`."""
-        await asyncio.to_thread(self.prune, thread_ids, strategy=strategy)
-
-    async def aget_delta_channel_history(
-        self, *, config: RunnableConfig, channels: Sequence[str]
-    ) -> Mapping[str, DeltaChannelHistory]:
-        """See `get_delta_channel_history`."""
-        return await asyncio.to_thread(lambda: self.get_delta_channel_history(config=config, channels=channels))
 
 
 async def _some(found: AsyncIterator[CheckpointTuple]) -> builtins.list[CheckpointTuple]:

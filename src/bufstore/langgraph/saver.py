@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
@@ -41,7 +42,23 @@ from bufstore.langgraph.serialize import (
 from bufstore.nats.session import Nats
 from bufstore.types import Consistency
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncBufferedSaver, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[AsyncBufferedSaver, P], T]:
+    """The method, waited for in another thread than that of the saver's event loop."""
+    name = method.__name__
+
+    @functools.wraps(method, assigned=("__doc__",))
+    def call(self: AsyncBufferedSaver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self._wait(getattr(self, name)(*args, **kwargs))
+        return result
+
+    call.__name__ = name.removeprefix("a")
+    return call
 
 
 class AsyncBufferedSaver(BaseCheckpointSaver[str]):
@@ -306,25 +323,14 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
     # --- the same, blocking -----------------------------------------------------------------------------------
 
-    def put(
-        self,
-        config: RunnableConfig,
-        checkpoint: Checkpoint,
-        metadata: CheckpointMetadata,
-        new_versions: ChannelVersions,
-    ) -> RunnableConfig:
-        """See `aput`."""
-        return self._wait(self.aput(config, checkpoint, metadata, new_versions))
-
-    def put_writes(
-        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
-    ) -> None:
-        """See `aput_writes`."""
-        self._wait(self.aput_writes(config, writes, task_id, task_path))
-
-    def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """See `aget_tuple`."""
-        return self._wait(self.aget_tuple(config))
+    put = _blocking(aput)
+    put_writes = _blocking(aput_writes)
+    get_tuple = _blocking(aget_tuple)
+    delete_thread = _blocking(adelete_thread)
+    delete_for_runs = _blocking(adelete_for_runs)
+    copy_thread = _blocking(acopy_thread)
+    prune = _blocking(aprune)
+    get_delta_channel_history = _blocking(aget_delta_channel_history)
 
     def list(
         self,
@@ -338,28 +344,6 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         found = self.alist(config, filter=filter, before=before, limit=limit)
         while (item := self._wait(anext(found, None))) is not None:
             yield item
-
-    def delete_thread(self, thread_id: str) -> None:
-        """See `adelete_thread`."""
-        self._wait(self.adelete_thread(thread_id))
-
-    def delete_for_runs(self, run_ids: Sequence[str]) -> None:
-        """See `adelete_for_runs`."""
-        self._wait(self.adelete_for_runs(run_ids))
-
-    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
-        """See `acopy_thread`."""
-        self._wait(self.acopy_thread(source_thread_id, target_thread_id))
-
-    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
-        """See `aprune`."""
-        self._wait(self.aprune(thread_ids, strategy=strategy))
-
-    def get_delta_channel_history(
-        self, *, config: RunnableConfig, channels: Sequence[str]
-    ) -> Mapping[str, DeltaChannelHistory]:
-        """See `aget_delta_channel_history`."""
-        return self._wait(self.aget_delta_channel_history(config=config, channels=channels))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         try:
