@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import psycopg
+import pytest
 
-from bufstore import Run, RunStatus
+from bufstore import ConfigError, Run, RunStatus
 from bufstore.buffer.ports.log import Floor
 
 #: JDK_JAVA_OPTIONS with which a Java starts in half of the time: a short job never gets back what more would spend.
@@ -34,6 +35,17 @@ def done(run: Run) -> Run:
 def said(n: int, size: int = 20) -> dict[str, Any]:
     """Message number `n`."""
     return {"role": "user", "content": f"{n}:" + "x" * size, "id": f"m{n}"}
+
+
+async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
+    """Make the call on a loop of another thread, where it is refused."""
+
+    async def refused() -> None:
+        async with asyncio.timeout(10):
+            with pytest.raises(ConfigError, match="another event loop"):
+                await call()
+
+    await asyncio.to_thread(asyncio.run, refused())
 
 
 async def let_all_go(*stores: Any) -> None:

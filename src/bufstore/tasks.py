@@ -11,7 +11,7 @@ from bufstore.errors import ConfigError
 T = TypeVar("T")
 
 
-def check_loop(home: asyncio.AbstractEventLoop) -> None:
+def check_loop(home: asyncio.AbstractEventLoop | None) -> None:
     """Raise ConfigError on another loop than `home`: what is kept for later calls belongs there, and would break."""
     if asyncio.get_running_loop() is not home:
         raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")

@@ -34,7 +34,7 @@ async def test_closing_ends_although_connecting_swallows_that_it_was_cancelled()
         connection._lost.clear()  # it is connected
 
     connection._connect = swallows  # type: ignore[method-assign]
-    connection._closed = False
+    connection._closed, connection._loop = False, asyncio.get_running_loop()
     connection._lost.set()
     connection._supervisor = asyncio.create_task(connection._supervise())
     await begun.wait()
@@ -58,7 +58,7 @@ async def test_what_was_not_opened_is_closed() -> None:
 
 async def test_who_waits_for_a_connection_hears_that_it_is_closed() -> None:
     connection = Connection(NatsConfig(servers=["nats://127.0.0.1:1"]), "test")
-    connection._closed = False
+    connection._closed, connection._loop = False, asyncio.get_running_loop()
     waiting = [asyncio.create_task(connection.wait_up(3600)) for _ in range(2)]
     await asyncio.sleep(0)
     await connection.aclose()

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
-from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore
+from bufstore import BufferedThreadStore, MemoryThreadStore
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
-from helpers import run_of
+from helpers import elsewhere, run_of
 from langgraph_savers import checkpoint, config
-
-
-async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
-    """Make the call on a loop of another thread, where it is refused."""
-
-    async def refused() -> None:
-        with pytest.raises(ConfigError, match="another event loop"):
-            await call()
-
-    await asyncio.to_thread(asyncio.run, refused())
 
 
 async def test_a_store() -> None:

@@ -33,7 +33,7 @@ from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.side_by_side import SideBySide
-from bufstore.tasks import end
+from bufstore.tasks import check_loop, end
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Connection:
         self._up: asyncio.Event = asyncio.Event()
         self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
         self._supervisor: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._reason = "not connected yet"
         #: Or not open yet.
         self._closed = True
@@ -91,7 +92,7 @@ class Connection:
 
     async def open(self) -> None:
         """Connect. Raises ConfigError when the server refuses us, LogUnavailable when no server can be reached."""
-        self._closed = False
+        self._closed, self._loop = False, asyncio.get_running_loop()
         for concern in hooks.concerns():
             _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
         try:
@@ -122,15 +123,18 @@ class Connection:
         await self._discard()
 
     def client(self) -> ListeningClient:
-        """The live client. Raises LogUnavailable (or Closed) when there is none now."""
+        """The live client. Raises LogUnavailable (or Closed) when there is none now, ConfigError on another loop."""
         if self._closed:
             raise Closed("the store is closed or not open")
+        check_loop(self._loop)
         if self._client is None or not self._client.is_connected:
             raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
         return self._client
 
     async def wait_up(self, timeout_s: float) -> ListeningClient:
         """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
+        if not self._closed:
+            check_loop(self._loop)
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0)):
                 while not self._closed and (self._client is None or not self._client.is_connected):

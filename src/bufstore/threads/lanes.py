@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import lane_of
-from bufstore.tasks import together
+from bufstore.tasks import check_loop, together
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import ThreadChange
 from bufstore.threads.state import ThreadState
@@ -29,6 +29,7 @@ class Lanes:
         self.first = self.all[0]
         self.config = self.first.config
         self._only = self.first if len(self.all) == 1 else None
+        self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Task[None] | None = None
 
     def of(self, name: str) -> ThreadBuffer:
@@ -44,6 +45,7 @@ class Lanes:
 
     async def each(self, ask: Callable[[ThreadBuffer], Awaitable[T]]) -> list[T]:
         """What all of them answer, in order; the first one's error if any fails, once all have ended."""
+        check_loop(self._loop)
         return await together(ask(buffer) for buffer in self.all)
 
     async def open(self) -> None:
@@ -72,6 +74,7 @@ class Lanes:
 
     async def aclose(self) -> None:
         """Close all. Idempotent."""
+        check_loop(self._loop)
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name="bufstore-close-lanes")
         # Shielded: a cancelled caller must not leave some of them open.

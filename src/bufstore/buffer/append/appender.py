@@ -138,6 +138,7 @@ class Appender(Generic[S, M]):
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
         """See `TipFinder.learn_new`."""
+        check_loop(self._loop)
         await self._finder.learn_new(thread_ids)
 
     async def append(
