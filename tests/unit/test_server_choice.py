@@ -29,6 +29,8 @@ def test_the_server_that_was_lost_comes_last() -> None:
         ("wrote 1, sent 0 fails 5", []),  # sent before it served
         ("fails 0, fails 3, connected 3, fails 4, fails 8, fails 10", [3, 10]),  # the next one gets twice the time
         ("fails 0, fails 3, connected 3, wrote 4, fails 5, fails 8", [3, 8]),
+        ("fails 0, fails 3, connected 3, fails 500, fails 504, fails 506", [3, 506]),
+        ("fails 0, fails 3, connected 3, fails 604, fails 607", [3, 607]),  # who only reads forgets, too
     ],
 )
 def test_a_server_that_serves_nothing_for_some_time_is_left(happens: str, left_at: list[float]) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 _PATIENCE_S, _PATIENCE_MAX_S = 3.0, 60.0
 #: What failed longer ago than this says nothing of now.
 _GAP_S = 10.0
+#: Who has left no server for so long (and may only read) has forgotten how patient it has become.
+_CALM_S = 600.0
 _NEVER = float("-inf")
 #: JetStream's errors for "no leader", or none that is known: 10008 and 10009; an answer with one is short.
 _UNAVAILABLE, _NO_LEADER = b'"err_code":10008', b'"err_code":10009'
@@ -31,10 +33,11 @@ class ServerChoice:
     count: int
     #: The one that was connected to last; at first any, so that a process that starts again may begin with another.
     last: int
-    #: Since when it serves nothing, when that was noticed last, and when it took a write last.
+    #: Since when it serves nothing, when that was noticed last, when it took a write last, and when one was left last.
     _failing_since: float = _NEVER
     _failed_at: float = _NEVER
     _wrote_at: float = _NEVER
+    _left_at: float = float("inf")
     _patience_s: float = _PATIENCE_S
 
     def order(self) -> list[int]:
@@ -56,7 +59,10 @@ class ServerChoice:
         if since - self._failed_at > _GAP_S:
             self._failing_since = since
         self._failed_at = now
+        if now - self._left_at > _CALM_S:
+            self._patience_s = _PATIENCE_S
         if now - self._failing_since < self._patience_s:
             return False
-        self._failed_at, self._patience_s = _NEVER, min(2 * self._patience_s, _PATIENCE_MAX_S)
+        self._failed_at, self._left_at = _NEVER, now
+        self._patience_s = min(2 * self._patience_s, _PATIENCE_MAX_S)
         return True
