@@ -73,6 +73,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.verbs: list[str] = []
+        #: PINGs are answered while it is set.
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
@@ -82,6 +85,7 @@ class Recorder:
             if verb == "PUB":
                 await reader.readexactly(int(line.split()[-1]) + 2)
             elif verb == "PING":
+                await self.answers.wait()
                 writer.write(b"PONG\r\n")
         writer.close()
 
@@ -112,6 +116,20 @@ async def test_a_round_trip_comes_after_the_message(client_and_server: tuple[Cli
         await client.publish("a", b"x")
     await round_trip(client)
     assert server.verbs == ["PUB"] * 3 + ["PING"]
+
+
+async def test_a_late_answer_to_a_round_trip_that_was_given_up_ends_no_client(
+    client_and_server: tuple[Client, Recorder],
+) -> None:
+    client, server = client_and_server
+    server.answers.clear()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await round_trip(client)
+    with pytest.raises(nats.errors.TimeoutError):
+        await round_trip(client, 0.05)
+    server.answers.set()
+    await round_trip(client, 10)
 
 
 async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

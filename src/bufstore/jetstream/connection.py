@@ -379,7 +379,7 @@ class Connection:
             await client.listen(self._inbox + ".*", self._on_answer)
             frames.prepare(client)
             # Answered after whatever the server has to say about the subscription.
-            await round_trip(client, max(1, round(self._config.connect_timeout_s)))
+            await round_trip(client, self._config.connect_timeout_s)
             if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
                 raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
             for hook in self._hooks:
