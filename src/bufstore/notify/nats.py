@@ -100,6 +100,7 @@ class NatsBroker:
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         client = self.client()
         self._wanted[event] = deliver
+        subscription = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 subscription = await self._subscribe(client, event, deliver)
@@ -107,6 +108,8 @@ class NatsBroker:
                 await round_trip(client)
         except BaseException as e:
             self._wanted.pop(event, None)
+            # The other one, if our own connection was made anew meanwhile.
+            await self._unsubscribe(subscription, self._subscriptions.pop(event, None))
             if isinstance(e, (nats.errors.Error, OSError)):
                 raise NotifyUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
             raise
@@ -118,9 +121,7 @@ class NatsBroker:
             self._wanted.pop(event, None)
             if not self._wanted:
                 await self._end_watch()
-            current = self._subscriptions.pop(event)
-            with contextlib.suppress(nats.errors.ConnectionClosedError, nats.errors.BadSubscriptionError):
-                await current.unsubscribe()
+            await self._unsubscribe(self._subscriptions.pop(event))
 
         return teardown
 
@@ -134,6 +135,13 @@ class NatsBroker:
             deliver(msg.data.decode("utf-8", "replace"))
 
         return await client.subscribe(channel(self._prefix, event, "."), cb=heard, **_NO_LIMIT)
+
+    async def _unsubscribe(self, *subscriptions: Any) -> None:
+        """Whatever the server says: the client forgets them at once."""
+        for each in filter(None, subscriptions):
+            with contextlib.suppress(nats.errors.Error, OSError):
+                async with asyncio.timeout(self._timeout_s):
+                    await each.unsubscribe()
 
     async def _resubscribe(self, client: Client) -> None:
         """On every new client of our own connection, before anybody else uses it."""
