@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 from nats.aio.client import Client
 
+from bufstore import ConfigError
 from bufstore.embedded import NatsServer
 from bufstore.errors import Unavailable
 from bufstore.notify import Hints, NatsNotifier
 from bufstore.notify.nats import NatsBroker
 from bufstore.notify.protocol import Event
+from helpers import eventually
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ async def test_a_listen_that_fails_leaves_nothing_on_an_apps_client(
             while not client._subs:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             waiting.cancel()
-            with suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):
                 await waiting
             assert client._subs == {}
         finally:
@@ -62,3 +66,93 @@ async def test_a_listen_that_fails_leaves_nothing_on_an_apps_client(
         await notifier.notify_completed("work")
         async with asyncio.timeout(10):
             await heard.wait()
+
+
+EVENTS = ("sched", "chainc", "owls")
+
+
+def rights(prefix: str, hints: Hints) -> str:
+    """Users with what docs/NOTIFY.md says: one tells, one hears, one does both."""
+    stream = f"{prefix}-hints" if hints is Hints.COUNTERS else f"KV_{prefix}_hints"
+    kept = (
+        [f"{prefix}.hint.*"]
+        if hints is Hints.COUNTERS
+        else [f"$KV.{prefix}_hints.>", f"$JS.API.STREAM.MSG.GET.{stream}"]
+    )
+    subjects = [f"{prefix}.{event}" for event in EVENTS]
+    may_hint = [*kept, f"$JS.API.STREAM.CREATE.{stream}"]
+
+    def user(name: str, publish: list[str], subscribe: list[str]) -> str:
+        both = f"publish: {json.dumps(publish)}, subscribe: {json.dumps(subscribe)}"
+        return f"{{ user: {name}, password: x, permissions: {{ {both} }} }}"
+
+    users = [
+        user("tells", subjects + may_hint, ["_INBOX.>"]),
+        user("hears", may_hint, ["_INBOX.>", *subjects]),
+        user("all", subjects + may_hint, ["_INBOX.>", *subjects]),
+    ]
+    return f"accounts {{ P {{ jetstream: enabled, users: [ {', '.join(users)} ] }} }}"
+
+
+@pytest.fixture(params=[Hints.COUNTERS, Hints.KV])
+def permitting(request: pytest.FixtureRequest, tmp_path: Path, prefix: str) -> Iterator[tuple[NatsServer, Hints]]:
+    server = NatsServer(tmp_path, extra_config=rights(prefix, request.param))
+    server.start()
+    try:
+        yield server, request.param
+    finally:
+        server.stop()
+
+
+async def silent(error: Exception) -> None:
+    pass
+
+
+@pytest.mark.parametrize("apps", [False, True], ids=["own connection", "app's client"])
+async def test_what_nats_does_not_permit_is_said(
+    permitting: tuple[NatsServer, Hints], prefix: str, apps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, hints = permitting
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_(user: str) -> NatsNotifier:
+            url: Any = f"nats://{user}:x@127.0.0.1:{server.port}"
+            if apps:
+                url = await nats.connect(url, error_cb=silent)
+                stack.push_async_callback(url.close)
+            notifier = await NatsNotifier.open(url, prefix=prefix, hints=hints, timeout_s=10)
+            return await stack.enter_async_context(notifier)
+
+        tells, hears, all_ = await open_("tells"), await open_("hears"), await open_("all")
+        for _ in range(2):
+            refused = await asyncio.gather(
+                tells.listen_scheduled(["kind"], print),
+                tells.listen_completed("work", print),
+                tells.listen_ownership_lost("work", print),
+                return_exceptions=True,
+            )
+            assert [type(error) for error in refused] == [ConfigError] * 3
+            for error, event in zip(refused, EVENTS, strict=True):
+                assert f"subscribe to '{prefix}.{event}'" in str(error)
+            assert not tells.statistics().healthy
+        await hears.notify_scheduled("kind")
+        await hears.notify_completed("work")
+        told = hears.statistics()
+        assert (told.healthy, told.published, told.dropped, told.hint_failures) == (False, 0, 2, 0)
+        # What is permitted works, with hints.
+        caplog.clear()
+        heard: list[str] = []
+        for notifier in (hears, hears, all_):
+            await notifier.listen_scheduled(["kind"], heard.append)
+        await all_.listen_completed("work", lambda: heard.append("work"))
+        await tells.notify_scheduled("kind", 1)
+        await all_.notify_scheduled("kind", 1)
+        await tells.notify_completed("work")
+        await eventually(lambda: _spared(hears, all_, heard))
+        assert sorted(heard) == ["kind", "kind", "work"]
+        assert [(n.statistics().healthy, n.statistics().hint_failures) for n in (tells, all_)] == [(True, 0)] * 2
+        assert [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "nats_forbidden"] == []
+
+
+async def _spared(one: NatsNotifier, other: NatsNotifier, heard: list[str]) -> bool:
+    return one.statistics().spared + other.statistics().spared == 4 and "work" in heard

@@ -14,7 +14,7 @@ from bufstore.config import NatsConfig
 from bufstore.errors import Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
-from bufstore.jetstream.client import round_trip
+from bufstore.jetstream.client import ListeningClient, refusal, round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -130,6 +130,21 @@ async def test_a_late_answer_to_a_round_trip_that_was_given_up_ends_no_client(
         await round_trip(client, 0.05)
     server.answers.set()
     await round_trip(client, 10)
+
+
+def test_of_what_nats_said_the_last_refusal_of_a_kind_is_found() -> None:
+    texts = ['publish to "t.sched"', 'subscription to "t.sched"', 'publish to "t.sched"', 'publish to "t.owls"']
+    errors = [nats.errors.Error(f"nats: permissions violation for {text}") for text in texts]
+    ours, apps = ListeningClient(), Client()
+    for error in [*errors, OSError("away")]:
+        ours.errors.append(error)
+    assert refusal(ours, "publish", "t.Sched") is errors[2]
+    assert refusal(ours, "subscription", "t.sched") is errors[1]
+    assert refusal(ours, "subscription", "t.owls") is None
+    assert refusal(apps, "publish", "t.owls") is None
+    apps._err = errors[3]
+    assert refusal(apps, "publish", "t.owls") is errors[3]
+    assert refusal(apps, "publish", "t.sched") is None
 
 
 async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from bufstore import ConfigError
+from bufstore import BufstoreError, ConfigError
 from bufstore.errors import Closed, NotifyUnavailable
 from bufstore.notify import MemoryBroker, MemoryNotifier, Notifier, wait_for_work
 from bufstore.notify.broker import HintUnavailable, Teardown
@@ -337,10 +337,11 @@ async def test_waiting_can_be_cancelled_and_leaves_no_listener() -> None:
         assert notifier._scheduled.everyone() == []
 
 
-async def test_waiting_goes_on_without_notifications() -> None:
+@pytest.mark.parametrize("error", [NotifyUnavailable("away"), ConfigError("not permitted")])
+async def test_waiting_goes_on_without_notifications(error: BufstoreError) -> None:
     class Away(MemoryBroker):
         async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-            raise NotifyUnavailable("away")
+            raise error
 
     async with MemoryNotifier(Away()) as notifier, asyncio.timeout(5):
         assert await wait_for_work(notifier, ["kind"], _never, poll_s=0.01)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -20,6 +22,10 @@ from bufstore.jetstream.parser import MessageParser
 
 _log = logging.getLogger(__name__)
 
+#: What the server says when a user may not publish or subscribe; nats-py passes it on in lower case.
+_FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+_ERRORS_KEPT = 100
+
 #: Called with subject, reply subject, payload and raw headers; its result is awaited.
 Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
 
@@ -33,6 +39,8 @@ class ListeningClient(Client):
             self._ps = MessageParser(self)
         #: Subscriptions whose messages do not take nats-py's way; see `listen`.
         self._listeners: dict[int, Listener] = {}
+        #: The last ones; nats-py itself keeps one.
+        self.errors: deque[Exception] = deque(maxlen=_ERRORS_KEPT)
 
     async def listen(self, subject: str, heard: Listener) -> Subscription:
         """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
@@ -136,6 +144,19 @@ async def round_trip(client: Client, timeout_s: float = 10) -> None:
     await client._send_ping(pong)
     if not (await asyncio.wait([pong], timeout=timeout_s))[0]:
         raise nats.errors.FlushTimeoutError
+
+
+def violation(error: Exception | None) -> tuple[str, str] | None:
+    """What NATS does not permit ("publish" or "subscription") and on which subject, in lower case; None: it is another
+    error."""
+    found = _FORBIDDEN.search(str(error).lower())
+    return (found[1], found[2]) if found else None
+
+
+def refusal(client: Client, verb: str, subject: str) -> Exception | None:
+    """The last violation of this kind that the client was told of; an app's client remembers only its last error."""
+    errors = client.errors if isinstance(client, ListeningClient) else [client.last_error]
+    return next((e for e in reversed(errors) if violation(e) == (verb, subject.lower())), None)
 
 
 async def _nothing() -> None:

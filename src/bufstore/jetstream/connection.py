@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -24,7 +23,16 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.jetstream import frames, hooks
-from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, forget_unsent, round_trip, text_of
+from bufstore.jetstream.client import (
+    ListeningClient,
+    TlsClient,
+    close_client,
+    forget_unsent,
+    refusal,
+    round_trip,
+    text_of,
+    violation,
+)
 from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
@@ -37,9 +45,6 @@ from bufstore.tasks import check_loop, end
 
 _log = logging.getLogger(__name__)
 
-#: What the server says when a user may not publish or subscribe; nats-py passes it on in lower case.
-_FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
-_ERRORS_KEPT = 100
 #: At most this many forbidden subjects are named in the log, once each.
 _FORBIDDEN_NAMED = 20
 #: A request without an answer is sent again after this time, then after twice as long, and so on.
@@ -370,42 +375,38 @@ class Connection:
 
     async def _connected_to(self, url: str) -> ListeningClient:
         client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
-        errors: list[Exception] = []
         bare, user, password = split_url(url)
         try:
             async with asyncio.timeout(2 * self._config.connect_timeout_s):
-                await client.connect(servers=[bare], **self._options(client, errors, user, password))
+                await client.connect(servers=[bare], **self._options(client, user, password))
             self._inbox = client.new_inbox()
             await client.listen(self._inbox + ".*", self._on_answer)
             frames.prepare(client)
             # Answered after whatever the server has to say about the subscription.
             await round_trip(client, self._config.connect_timeout_s)
-            if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
+            if refusal(client, "subscription", self._inbox + ".*") is not None:
                 raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
             for hook in self._hooks:
                 await hook(client)
         except BaseException as e:
             await close_client(client)
-            if isinstance(e, nats.errors.NoServersError) and errors:
-                raise errors[-1] from None  # nats-py says so when it has given up; it gave the reason before
+            if isinstance(e, nats.errors.NoServersError) and client.errors:
+                raise client.errors[-1] from None  # nats-py says so when it has given up; it gave the reason before
             if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
                 raise ConfigError(f"NATS configuration: {text_of(e)}") from None
             raise
         return client
 
-    def _options(
-        self, client: Client, errors: list[Exception], user: str | None, password: str | None
-    ) -> dict[str, Any]:
+    def _options(self, client: ListeningClient, user: str | None, password: str | None) -> dict[str, Any]:
         """How to connect; `user` and `password` are the URL's, which count when no other way to sign in is given."""
 
         async def on_closed() -> None:
             self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")
 
         async def on_error(e: Exception) -> None:
-            errors.append(e)
-            del errors[:-_ERRORS_KEPT]
-            if violation := _FORBIDDEN.search(str(e).lower()):
-                self._on_violation(*violation.groups())
+            client.errors.append(e)
+            if (forbidden := violation(e)) is not None:
+                self._on_violation(*forbidden)
             _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
 
         return sign_in(self._config, user, password) | {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import nats.errors
@@ -20,7 +20,7 @@ from nats.js.kv import KeyValue
 
 from bufstore.config import NatsConfig, ToNats, as_nats_config
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
-from bufstore.jetstream.client import round_trip
+from bufstore.jetstream.client import refusal, round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
@@ -50,6 +50,8 @@ class NatsBroker:
         self._timeout_s = timeout_s
         self._wanted: dict[Event, Callable[[str], None]] = {}
         self._subscriptions: dict[Event, Any] = {}
+        #: So that no violation of ours hides another one of ours.
+        self._one_at_a_time = asyncio.Lock()
         self._restored: list[Callable[[], None]] = []
         self._watch: asyncio.Task[None] | None = None
         self._seen = 0
@@ -73,10 +75,10 @@ class NatsBroker:
         return self._link
 
     async def publish(self, event: Event, payload: str) -> None:
-        client = self.client()
+        client, subject = self.client(), channel(self._prefix, event, ".")
         try:
-            await client.publish(channel(self._prefix, event, "."), payload.encode())
-            await round_trip(client)
+            async with _permitted(client, "publish", subject):
+                await client.publish(subject, payload.encode())
         except (nats.errors.Error, OSError) as e:
             raise NotifyUnavailable(f"cannot send to NATS: {type(e).__name__}") from None
 
@@ -102,10 +104,10 @@ class NatsBroker:
         self._wanted[event] = deliver
         subscription = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                subscription = await self._subscribe(client, event, deliver)
+            permitted = _permitted(client, "subscription", channel(self._prefix, event, "."))
+            async with asyncio.timeout(self._timeout_s), self._one_at_a_time, permitted:
                 # Answered after the server has seen the subscription: what others publish from now on arrives.
-                await round_trip(client)
+                subscription = await self._subscribe(client, event, deliver)
         except BaseException as e:
             self._wanted.pop(event, None)
             # The other one, if our own connection was made anew meanwhile.
@@ -167,6 +169,22 @@ class NatsBroker:
     def _tell_restored(self) -> None:
         for hook in self._restored:
             hook()
+
+
+@contextlib.asynccontextmanager
+async def _permitted(client: Client, verb: str, subject: str) -> AsyncIterator[None]:
+    """Followed by a round trip, which comes after what NATS says of it. Raises ConfigError when it does not permit it.
+
+    An app's client has an error callback of the app's, which stays: there only the last error shows.
+    """
+    before = refusal(client, verb, subject)
+    yield
+    await round_trip(client)
+    if refusal(client, verb, subject) not in (None, before):
+        what = "publish on" if verb == "publish" else "subscribe to"
+        raise ConfigError(
+            f"NATS does not permit this user to {what} {subject!r}: permit it (docs/NOTIFY.md, Rights on NATS)"
+        )
 
 
 class NatsNotifier(Notifier):

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Self, TypeVar
 
-from bufstore.errors import Closed, InvalidQuery
+from bufstore.errors import Closed, ConfigError, InvalidQuery
 from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
@@ -33,7 +33,8 @@ class Notifier:
 
     Kinds and ids are any text that `bufstore.types.check_id` takes; what it refuses raises InvalidId. After `aclose`
     every call raises Closed. `notify_*` raises nothing else. `listen_*` raises Unavailable when the server cannot be
-    asked to deliver; once it has returned, what is published later is heard, and lost connections heal themselves.
+    asked to deliver, ConfigError when it refuses to; once it has returned, what is published later is heard, and lost
+    connections heal themselves.
 
     A callback is a plain function that returns at once (it sets an event, say). It is called on the event loop; what
     it raises is logged and disturbs nobody.
@@ -62,7 +63,11 @@ class Notifier:
 
     def _listener(self, event: Event, deliver: Callable[[str], None]) -> SharedListener[str, C]:
         async def open_(heard: Callable[[str], None]) -> Callable[[], Awaitable[None]]:
-            return await self._broker.subscribe(event, heard)
+            try:
+                return await self._broker.subscribe(event, heard)
+            except ConfigError as e:  # it stays so until somebody changes it
+                self._trouble(e)
+                raise
 
         return SharedListener(f"listener of {event.name.lower()}", open_, deliver)
 
