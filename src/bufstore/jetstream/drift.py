@@ -13,10 +13,12 @@ def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: 
     for field, expected in wanted.items():
         value = found.get(field, type(expected)())  # the server leaves out what is zero, false or empty
         if value != expected:
+            # Who runs read its replicas as it was configured: on more of them not as fresh as it promises.
+            when = " while no process uses it, see docs/OPERATIONS.md" if field == "num_replicas" else ""
             raise ConfigDrift(
                 what,
                 field,
                 expected=expected,
                 found=value,
-                way_out=f"Change it on the server (`{edit}`) or in the configuration ({ours}).",
+                way_out=f"Change it on the server (`{edit}`{when}) or in the configuration ({ours}).",
             )

@@ -1,0 +1,27 @@
+"""What is said of a stream that is not as configured."""
+
+from __future__ import annotations
+
+import pytest
+
+from bufstore import ConfigDrift
+from bufstore.jetstream.drift import check
+
+
+@pytest.mark.parametrize(
+    ("field", "way_out"),
+    [
+        ("max_bytes", "Change it on the server (`nats stream edit S`) or in the configuration (LogConfig)."),
+        # Processes that run take the number of replicas from their configuration: they would go on without proofs.
+        (
+            "num_replicas",
+            "Change it on the server (`nats stream edit S` while no process uses it, see docs/OPERATIONS.md) or in the "
+            "configuration (LogConfig).",
+        ),
+    ],
+)
+def test_the_way_out_of_a_difference_is_safe(field: str, way_out: str) -> None:
+    check("stream S", {field: 1}, {field: 1}, "LogConfig", "nats stream edit S")
+    with pytest.raises(ConfigDrift) as caught:
+        check("stream S", {field: 3}, {field: 1}, "LogConfig", "nats stream edit S")
+    assert caught.value.way_out == way_out
