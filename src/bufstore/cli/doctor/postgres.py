@@ -11,7 +11,7 @@ from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError
-from bufstore.postgres.connection.migrate import applied_migrations, newest, works_with
+from bufstore.postgres.connection.migrate import UTF8_NEEDED, applied_migrations, encoding_of, newest, works_with
 from bufstore.postgres.connection.pool import new_pool
 from bufstore.threads.postgres.tables import folder_of
 
@@ -60,6 +60,8 @@ async def _look(notes: Notes, connection: AsyncConnection[Any], schema: str, epo
     number = connection.info.server_version
     found = f"{number // 10000}.{number % 10000}"
     notes.require("version", number >= _VERSION_MIN * 10000, found, "Postgres 15 or later is needed", Level.BAD)
+    encoding = await encoding_of(connection)
+    notes.require("encoding", encoding == "UTF8", encoding, UTF8_NEEDED, Level.BAD)
     for name, advice in _DURABLE.items():
         value = await _value(connection, "SELECT current_setting(%s)", name)
         notes.require(name, value not in ("off", "local" if name == "synchronous_commit" else ""), value, advice)

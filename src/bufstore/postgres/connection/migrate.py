@@ -38,6 +38,8 @@ _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 _BODY_QUOTE = "$body$"
 #: Postgres silently truncates longer identifiers.
 _MAX_IDENTIFIER_BYTES = 63
+#: What to do about a database in another encoding.
+UTF8_NEEDED = "use one made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
 #: Any fixed number: one migration at a time in a database.
 _MIGRATION_LOCK = 0x6275_6673_746F_7265
 #: How long a migration waits for a lock on a table, how long it then leaves the tables alone at least, and how long it
@@ -88,13 +90,19 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
 
     All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
     DDL rights can start an app. Tables of a newer release are left alone; raises ConfigError when this release cannot
-    work with them, and StoreUnavailable when another session held a lock on the tables for too long: then nothing was
-    changed.
+    work with them, or there are none yet and the database is not in UTF-8; StoreUnavailable when another session held
+    a lock on the tables for too long: then nothing was changed.
     """
     check_schema(schema)
     migrations = migrations_of(folder, schema)
-    if not await _missing(connection, schema, part, migrations):
+    missing = await _missing(connection, schema, part, migrations)
+    if not missing:
         return []
+    # Not where tables are: they serve an app whose ids the encoding has, which is not to be shut out.
+    if len(missing) == len(migrations) and (encoding := await encoding_of(connection)) != "UTF8":
+        raise ConfigError(
+            f"the database's encoding is {encoding}, which does not hold every id: {UTF8_NEEDED}. Nothing was changed"
+        )
     try:
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(psycopg.errors.LockNotAvailable),
@@ -116,6 +124,13 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
         ) from e
     reach(Failpoint.MIGRATION_DONE)
     return applied
+
+
+async def encoding_of(connection: AsyncConnection[Any]) -> str:
+    """What the database stores text in."""
+    row = await (await connection.execute("SELECT current_setting('server_encoding')")).fetchone()
+    assert row is not None
+    return str(row[0])
 
 
 async def _migrate_at_once(

@@ -161,7 +161,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             "keepalives_count": 3,
         }
         super().__init__(
-            make_conninfo(**(defaults | check_conninfo(conninfo))),
+            own_conninfo(conninfo, **defaults),
             connection_class=_Connection,
             kwargs={"autocommit": True, "prepare_threshold": None, "failure": self._failure},
             min_size=min(2, size),
@@ -366,6 +366,15 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
             "special characters of user and password in a URL are written as %XX"
         )
     return found
+
+
+def own_conninfo(conninfo: str, **defaults: Any) -> str:
+    """The string to connect with. Raises like `check_conninfo`.
+
+    Always in UTF-8, whatever the string, the environment, or a default of role or database says: ids travel in binary
+    arrays (`bufstore.postgres.connection.arrays`), which psycopg does not encode.
+    """
+    return make_conninfo(**(defaults | check_conninfo(conninfo) | {"client_encoding": "UTF8"}))
 
 
 def has_secret(conninfo: str) -> bool:
