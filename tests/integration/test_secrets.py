@@ -22,6 +22,7 @@ from bufstore import BufferedThreadStore, BufstoreError, NatsConfig, PostgresThr
 from bufstore.config import mask_url
 from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream.messages import Outgoing
+from bufstore.notify import PostgresNotifier
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from conftest import Deployment
 from helpers import eventually, query, run_of
@@ -230,6 +231,14 @@ async def test_no_error_shows_a_piece_of_a_password(heard: Everything, special: 
             PostgresLedger(form.format(s=hidden.new(special)), bufstore.MemoryThreadStore())
         except BufstoreError as e:
             said.append(told(e))
+        try:
+            listen = form.format(s=hidden.new(special))
+            async with await PostgresNotifier.open("host=127.0.0.1 port=1", listen=listen, timeout_s=0.1) as notifier:
+                await notifier.listen_scheduled(["k"], said.append)
+        except BufstoreError as e:
+            said.append(told(e))
+        else:
+            pytest.fail("nobody listens there")
     assert hidden.leaked("\n".join([*said, *heard.lines])) == []
 
 

@@ -22,7 +22,7 @@ from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 from bufstore.notify.subscription import Heard, Subscription
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
-from bufstore.postgres.connection.pool import Alarm, Pool, open_pool
+from bufstore.postgres.connection.pool import Alarm, Pool, open_pool, own_conninfo
 
 #: A listening connection that is silent for this long is asked whether it listens.
 _QUIET_S = 10.0
@@ -89,7 +89,9 @@ class PostgresBroker:
         except NotifyUnavailable:
             raise
         except Unavailable as e:
-            raise NotifyUnavailable(f"cannot listen on Postgres: {e}") from None
+            reason = str(e)
+        # Not within the except: psycopg's error, which would be our context, has the password in an attribute.
+        raise NotifyUnavailable(f"cannot listen on Postgres: {reason}")
 
     async def _listening(self) -> _Source:
         if self._listen is not None:
@@ -217,6 +219,8 @@ class PostgresNotifier(Notifier):
             raise ConfigError("a notifier's prefix on Postgres must be at most 56 characters")
         if not timeout_s > 0 or not quiet_s > 0:
             raise ConfigError("timeout_s and quiet_s must be positive")
+        if listen is not None:
+            listen = own_conninfo(listen)
         own = isinstance(postgres, str)
         pool: AnyPool = (
             await open_pool(postgres, size=4, connect_timeout_s=timeout_s) if isinstance(postgres, str) else postgres
