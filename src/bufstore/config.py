@@ -46,6 +46,16 @@ def check_failover_window(seconds: float, what: str) -> None:
         )
 
 
+def check_whole(config: Any) -> None:
+    """Raise ConfigError for a field of a configuration that is to be an int and is none: 8.0, True, "8"."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.type == "int | None" and value is None:
+            continue
+        if f.type in ("int", "int | None") and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(f"{type(config).__name__}.{f.name} must be a whole number (an int), not {value!r}")
+
+
 class Secretive:
     """A repr that shows no secret: fields marked ``secret`` are masked, passwords in URLs too."""
 
@@ -174,6 +184,9 @@ class LogConfig:
     def __post_init__(self) -> None:
         for name in ("stream", "bucket", "subject"):
             check_name(getattr(self, name), f"LogConfig.{name}")
+        if isinstance(self.placement_tags, str):
+            object.__setattr__(self, "placement_tags", (self.placement_tags,))
+        check_whole(self)
         if not 1 <= self.partitions <= 256:
             raise ConfigError("LogConfig.partitions must be 1 to 256")
         if not 1 <= self.lanes <= LANES_MAX:
@@ -220,6 +233,7 @@ class BufferConfig:
     cached_threads: int = 20_000
 
     def __post_init__(self) -> None:
+        check_whole(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < float("inf"):

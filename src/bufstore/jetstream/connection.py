@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import nats.errors
@@ -374,8 +375,10 @@ class Connection:
         raise next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
 
     async def _connected_to(self, url: str) -> ListeningClient:
-        client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
         bare, user, password = split_url(url)
+        if bare.startswith(("ws://", "wss://")) and find_spec("aiohttp") is None:
+            raise ConfigError("a ws:// or wss:// URL of NATS needs aiohttp: install it, or use a nats:// or tls:// URL")
+        client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
         try:
             async with asyncio.timeout(2 * self._config.connect_timeout_s):
                 await client.connect(servers=[bare], **self._options(client, user, password))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bufstore.buffer.target import check_flushable
-from bufstore.config import BufferConfig, LogConfig, NatsConfig, Secretive, as_nats_config
+from bufstore.config import BufferConfig, LogConfig, NatsConfig, Secretive, as_nats_config, check_whole
 from bufstore.errors import ConfigError, NoLog
 from bufstore.nats.finding import FoundLog, find_log
 from bufstore.postgres.connection.migrate import check_schema
@@ -109,6 +109,7 @@ class SinkConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_whole(self)
         check_id(self.app_id, "app_id")
         if self.mode not in ("log", "postgres"):
             raise ConfigError("SinkConfig.mode must be 'log' or 'postgres'")

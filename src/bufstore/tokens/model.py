@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bufstore.config import check_name
+from bufstore.config import check_name, check_whole
 from bufstore.errors import ConfigError
 from bufstore.jetstream.buckets import last_values
 from bufstore.jetstream.ensure import seconds
@@ -49,6 +49,7 @@ class Storage:
     placement: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_whole(self)
         if not 1 <= self.replicas <= 5:
             raise ConfigError("replicas must be 1 to 5")
         if self.storage not in ("file", "memory"):

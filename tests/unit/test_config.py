@@ -1,0 +1,56 @@
+"""Settings of the wrong kind are refused where they are made, not by the first write or flush."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from bufstore import BufferConfig, ConfigError, LogConfig, NatsConfig
+from bufstore.jetstream.connection import Connection
+from bufstore.mailbox import MailboxConfig, NatsMailboxNames
+from bufstore.spark.config import SinkConfig
+from bufstore.tokens import TokensConfig
+
+SINK = {"nats": "h", "postgres": "dbname=x", "app_id": "a"}
+CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
+    (LogConfig, {}),
+    (BufferConfig, {}),
+    (MailboxConfig, {}),
+    (NatsMailboxNames, {}),
+    (TokensConfig, {}),
+    (SinkConfig, SINK),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed", "name"),
+    [(kind, needed, f.name) for kind, needed in CONFIGS for f in fields(kind) if str(f.type).startswith("int")],
+)
+def test_a_number_that_must_be_whole_is(kind: type[Any], needed: dict[str, Any], name: str) -> None:
+    default = getattr(kind, name, None)
+    for wrong in (float(default or 8), 8.5, True, "8"):
+        with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name} must be a whole number"):
+            kind(**needed | {name: wrong})
+    kind(**needed | {name: default})
+
+
+@pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])
+def test_one_tag_is_a_tag(kind: type[Any]) -> None:
+    assert kind(placement_tags="ssd").placement_tags == ("ssd",)
+
+
+@pytest.mark.parametrize("scheme", ["ws", "wss"])
+def test_a_websocket_without_its_library_is_a_config_error(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+
+    async def main() -> None:
+        connection = Connection(NatsConfig(servers=f"{scheme}://127.0.0.1:1", connect_timeout_s=1), "test")
+        with pytest.raises(ConfigError, match="aiohttp"):
+            await connection.open()
+        await connection.aclose()
+
+    asyncio.run(main())
