@@ -105,6 +105,19 @@ async def test_rows_come_back_once(deployment: Deployment) -> None:
     assert gone.code == 2
 
 
+async def test_a_schema_may_have_any_name(deployment: Deployment) -> None:
+    deployment.name = f"{deployment.name}'s %I \"\\schema"
+    await parked(deployment, [])
+    thread_id = fresh()
+    await set_aside(deployment, thread_id, 0, {"id": "a"})
+    async with (
+        deployment.store() as store,
+        ParkedRows(deployment.servers.postgres.dsn, deployment.name) as rows,
+    ):
+        assert [row.refused for row in await rows.replay(store, thread_id, None)] == [None]
+        assert await store.load_messages(thread_id) == [{"id": "a"}]
+
+
 async def test_edits_and_whole_threads_come_back_once(deployment: Deployment) -> None:
     """Of each kind of row one that could not be carried out when it came."""
     await prepared(deployment)

@@ -115,7 +115,7 @@ class ParkedRows:
         async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
             await self._execute(connection, "lock_replays", self._schema, thread_id)
             wanted = arrays.longs(ids) if ids is not None else None
-            new = {id_ for (id_,) in await self._execute(connection, "number", thread_id, wanted)}
+            new = {id_ for (id_,) in await self._execute(connection, "number", thread_id, wanted, self._schema)}
         done: list[RowReplay] = []
         while (one := await self._replay_one(store, thread_id, new)) is not None:
             done.append(one)

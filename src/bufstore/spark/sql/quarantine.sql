@@ -48,7 +48,7 @@ SELECT pg_advisory_xact_lock(hashtextextended('bufstore spark replay ' || $1::te
 UPDATE {schema}.spark_quarantine q SET replay = n.replay
 FROM (
     SELECT id, greatest(
-        nextval('{schema}.spark_replays'),
+        nextval(format('%I.%I', $3::text, 'spark_replays')::regclass),
         (extract(epoch FROM statement_timestamp()) * 1000000)::bigint + row_number() OVER (ORDER BY id)
     ) AS replay
     FROM {schema}.spark_quarantine
