@@ -37,6 +37,11 @@ def check_name(value: str, what: str) -> None:
         raise ConfigError(f"{what} must be 1 to 64 of A-Z a-z 0-9 _ -")
 
 
+def large_bytes_max(log_bytes: int) -> int:
+    """Up to where entries that go in parts may fill a log of this size: the rest is for the groups behind them."""
+    return log_bytes - log_bytes // 16
+
+
 def check_failover_window(seconds: float, what: str) -> None:
     """Raise ConfigError for an impossible `LogConfig.failover_window_s`, `what` in words."""
     if not 0 < seconds <= _FAILOVER_WINDOW_MAX_S:
@@ -171,7 +176,8 @@ class LogConfig:
     #: Limit of the log on disk (of each lane's), which the server reserves. Flushed entries give way; unflushed ones
     #: raise LogFull.
     max_bytes: int = 2 << 30
-    #: Largest entry; one over the server's max_payload is stored in several messages.
+    #: Largest entry; one over the server's max_payload is stored in several messages. At most 15/16 of max_bytes; the
+    #: default gives way to that.
     max_entry_bytes: int = 64 << 20
     #: How much of its last commits Postgres may lose in a failover: entries stay at least this long after their flush,
     #: and no operation takes longer than half of it. 30 days at most. The log says it; `change_log` changes it on a
@@ -199,7 +205,17 @@ class LogConfig:
             raise ConfigError("LogConfig.max_bytes must be at least 1 MiB")
         if not 1 << 10 <= self.max_entry_bytes <= 512 << 20:
             raise ConfigError("LogConfig.max_entry_bytes must be 1 KiB to 512 MiB")
+        if self.max_entry_bytes > self.entry_bytes_max and self.max_entry_bytes != LogConfig.max_entry_bytes:
+            raise ConfigError(
+                f"LogConfig.max_entry_bytes ({self.max_entry_bytes}) must be at most 15/16 of LogConfig.max_bytes "
+                f"({self.entry_bytes_max}): lower it, or raise max_bytes"
+            )
         check_failover_window(self.failover_window_s, "LogConfig.failover_window_s")
+
+    @property
+    def entry_bytes_max(self) -> int:
+        """`max_entry_bytes`, or what a log of `max_bytes` can hold if that is less."""
+        return min(self.max_entry_bytes, large_bytes_max(self.max_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,10 +100,10 @@ class LineageError(Rejected):
 
 
 class TooLarge(Rejected):
-    """The entry is larger than ``max_entry_bytes``."""
+    """The entry is larger than ``max_entry_bytes``, or than a log of ``max_bytes`` can hold."""
 
     def __init__(self, size: int, limit: int) -> None:
-        super().__init__(f"the entry has {size} bytes, the limit is {limit} (LogConfig.max_entry_bytes)")
+        super().__init__(f"the entry has {size} bytes, the limit is {limit} (LogConfig.max_entry_bytes, max_bytes)")
         self.size = size
         self.limit = limit
 

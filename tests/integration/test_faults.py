@@ -17,9 +17,11 @@ from bufstore import (
     OutcomeUnknown,
     ReadNotFresh,
     StoreUnavailable,
+    TooLarge,
 )
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
+from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
@@ -289,6 +291,44 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
         await store.force_flush(thread_id)
         found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
         assert found == [*(said(n, 20_000) for n in range(kept)), "more"]
+
+
+async def test_large_entries_that_do_not_fit_stop_nobody(own_servers: Servers) -> None:
+    """Their parts stood behind the last group, filled the log to where no group fitted, and were never purged."""
+    deployment = Deployment(own_servers, max_bytes=8 << 20, failover_window_s=2.0)
+    short = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2.0}
+    async with deployment.store(**short) as store:
+        stream, parts = store.buffer.session.stream, store.buffer.subjects.parts
+        first, second = fresh(), fresh()
+        await store.checkpoint(first, [said(0, 2 << 20)], run_of(first))
+        await store.force_flush(first)
+        used, _ = await stream.fill()
+        with pytest.raises(LogFull, match="no room for a large entry"):
+            await store.checkpoint(second, [said(0, 6 << 20)], run_of(second))
+        assert (await stream.fill())[0] == used, "nothing of it was stored"
+        with pytest.raises(TooLarge):
+            await store.checkpoint(second, [said(0, 8 << 20)], run_of(second))
+        # What several that are stored at once, and all refused at last, or a process that is killed, leave behind.
+        with pytest.raises(LogFull):
+            while True:
+                await stream.publish(Outgoing(parts, b"x" * 1_000_000), 5)
+
+        async def written() -> bool:
+            """In parts, too: nobody writes anything that would be small enough to fit."""
+            try:
+                await store.checkpoint(second, [said(0, 5 << 20)], run_of(second))
+            except LogFull:
+                return False
+            return True
+
+        assert not await written()
+        await eventually(written, 40)
+        await store.force_flush_all()
+        assert await store.load_messages(first) == [said(0, 2 << 20)]
+        assert await store.load_messages(second) == [said(0, 5 << 20)]
+        assert not (await store.verify()).findings
+    async with deployment.store(**short) as store:
+        assert await store.load_messages(second) == [said(0, 5 << 20)]
 
 
 async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Servers) -> None:

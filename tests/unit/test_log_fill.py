@@ -15,7 +15,7 @@ from bufstore import BufferedThreadStore, MemoryThreadStore
 from bufstore.buffer.operate.health import health_of
 from bufstore.buffer.operate.log_fill import LogFill, full_in_s, why_full
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import LogFull, StoreUnavailable
+from bufstore.errors import ConfigError, LogFull, StoreUnavailable
 from bufstore.jetstream.messages import Held
 from bufstore.memory import MemoryNats
 from helpers import fresh, run_of
@@ -176,3 +176,12 @@ def test_each_ability_has_its_reason(log: str, store: str, flusher: str, full: s
     assert health.can_read == (not log and not store)
     assert health.flushing == (not log and not store and not flusher and flushers)
     assert health.ok == (health.can_write and health.can_read and health.flushing)
+
+
+def test_no_entry_may_be_larger_than_its_log_can_hold() -> None:
+    """The default gives way, so that a small log needs no second option."""
+    assert LogConfig().entry_bytes_max == 64 << 20
+    assert LogConfig(max_bytes=16 << 20).entry_bytes_max == 15 << 20
+    assert LogConfig(max_bytes=16 << 20, max_entry_bytes=15 << 20).entry_bytes_max == 15 << 20
+    with pytest.raises(ConfigError, match=r"max_entry_bytes \(20971520\) must be at most 15/16 .* \(15728640\)"):
+        LogConfig(max_bytes=16 << 20, max_entry_bytes=20 << 20)

@@ -11,6 +11,7 @@ from bufstore.buffer.groups.group import decode_header
 from bufstore.buffer.groups.log import GroupLog
 from bufstore.buffer.places import first_place
 from bufstore.buffer.ports.log import Floor
+from bufstore.jetstream.messages import Outgoing
 from thorough import examples
 from unit.fake_log import run
 from unit.group_server import SUBJECTS, GroupServer
@@ -72,6 +73,50 @@ def test_a_process_that_only_flushes_reads_the_groups_only_to_find_parts_that_th
         await let_go(log, groups[4], groups[4])
         assert world.log.stream.messages[0].seq == groups[4]
         assert (log._heads.seen == 0) is not (large or replicated)
+        await one.aclose()
+        await log.aclose()
+
+    run(main())
+
+
+def test_parts_that_came_to_nothing_get_a_group_behind_them() -> None:
+    """Behind the last group nothing is purged: they filled the log, no group fitted any more, and so for good."""
+
+    async def main() -> None:
+        world = World(GroupServer(4096))
+        one = Instance(world)
+        log, stream = world.log.open(world.config), world.log.stream
+
+        async def groups_after_a_look(reached: int, *, purge: bool = False) -> list[int]:
+            below = first_place(reached) if purge else 0
+            await log.let_go(dict.fromkeys(range(SUBJECTS.partitions), Floor(below, below)), first_place(reached))
+            return [m.seq for m in stream.messages if m.subject == SUBJECTS.groups]
+
+        def leave_parts() -> None:
+            stream.store([Outgoing(SUBJECTS.parts, b"x" * 3000)] * 2)
+
+        assert await groups_after_a_look(0) == []
+        leave_parts()  # in a log that has never had a group
+        assert await groups_after_a_look(0) == []  # theirs may be on its way
+        for _ in range(3):
+            assert await groups_after_a_look(0) == [3]
+        await one.checkpoint(["x" * 9000])
+        large = stream.end
+        leave_parts()
+        for _ in range(3):  # what is not flushed stays anyway
+            assert await groups_after_a_look(3) == [3, large]
+        assert await groups_after_a_look(large) == [3, large]
+        for _ in range(3):
+            assert await groups_after_a_look(large) == [3, large, large + 3]
+        assert await world.messages() == ["x" * 9000]
+        # Between the last group and its own parts there may be others', too.
+        await one.checkpoint(["x" * 9000], "another")
+        last = stream.end
+        assert await groups_after_a_look(last, purge=True) == [last, last + 1]
+        assert stream.messages[0].subject == SUBJECTS.parts
+        for _ in range(3):
+            assert await groups_after_a_look(last + 1, purge=True) == [last + 1]
+        assert len(stream.messages) == 1
         await one.aclose()
         await log.aclose()
 

@@ -380,7 +380,7 @@ class CheckpointEngine:
         A large thread takes several entries, the newest checkpoints first, each behind its values and writes.
         """
         copied: set[BlobKey] = set()
-        bytes_max = min(_COPY_BYTES, self.buffer.config.log.max_entry_bytes // 2)
+        bytes_max = min(_COPY_BYTES, self.buffer.config.log.entry_bytes_max // 2)
         rows, size = _Copied([], [], []), 0
         async for _, tables in self.pages(Query(thread_id=source), None):
             (checkpoint,) = tables.checkpoints.values()

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from bufstore.buffer.entry import entry_id
 from bufstore.buffer.ports.log import Floor, GroupSizes, Log, Writes
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.subjects import Subjects, first_position
@@ -422,6 +423,26 @@ async def nobody_builds_on_what_was_let_go_of_behind_a_fence(logs: Logs) -> None
     with raises(Conflict):
         await other.publish(Outgoing(a, b"x", expected=places[0]), PATIENCE_S)
     assert await other.publish(Outgoing(b, b"x", expected=places[1]), PATIENCE_S) > places[1]
+
+
+@_check()
+async def a_cursor_may_pass_a_group_without_entries_and_finds_it_again(logs: Logs) -> None:
+    """Else what stands before it could not be purged before somebody writes."""
+    log, other = await logs.made(), await logs.made()
+    places = await put(log, *logs.threads(0, 2))
+    feed = await other.feed(0, 1, places[0], lambda: None)
+    await log.fence(places[0] + 1)
+
+    async def passed() -> bool:
+        feed.take()
+        return feed.through is not None and feed.through.seq > places[1]
+
+    await eventually(passed)
+    assert feed.through is not None
+    assert await log.identity(feed.through.seq) == feed.through
+    assert entry_id(feed.through)
+    assert await log.identity(feed.through.seq + 1) is None
+    await feed.close()
 
 
 @_check()

@@ -79,7 +79,7 @@ class Appender(Generic[S, M]):
         self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
         #: As the server had them when it was last asked.
-        self._limits = Limits(config.log.max_entry_bytes, 0)
+        self._limits = Limits(config.log.entry_bytes_max, 0)
         self._loop = asyncio.get_running_loop()
         #: For every unit the same object.
         self._on_end = self._ended
@@ -298,7 +298,7 @@ class Appender(Generic[S, M]):
                 self._spawn(self._find(lane, lambda: self._finder.look_up(thread_id)))
             return
         if self._limits.unit_bytes_max != (unit_bytes_max := self._log.unit_bytes_max):
-            self._limits = Limits(self._config.log.max_entry_bytes, unit_bytes_max)
+            self._limits = Limits(self._config.log.entry_bytes_max, unit_bytes_max)
         taken = next_unit(thread_id, self._subjects.of(thread_id), queue, tip, self._limits, looked_up)
         unit = lane.take(taken, tip, self._on_end)
         if taken.needs is not None:

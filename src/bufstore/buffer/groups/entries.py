@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from bufstore.buffer.entry import Base, header_of
 from bufstore.buffer.groups.group import Group, body_of, decode_entry
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.places import first_place, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
+
+#: Whose a group without entries is.
+_NO_PARTITION = -1
 
 
 class Purged(LogUnavailable):
@@ -39,6 +43,8 @@ class Entries:
         group = self._decoded(message)
         if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
             return [(0, self.foreign(message))]
+        if not group.records:
+            return [(_NO_PARTITION, self.mark(group))]
         found = []
         last = len(group.records) - 1
         for number, record in enumerate(group.records):
@@ -50,6 +56,11 @@ class Entries:
     def foreign(self, message: StoredMessage) -> StoredMessage:
         """What is among the groups and is none, as if it were an entry."""
         return StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
+
+    def mark(self, group: Group) -> StoredMessage:
+        """What stands at the place of a group without entries, for the cursors that pass it: it has the group's id."""
+        header = header_of(group.id, 0, Base.UNKNOWN, 0, 0, False, b"", True, None, b"")
+        return StoredMessage(self._subjects.groups, first_place(group.seq), header, b"")
 
     def _in_place(self, group: Group, number: int, body: bytes) -> tuple[StoredMessage, bool]:
         """An entry as it stands in its group, and whether its payload only says where that stands."""

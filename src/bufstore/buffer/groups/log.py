@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -31,8 +32,10 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import LogUnavailable
+from bufstore.errors import BufstoreError, LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -179,6 +182,8 @@ class GroupLog:
             or (group := self._tail.decoded(message)) is None
         ):
             return None
+        if not group.records and not number_of(seq):
+            return self._entries.mark(group)
         with contextlib.suppress(Purged):
             if number_of(seq) < len(group.records):
                 return await self._entries.read(group, number_of(seq), message.body)
@@ -334,7 +339,21 @@ class GroupLog:
             settled, purgeable = min(settled, reached), min(purgeable, reached)
         self._forgetting.forget(settled)
         await self._purging.purge(group_of(purgeable))
+        if reached is not None:
+            await self._close_off(group_of(reached))
         return first_place(self._purging.purged)
+
+    async def _close_off(self, flushed: int) -> None:
+        """Store a group behind parts of large entries that came to nothing, if they cannot be purged otherwise."""
+        try:
+            if await self._purging.is_held_up(flushed):
+                await self.publish_batch([], _READ_S)
+        except (BufstoreError, Conflict, AppendUnknown) as e:
+            _log.warning(
+                "parts of large entries that came to nothing stay: cannot store a group behind them, tries again: %s",
+                e,
+                extra={"action": "parts_left"},
+            )
 
     async def fence(self, below: int) -> None:
         self._sequencer.start()

@@ -2,7 +2,8 @@
 
 The parts stand on a subject of their own, without an expectation: they count for nothing until a group names them.
 A part stays in the log as long as a group that names it. A part whose group never came is purged with everything
-around it; until its group is stored it may be so only because it is younger than what is purged.
+around it, once a group stands behind it (`bufstore.buffer.groups.purging`); until its group is stored it may be so only
+because it is younger than what is purged.
 """
 
 from __future__ import annotations

@@ -30,6 +30,10 @@ class Purging:
         self._groups, self._decoded, self._see_all = groups, decoded, see_all
         #: Below which group the log is purged.
         self.purged = 0
+        #: The last group, if nothing but it and parts that it names is needed of what is left; else -1.
+        self._last_needs_parts = -1
+        #: The part that `is_held_up` found.
+        self._left = 0
 
     async def purge(self, below: int) -> None:
         """Purge the groups below this sequence."""
@@ -41,6 +45,23 @@ class Purging:
             needed = await self._first_needed(below)
             await self._stream.purge_below(min(needed, last.seq))
             self.purged = max(self.purged, below)
+            self._last_needs_parts = last.seq if needed < last.seq <= below else -1
+
+    async def is_held_up(self, flushed: int) -> bool:
+        """Whether parts stay for good unless a group follows the last one, the flushed one with this sequence.
+
+        The last group is never purged, nor what stands behind it, or between it and parts that it names. When parts
+        that came to nothing fill the log there, no group fits any more, and the last one stays the last. A group
+        without entries fits, and behind it they are purged like what stands before any other group: once all cursors
+        have passed it for a failover window, when a group that names them can no longer be sent (`Sequencer`). So
+        nothing here decides what is needed. Parts behind the last group may be those of one that is on its way: it goes
+        behind the empty one, as behind another writer's. They are seen twice before, to spare it that.
+        """
+        parts = await self._stream.after(self._subjects.parts, flushed, _READ_S, limit=1)
+        before, self._left = self._left, parts[0].seq if parts else 0
+        if not (parts and parts[0].seq == before) and flushed != self._last_needs_parts:
+            return False
+        return not await self._stream.after(self._subjects.groups, flushed, _READ_S, limit=1)
 
     async def _first_needed(self, below: int) -> int:
         """The first sequence that the groups from this one on need."""

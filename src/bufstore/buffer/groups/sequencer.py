@@ -33,7 +33,8 @@ from bufstore.buffer.groups.oversize import parts_of, reference
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
-from bufstore.errors import BufstoreError, Closed, LogUnavailable
+from bufstore.config import large_bytes_max
+from bufstore.errors import BufstoreError, Closed, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
@@ -54,6 +55,10 @@ class GroupStream(Announcements, Protocol):
     @property
     def message_bytes_max(self) -> int:
         """The server's max_payload."""
+        ...
+
+    async def fill(self) -> tuple[int, int]:
+        """How many bytes the log takes, and may take."""
         ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
@@ -272,6 +277,11 @@ class Sequencer:
         try:
             messages = list(queued.messages)
             async with self._one_large:
+                # What does not fit would fill the log for all until it can be purged, and nothing of it counted.
+                used, limit = await self._stream.fill()
+                size = sum(len(messages[number].body) for number in queued.elsewhere)
+                if used + size > large_bytes_max(limit):
+                    raise LogFull(f"the log has no room for a large entry of {size} bytes")
                 parts_at = elapsed.now_s()
                 if queued.unit.given_up:
                     end_one(queued.unit, Conflict("it was given up"))

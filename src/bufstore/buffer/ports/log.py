@@ -66,7 +66,8 @@ class Feed(Protocol):
     def through(self) -> StoredMessage | None:
         """The last entry that was delivered of any partition; None if one of this partition is still to be taken.
 
-        So the partition has nothing up to there that was not taken.
+        So the partition has nothing up to there that was not taken. Behind it there may be what is no entry, and is
+        found there too (`Log.identity`).
         """
         ...
 
