@@ -19,7 +19,7 @@ from bufstore.embedded import NatsServer, Servers
 from bufstore.nats.setup import out_of_service
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import fresh, query
+from helpers import fresh, query, run_of, said
 from integration.test_quarantine import picky, poisoned
 
 
@@ -77,7 +77,44 @@ async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> No
     assert checks["NATS log settings"]["level"] == "bad"
     assert "max_age" in checks["NATS log settings"]["found"]
     assert checks["Postgres quarantine"]["found"] == "3 entries"
-    assert checks["Postgres epoch of the log"]["level"] == "bad"
+    assert checks["Postgres log"]["level"] == "bad"
+    assert "epoch" in checks["Postgres log"]["found"]
+
+
+async def test_a_log_and_a_database_that_do_not_belong_together(servers: Servers) -> None:
+    """The doctor says what every store says that opens there, and nobody is told to start."""
+    one, other = Deployment(servers), Deployment(servers)
+    for each in (one, other):
+        async with each.store() as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            await store.force_flush("t")
+    code, checks = await doctor(one)
+    assert (code, checks["Postgres log"]["level"]) == (1, "ok"), checks
+    code, checks = await doctor(one, BUFSTORE_SCHEMA=other.name)
+    assert (code, checks["Postgres log"]["level"]) == (2, "bad"), checks
+    assert "database is" in checks["Postgres log"]["found"]
+    empty = fresh("empty")
+    code, checks = await doctor(one, BUFSTORE_SCHEMA=empty)
+    assert (code, checks["Postgres log"]["level"]) == (2, "bad"), checks
+    assert "the first store" not in checks["Postgres tables"]["advice"]
+    assert await query(servers.postgres.dsn, "SELECT FROM pg_namespace WHERE nspname = %s", empty) == []
+    async with one.store(flusher=False) as store:
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{one.log.stream}")
+    code, checks = await doctor(one)
+    assert (code, checks["Postgres log"]["level"]) == (2, "bad"), checks
+    assert "is gone" in checks["Postgres log"]["found"]
+    assert checks["NATS log"]["advice"].startswith("see what Postgres says of it")
+
+
+async def test_tables_of_an_earlier_release_are_left_as_they_are(made: Deployment) -> None:
+    """To compare them with the log would migrate them."""
+    dsn, versions = made.servers.postgres.dsn, f"SELECT max(version) FROM {made.name}.bufstore_migrations"
+    of_buffer = f"{versions} WHERE room = 'buffer'"
+    await query(dsn, f"DELETE FROM {made.name}.bufstore_migrations WHERE room = 'buffer' AND version = ({of_buffer})")
+    before = await query(dsn, of_buffer)
+    code, checks = await doctor(made)
+    assert (code, checks["Postgres log"]["level"]) == (1, "unknown"), checks
+    assert await query(dsn, of_buffer) == before
 
 
 async def test_a_log_that_a_repair_has_taken_out_of_service_is_diagnosed(deployment: Deployment) -> None:
@@ -120,6 +157,7 @@ async def test_nothing_there_yet_and_nobody_there(servers: Servers) -> None:
     code, checks = await doctor(deployment)
     assert code == 1
     assert {checks["NATS log"]["level"], checks["Postgres tables"]["level"]} == {"warning"}
+    assert "the first store that opens makes it" in checks["Postgres log"]["found"]
     code, checks = await doctor(deployment, BUFSTORE_NATS="nats://u:geheim@127.0.0.1:1")
     assert (code, checks["NATS reachable"]["level"]) == (2, "bad")
     assert "geheim" not in str(checks)

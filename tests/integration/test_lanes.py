@@ -151,8 +151,8 @@ async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(lane
         await store.force_flush_all()
         assert (await store.verify()).ok
     looked = await cli(laned, "doctor", "--json", stream=second)
-    epochs = [check for check in looked.json["checks"] if check["what"] == "epoch of the log"]
-    assert [(check["part"], check["level"]) for check in epochs] == [("Postgres, lane 1", "ok")]
+    logs = [check for check in looked.json["checks"] if check["what"] == "log"]
+    assert [(check["part"], check["level"]) for check in logs] == [("Postgres, lane 1", "ok")]
 
 
 async def test_the_self_check_sees_the_damage_of_each_lane(laned: Deployment) -> None:

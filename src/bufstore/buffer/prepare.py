@@ -148,9 +148,12 @@ async def _check(
     return named, noted
 
 
-async def apart(log: Log, ledger: Ledger, config: LogConfig, ours: Kind) -> str | None:
-    """Why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors."""
-    epoch, known = await log.epoch(), await ledger.epoch()
+async def apart(log: Log, ledger: Ledger, config: LogConfig, ours: Kind, *, checked: bool = True) -> str | None:
+    """Why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors.
+
+    `checked`: see `bufstore.buffer.ports.log.Generations.epoch`.
+    """
+    epoch, known = await log.epoch(checked=checked), await ledger.epoch()
     try:
         check_layout(config, await ledger.layout())
         await _check(log, ledger, config.stream, ours, epoch, known)

@@ -13,6 +13,7 @@ from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
+from bufstore.cli.doctor.together import SeenLog
 from bufstore.cli.output import lasting
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
@@ -36,8 +37,8 @@ _FULL = 0.95
 _PRESSED = 0.7
 
 
-async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], tuple[LogConfig, int] | None]:
-    """The checks, and the log with its epoch, if there is one. `role`: what the user must be permitted."""
+async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], SeenLog | None]:
+    """The checks, and the log; None if that could not be seen. `role`: what the user must be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
     # Made before the connection is: it subscribes to its answers when that opens.
@@ -55,7 +56,7 @@ async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], 
 
 async def _look(
     notes: Notes, connection: Connection, target: Endpoints, stream: NatsStream, role: Role
-) -> tuple[LogConfig, int] | None:
+) -> SeenLog | None:
     notes.say("reachable", Level.OK, "yes")
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
@@ -71,14 +72,15 @@ async def _look(
         info = await stream.api(f"STREAM.INFO.{target.stream}", timeout_s=_TIMEOUT_S)
         config = await target.find_log()
     except StreamMissing:
-        notes.say("log", Level.WARNING, f"there is no {target.stream} yet", "the first store that opens makes it")
-        return None
+        # Not that a store makes it: only Postgres can tell whether there was one.
+        notes.say("log", Level.WARNING, f"there is no {target.stream}", "see what Postgres says of it (log)")
+        return SeenLog(LogConfig(stream=target.stream, bucket=target.bucket), there=False)
     except BufstoreError as e:
         notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
         return None
     assert config is not None
     metadata = info["config"].get("metadata") or {}
-    log = config, int(metadata.get("bufstore.epoch", 0))
+    log = SeenLog(config, target_of(metadata))
     try:
         _drift(notes, "log", lambda: check_stream(config, info["config"]))
     except LogRolledBack as e:  # out of service: nothing answers on its subjects, which says nothing of permissions

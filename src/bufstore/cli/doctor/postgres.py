@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from psycopg import AsyncConnection, sql
@@ -9,6 +10,7 @@ from psycopg import AsyncConnection, sql
 from bufstore.buffer.lanes import ledger_schema
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
+from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError
 from bufstore.postgres.connection.migrate import UTF8_NEEDED, applied_migrations, encoding_of, newest, works_with
@@ -35,18 +37,19 @@ WHERE schemaname = %s AND tablename <> 'bufstore_migrations' AND NOT (
 """
 
 
-async def check_postgres(target: Endpoints, log: tuple[LogConfig, int] | None) -> list[CheckResult]:
-    """The checks; `log`: it and its generation, if there is one. The ledger of a lane has a schema of its own."""
+async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckResult]:
+    """The checks; `log`: None if it could not be seen. The ledger of a lane has a schema of its own."""
     notes = Notes("Postgres")
-    config, epoch = log or (LogConfig(), None)
+    config = log.config if log is not None else LogConfig()
     of_lane = [Notes(f"Postgres, lane {config.lane}")] if config.lane else []
     pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)
     try:
         await pool.open(wait=False)
         async with pool.lend(_TIMEOUT_S) as connection:
-            await _look(notes, connection, target.schema, None if of_lane else epoch)
+            await _look(notes, connection)
+            await _look_at_tables(notes, connection, target, target.schema, None if of_lane else log)
             for lane in of_lane:
-                await _look_at_tables(lane, connection, ledger_schema(target.schema, config), epoch)
+                await _look_at_tables(lane, connection, target, ledger_schema(target.schema, config), log)
     except BufstoreError as e:
         what = "looked at" if notes.checks else "reachable"
         notes.say(what, Level.BAD, str(e), "see the address, the server and the login")
@@ -55,7 +58,7 @@ async def check_postgres(target: Endpoints, log: tuple[LogConfig, int] | None) -
     return [check for each in (notes, *of_lane) for check in each.checks]
 
 
-async def _look(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
+async def _look(notes: Notes, connection: AsyncConnection[Any]) -> None:
     notes.say("reachable", Level.OK, "yes")
     number = connection.info.server_version
     found = f"{number // 10000}.{number % 10000}"
@@ -71,19 +74,27 @@ async def _look(notes: Notes, connection: AsyncConnection[Any], schema: str, epo
     limit = int(await _value(connection, "SELECT current_setting('max_connections')"))
     advice = "each instance takes up to about 20: raise max_connections, or put a pooler in front"
     notes.require("connections", limit - used >= _CONNECTIONS_MIN, f"{used} of {limit} in use", advice)
-    await _look_at_tables(notes, connection, schema, epoch)
 
 
-async def _look_at_tables(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
-    if await _schema(notes, connection, schema):
-        await _tables(notes, connection, schema, epoch)
+async def _look_at_tables(
+    notes: Notes, connection: AsyncConnection[Any], target: Endpoints, schema: str, log: SeenLog | None
+) -> None:
+    """`log`: the one whose ledger is in this schema, if it is known."""
+    versions = await applied_migrations(connection, schema)
+    if "buffer" not in versions:
+        await _none(notes, connection, schema, named=log is not None and log.target is not None)
+    elif not await _tables(notes, connection, schema, versions):
+        return
+    if log is None:
+        return
+    if "buffer" in versions and max(versions["buffer"]) < newest(folder_of("buffer")):
+        notes.say("log", Level.UNKNOWN, "not compared: the tables are older", "look again once they are migrated")
+        return
+    await check_together(notes, target, log, tables="buffer" in versions)
 
 
-async def _schema(notes: Notes, connection: AsyncConnection[Any], schema: str) -> bool:
-    """Whether our tables are there."""
-    known = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema)).as_string(connection)
-    if await _value(connection, "SELECT to_regclass(%s) IS NOT NULL", known):
-        return True
+async def _none(notes: Notes, connection: AsyncConnection[Any], schema: str, *, named: bool) -> None:
+    """`named`: the log says which database it is flushed into, so to this one it does not belong."""
     there = await _value(connection, "SELECT to_regnamespace(quote_ident(%s)) IS NOT NULL", schema)
     question = (
         "SELECT has_schema_privilege(%s, 'CREATE')"
@@ -91,17 +102,19 @@ async def _schema(notes: Notes, connection: AsyncConnection[Any], schema: str) -
         else "SELECT has_database_privilege(current_database(), 'CREATE') AND %s <> ''"
     )
     may = await _value(connection, question, schema)
+    advice = "the first store that opens makes them" if may else "and this user may not make them: grant CREATE"
     notes.say(
         "tables",
         Level.WARNING if may else Level.BAD,
         f"there are none in schema {schema!r} yet",
-        "the first store that opens makes them" if may else "and this user may not make them: grant CREATE",
+        "give the database and the schema that the log is flushed into" if named else advice,
     )
-    return False
 
 
-async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
-    versions = await applied_migrations(connection, schema)
+async def _tables(
+    notes: Notes, connection: AsyncConnection[Any], schema: str, versions: Mapping[str, Mapping[int, int]]
+) -> bool:
+    """Whether they can be read and written."""
     for part in _PARTS:
         if part not in versions:
             continue  # an app's own store has no threads' tables
@@ -119,15 +132,12 @@ async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, e
     may = "read and write all tables" if refused is None else f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
     notes.require("permissions", refused is None, may, "grant them to bufstore's user", Level.BAD)
     if refused is not None:
-        return
+        return False
     parked = await _value(
         connection, sql.SQL("SELECT count(*) FROM {}.buffer_quarantine").format(sql.Identifier(schema))
     )
     notes.require("quarantine", parked == 0, f"{parked} entries", "see `bufstore quarantine list`")
-    known = await _value(connection, sql.SQL("SELECT max(epoch) FROM {}.buffer_log").format(sql.Identifier(schema)))
-    if epoch is not None and known is not None:
-        advice = "this stream and this database do not belong together: see `bufstore repair`"
-        notes.require("epoch of the log", known == epoch, f"{known}, the log's is {epoch}", advice, Level.BAD)
+    return True
 
 
 async def _value(connection: AsyncConnection[Any], question: Any, *parameters: Any) -> Any:

@@ -1,0 +1,53 @@
+"""Whether log and Postgres belong together: what every store decides when it opens, asked before one does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bufstore.buffer.prepare import apart, compare
+from bufstore.buffer.target import Target
+from bufstore.cli.connect import Endpoints
+from bufstore.cli.doctor.diagnosis import Level, Notes
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
+from bufstore.memory.ledger import MemoryLedger
+
+_TIMEOUT_S = 5.0
+_WHERE = "see Where a log is flushed to, and Going back in time, in docs/OPERATIONS.md"
+
+
+class SeenLog(NamedTuple):
+    """A log as NATS shows it, or that it shows none."""
+
+    config: LogConfig
+    target: Target | None = None
+    there: bool = True
+
+
+async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, tables: bool) -> None:
+    """One check. `tables`: whether the database has those of a buffer, of this release or a later one."""
+    try:
+        why = await _apart(endpoints, log, tables=tables)
+    except (ConfigDrift, LogRolledBack) as e:
+        why = str(e)
+    except BufstoreError as e:
+        notes.say("log", Level.UNKNOWN, f"could not be compared: {e}")
+        return
+    if why is not None:
+        notes.say("log", Level.BAD, why, _WHERE)
+    elif log.there:
+        notes.say("log", Level.OK, "belongs to this database")
+    else:
+        notes.say("log", Level.OK, "nothing of it is flushed here: the first store that opens makes it")
+
+
+async def _apart(endpoints: Endpoints, log: SeenLog, *, tables: bool) -> str | None:
+    config = BufferConfig.fitting(log.config, flusher=False)
+    async with endpoints.buffer_of(log.target, config, timeout_s=_TIMEOUT_S).connected() as buffer:
+        # One in Postgres makes its tables when it is asked. A new one says what they would say.
+        ledger = buffer.ledger if tables else MemoryLedger(endpoints.plain(pool_size=1))
+        if not log.there:  # so nothing is known of its settings
+            return await compare(buffer.log, ledger, log.config.stream, None, await ledger.epoch())
+        named = log.target or await ledger.target()
+        kind = named.kind if named is not None else buffer.backing.kind
+        return await apart(buffer.log, ledger, log.config, kind, checked=False)
