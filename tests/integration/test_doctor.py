@@ -97,7 +97,7 @@ async def test_a_log_and_a_database_that_do_not_belong_together(servers: Servers
     code, checks = await doctor(one, BUFSTORE_SCHEMA=empty)
     assert (code, checks["Postgres log"]["level"]) == (2, "bad"), checks
     assert "the first store" not in checks["Postgres tables"]["advice"]
-    assert await query(servers.postgres.dsn, "SELECT FROM pg_namespace WHERE nspname = %s", empty) == []
+    assert await query(servers.postgres.dsn, "SELECT 1 FROM pg_namespace WHERE nspname = %s", empty) == []
     async with one.store(flusher=False) as store:
         await store.buffer.session.stream.api(f"STREAM.DELETE.{one.log.stream}")
     code, checks = await doctor(one)

@@ -11,16 +11,18 @@ from typing import Any
 
 import nats
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from bufstore.embedded import Servers
-from helpers import fresh, query
+from bufstore.langgraph.postgres.store import MIGRATION
+from helpers import eventually, fresh, query
 from langgraph_savers import Place, checkpoint, config
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 
 
-async def command(place: Place, *arguments: str, code: int = 0) -> Any:
-    """What `bufstore … --json` says."""
+async def command(place: Place, *arguments: str, code: int | None = 0) -> Any:
+    """What `bufstore … --json` says. `code`: None for any."""
     environment = {
         **os.environ,
         "BUFSTORE_NATS": place.nats,
@@ -37,7 +39,7 @@ async def command(place: Place, *arguments: str, code: int = 0) -> Any:
         stderr=subprocess.PIPE,
     )
     printed, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == code, (printed.decode(), errors.decode())
+    assert code in (process.returncode, None), (printed.decode(), errors.decode())
     return json.loads(printed)
 
 
@@ -138,6 +140,45 @@ async def test_a_log_that_lost_its_end_is_repaired(servers: Servers) -> None:
         shown = await saver.aget_tuple(config(thread_id))
         assert shown is not None
         assert shown.checkpoint["channel_values"] == {"a": [2]}
+
+
+async def test_the_doctor_sees_what_keeps_langgraphs_tables_from_being_written(servers: Servers) -> None:
+    place, mine, user = Place(servers), Place(servers), fresh("u").replace("-", "_")
+
+    async def checks() -> dict[str, dict[str, str]]:
+        found = await command(mine, "doctor", code=None)
+        return {f"{c['part']} {c['what']}": c for c in found["checks"]}
+
+    async with place.saver():
+        pass
+    await query(place.dsn, f"CREATE ROLE {user} LOGIN PASSWORD 'x'")
+    try:
+        for schema, rights in (place.schema, "SELECT"), (f"{place.schema}_b", "ALL"):
+            await query(place.dsn, f"GRANT USAGE ON SCHEMA {schema} TO {user}")
+            await query(place.dsn, f"GRANT {rights} ON ALL TABLES IN SCHEMA {schema} TO {user}")
+        mine.schema, mine.log, mine.dsn = place.schema, place.log, make_conninfo(place.dsn, user=user, password="x")
+        async with mine.saver() as saver:
+            await saver.aput(config(fresh()), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+            await eventually(saver.engine.buffer.shared.troubles, 30)
+            await eventually(lambda: query(place.dsn, f"SELECT 1 FROM {place.schema}_b.buffer_waiting"), 30)
+            found = await checks()
+            assert found["Postgres LangGraph permissions"]["level"] == "bad", found
+            assert "INSERT on checkpoint_writes" in found["Postgres LangGraph permissions"]["found"]
+            assert found["Postgres waiting entries"]["level"] == found["NATS flushing"]["level"] == "warning", found
+            await query(place.dsn, f"GRANT ALL ON ALL TABLES IN SCHEMA {place.schema} TO {user}")
+            await saver.force_flush()
+            found = await checks()
+            assert found["Postgres LangGraph permissions"]["level"] == found["Postgres log"]["level"] == "ok", found
+            assert found["Postgres waiting entries"]["found"] == "none"
+            assert found["Postgres LangGraph tables"]["level"] == "ok"
+            await query(place.dsn, f"INSERT INTO {place.schema}.checkpoint_migrations VALUES ({MIGRATION + 1})")
+            found = await checks()
+            assert found["Postgres LangGraph tables"]["level"] == "bad", found
+    finally:
+        for schema in (place.schema, f"{place.schema}_b"):
+            await query(place.dsn, f"REVOKE ALL ON ALL TABLES IN SCHEMA {schema} FROM {user}")
+            await query(place.dsn, f"REVOKE ALL ON SCHEMA {schema} FROM {user}")
+        await query(place.dsn, f"DROP ROLE {user}")
 
 
 async def test_a_log_that_is_gone_is_begun_anew(servers: Servers) -> None:

@@ -241,9 +241,11 @@ def _advice(role: Role) -> str:
 
 async def _flushers(notes: Notes, shared: NatsSharedState) -> None:
     try:
-        members = await shared.members()
+        members, troubles = await shared.members(), await shared.troubles()
     except BufstoreError as e:
         notes.say("flushers", Level.UNKNOWN, str(e))
         return
     found = f"{len(members)} alive" if members else "none alive"
     notes.require("flushers", bool(members), found, "acknowledged entries wait in the log until a store is open")
+    trouble = "; ".join(f"flusher {member}: {why}" for member, why in troubles.items())
+    notes.require("flushing", not trouble, trouble or "no trouble", "acknowledged entries wait in the log meanwhile")

@@ -12,7 +12,8 @@ from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, ConfigError
+from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration, schema_of
 from bufstore.postgres.connection.migrate import UTF8_NEEDED, applied_migrations, encoding_of, newest, works_with
 from bufstore.postgres.connection.pool import new_pool
 from bufstore.threads.postgres.tables import folder_of
@@ -30,17 +31,23 @@ _PARTS = ("buffer", "threads")
 # One privilege at a time: with several, Postgres is content with any of them.
 _REFUSED = """
 SELECT string_agg(tablename, ', ') FROM pg_tables
-WHERE schemaname = %s AND tablename <> 'bufstore_migrations' AND NOT (
+WHERE schemaname = %s AND tablename NOT IN ('bufstore_migrations', 'checkpoint_migrations') AND NOT (
     SELECT bool_and(has_table_privilege(quote_ident(schemaname) || '.' || quote_ident(tablename), privilege))
     FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
 )
 """
+_LACKING = """
+SELECT string_agg(privilege || ' on ' || name, ', ') FROM unnest(%s::text[], %s::text[]) AS needed (name, privilege)
+WHERE has_table_privilege(to_regclass(quote_ident(%s) || '.' || name), privilege) IS NOT TRUE
+"""
+_IS_LANGGRAPHS = "SELECT count(*) = 1 FROM pg_tables WHERE schemaname = %s AND tablename = 'checkpoint_migrations'"
 
 
 async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckResult]:
     """The checks; `log`: None if it could not be seen. The ledger of a lane has a schema of its own."""
     notes = Notes("Postgres")
     config = log.config if log is not None else LogConfig()
+    langgraphs = schema_of(log.target.kind) if log is not None and log.target is not None else None
     of_lane = [Notes(f"Postgres, lane {config.lane}")] if config.lane else []
     pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)
     try:
@@ -50,6 +57,8 @@ async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckRe
             await _look_at_tables(notes, connection, target, target.schema, None if of_lane else log)
             for lane in of_lane:
                 await _look_at_tables(lane, connection, target, ledger_schema(target.schema, config), log)
+            if langgraphs is not None:
+                await _langgraph(notes, connection, langgraphs)
     except BufstoreError as e:
         what = "looked at" if notes.checks else "reachable"
         notes.say(what, Level.BAD, str(e), "see the address, the server and the login")
@@ -82,7 +91,7 @@ async def _look_at_tables(
     """`log`: the one whose ledger is in this schema, if it is known."""
     versions = await applied_migrations(connection, schema)
     if "buffer" not in versions:
-        await _none(notes, connection, schema, named=log is not None and log.target is not None)
+        await _none(notes, "tables", connection, schema, named=log is not None and log.target is not None)
     elif not await _tables(notes, connection, schema, versions):
         return
     if log is None:
@@ -93,7 +102,7 @@ async def _look_at_tables(
     await check_together(notes, target, log, tables="buffer" in versions)
 
 
-async def _none(notes: Notes, connection: AsyncConnection[Any], schema: str, *, named: bool) -> None:
+async def _none(notes: Notes, what: str, connection: AsyncConnection[Any], schema: str, *, named: bool) -> None:
     """`named`: the log says which database it is flushed into, so to this one it does not belong."""
     there = await _value(connection, "SELECT to_regnamespace(quote_ident(%s)) IS NOT NULL", schema)
     question = (
@@ -104,7 +113,7 @@ async def _none(notes: Notes, connection: AsyncConnection[Any], schema: str, *, 
     may = await _value(connection, question, schema)
     advice = "the first store that opens makes them" if may else "and this user may not make them: grant CREATE"
     notes.say(
-        "tables",
+        what,
         Level.WARNING if may else Level.BAD,
         f"there are none in schema {schema!r} yet",
         "give the database and the schema that the log is flushed into" if named else advice,
@@ -129,7 +138,9 @@ async def _tables(
         else:
             notes.require(f"{part} tables", theirs == known, found, "the next store that opens migrates them")
     refused = await _value(connection, _REFUSED, schema)
-    may = "read and write all tables" if refused is None else f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
+    may = f"read and write all tables in schema {schema!r}"
+    if refused is not None:
+        may = f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
     notes.require("permissions", refused is None, may, "grant them to bufstore's user", Level.BAD)
     if refused is not None:
         return False
@@ -138,6 +149,28 @@ async def _tables(
     )
     notes.require("quarantine", parked == 0, f"{parked} entries", "see `bufstore quarantine list`")
     return True
+
+
+async def _langgraph(notes: Notes, connection: AsyncConnection[Any], schema: str) -> None:
+    """LangGraph's tables, which the log is flushed into."""
+    if not await _value(connection, _IS_LANGGRAPHS, schema):
+        await _none(notes, "LangGraph tables", connection, schema, named=False)
+        return
+    needed = [(table, privilege) for table, privileges in PRIVILEGES.items() for privilege in privileges]
+    lacking = await _value(connection, _LACKING, *map(list, zip(*needed, strict=True)), schema)
+    may = f"read and write LangGraph's tables in schema {schema!r}" if lacking is None else f"lacking: {lacking}"
+    notes.require("LangGraph permissions", lacking is None, may, "grant them to bufstore's user", Level.BAD)
+    if lacking is not None:
+        return
+    version = await _value(
+        connection, sql.SQL("SELECT max(v) FROM {}.checkpoint_migrations").format(sql.Identifier(schema))
+    )
+    try:
+        check_migration(schema, version)
+    except ConfigError as e:
+        notes.say("LangGraph tables", Level.BAD, str(e))
+    else:
+        notes.say("LangGraph tables", Level.OK, f"migration {version}")
 
 
 async def _value(connection: AsyncConnection[Any], question: Any, *parameters: Any) -> Any:

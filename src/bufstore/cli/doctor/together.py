@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.prepare import apart, compare
 from bufstore.buffer.target import Target
-from bufstore.cli.connect import Endpoints
+from bufstore.cli.connect import AnyBuffer, Endpoints
 from bufstore.cli.doctor.diagnosis import Level, Notes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
@@ -25,11 +26,16 @@ class SeenLog(NamedTuple):
 
 
 async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, tables: bool) -> None:
-    """One check. `tables`: whether the database has those of a buffer, of this release or a later one."""
+    """Whether they do, and what waits. `tables`: whether the database has those of a buffer, of this release or a later
+    one.
+    """
+    config = BufferConfig.fitting(log.config, flusher=False)
     try:
-        why = await _apart(endpoints, log, tables=tables)
-    except (ConfigDrift, LogRolledBack) as e:
-        why = str(e)
+        async with endpoints.buffer_of(log.target, config, timeout_s=_TIMEOUT_S).connected() as buffer:
+            # One in Postgres makes its tables when it is asked. A new one says what they would say.
+            ledger = buffer.ledger if tables else MemoryLedger(endpoints.plain(pool_size=1))
+            why = await _apart(buffer, ledger, log)
+            waiting = await ledger.waiting.totals()
     except BufstoreError as e:
         notes.say("log", Level.UNKNOWN, f"could not be compared: {e}")
         return
@@ -39,15 +45,17 @@ async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, ta
         notes.say("log", Level.OK, "belongs to this database")
     else:
         notes.say("log", Level.OK, "nothing of it is flushed here: the first store that opens makes it")
+    advice = "see Threads that wait in docs/OPERATIONS.md"
+    notes.require("waiting entries", not waiting.entries, str(waiting), advice)
 
 
-async def _apart(endpoints: Endpoints, log: SeenLog, *, tables: bool) -> str | None:
-    config = BufferConfig.fitting(log.config, flusher=False)
-    async with endpoints.buffer_of(log.target, config, timeout_s=_TIMEOUT_S).connected() as buffer:
-        # One in Postgres makes its tables when it is asked. A new one says what they would say.
-        ledger = buffer.ledger if tables else MemoryLedger(endpoints.plain(pool_size=1))
+async def _apart(buffer: AnyBuffer, ledger: Ledger, log: SeenLog) -> str | None:
+    """Why every store refuses to open; None when none does."""
+    try:
         if not log.there:  # so nothing is known of its settings
             return await compare(buffer.log, ledger, log.config.stream, None, await ledger.epoch())
         named = log.target or await ledger.target()
         kind = named.kind if named is not None else buffer.backing.kind
         return await apart(buffer.log, ledger, log.config, kind, checked=False)
+    except (ConfigDrift, LogRolledBack) as e:
+        return str(e)

@@ -44,6 +44,13 @@ _FOLDER = files("bufstore.langgraph.postgres") / "sql"
 _KIND = "bufstore.langgraph.postgres:"
 #: LangGraph's migration whose tables this release reads and writes.
 MIGRATION = 9
+#: What the statements need of each of LangGraph's tables.
+PRIVILEGES = {
+    "checkpoint_migrations": ("SELECT",),
+    "checkpoints": ("SELECT", "INSERT", "UPDATE", "DELETE"),
+    "checkpoint_blobs": ("SELECT", "INSERT", "DELETE"),
+    "checkpoint_writes": ("SELECT", "INSERT", "UPDATE", "DELETE"),
+}
 #: Any fixed number: one process at a time creates the tables.
 _LOCK = 0x6C61_6E67_6772_6170
 _CREATE = (
@@ -126,12 +133,7 @@ class PostgresCheckpointStore:
                     for name in _CREATE:
                         await self._on(connection, name)
             version = (await self._on(connection, "version"))[0][0]
-        if version == MIGRATION:
-            return
-        found = f"LangGraph's tables in schema {self.schema!r} are of migration {version}, this release of bufstore"
-        if version is None or version < MIGRATION:
-            raise ConfigError(f"{found} needs {MIGRATION}: call `setup()` of langgraph-checkpoint-postgres once")
-        raise ConfigError(f"{found} knows {MIGRATION}: upgrade bufstore")
+        check_migration(self.schema, version)
 
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[LangGraphChange]) -> None:
         """See `CheckpointStore.apply`. At most eight statements in one round trip (large values: one per 16 MiB)."""
@@ -275,6 +277,16 @@ class PostgresCheckpointStore:
 def schema_of(kind: Kind) -> str | None:
     """The schema of the tables that a log of this kind is flushed into; None for any other log."""
     return kind.store.removeprefix(_KIND) if kind.domain == DOMAIN and kind.store.startswith(_KIND) else None
+
+
+def check_migration(schema: str, version: int | None) -> None:
+    """Raise ConfigError unless this release reads and writes tables of this migration; None: of none."""
+    if version == MIGRATION:
+        return
+    found = f"LangGraph's tables in schema {schema!r} are of migration {version}, this release of bufstore"
+    if version is None or version < MIGRATION:
+        raise ConfigError(f"{found} needs {MIGRATION}: call `setup()` of langgraph-checkpoint-postgres once")
+    raise ConfigError(f"{found} knows {MIGRATION}: upgrade bufstore")
 
 
 class _Any(frozenset[BlobKey]):
