@@ -22,6 +22,7 @@ from bufstore import (
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
 from cluster import Cluster, lead_log_and_cluster, leader_of, replicas_current
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 from load import PATIENCE, Load
@@ -33,6 +34,16 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     """One for all tests, which leave it whole."""
     async with Cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
+
+
+async def test_the_doctor_finds_nothing_wrong_with_three_replicas(servers: Servers, cluster: Cluster) -> None:
+    """However their servers sync, which an application's account cannot see."""
+    deployment, nats = Deployment(servers, replicas=3), cluster.nats()
+    urls = ",".join(url.replace("://", f"://{nats.user}:{nats.password}@") for url in nats.servers)
+    async with cluster.store(deployment):
+        found = await asyncio.to_thread(bufstore_cli, "doctor", "--json", **where(deployment) | {"BUFSTORE_NATS": urls})
+    assert [c for c in found.json["checks"] if c["level"] != "ok"] == []
+    assert found.code == 0
 
 
 @pytest.mark.long

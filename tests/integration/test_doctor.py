@@ -152,6 +152,14 @@ async def test_a_monitoring_port_that_is_none_tells_nothing(answer: str) -> None
     assert (check.level, check.found.startswith("could not be asked: ")) == (Level.UNKNOWN, True), check
 
 
+@pytest.mark.parametrize("known", ["2m", None])
+async def test_three_replicas_are_enough_however_nats_syncs(known: str | None) -> None:
+    for replicas, level in (1, Level.WARNING if known else Level.UNKNOWN), (3, Level.OK):
+        (check,) = await check_sync(None, None, None, known, replicas)
+        assert check.level is level, check
+        assert bool(check.advice) is (replicas == 1)
+
+
 async def test_nothing_there_yet_and_nobody_there(servers: Servers) -> None:
     deployment = Deployment(servers)
     code, checks = await doctor(deployment)

@@ -26,6 +26,8 @@ _LAZY = (
     "a power failure loses what was acknowledged since the last sync: set `sync_interval: always` in the server's "
     "jetstream block"
 )
+#: What a power failure takes from one server, the others still have.
+_REPLICAS = 3
 
 
 class _Config(msgspec.Struct):
@@ -53,17 +55,19 @@ class _Answer(msgspec.Struct):
 
 
 async def check_sync(
-    sys_url: str | None, monitor_url: str | None, tls: SSLContext | None, known: str | None
+    sys_url: str | None, monitor_url: str | None, tls: SSLContext | None, known: str | None, replicas: int = 1
 ) -> list[CheckResult]:
-    """One check. `known`: how servers of our own were started."""
+    """One check. `known`: how servers of our own were started. `replicas`: of the log."""
     notes = Notes("NATS")
     try:
         if known is not None:
-            _judge(notes, [("embedded", known == "always", known)])
+            _judge(notes, [("embedded", known == "always", known)], replicas)
         elif sys_url is not None:
-            _judge(notes, _syncs(await _ask_servers(sys_url, tls)))
+            _judge(notes, _syncs(await _ask_servers(sys_url, tls)), replicas)
         elif monitor_url is not None:
-            _judge(notes, _syncs([await asyncio.to_thread(_fetch, monitor_url, tls)]))
+            _judge(notes, _syncs([await asyncio.to_thread(_fetch, monitor_url, tls)]), replicas)
+        elif replicas >= _REPLICAS:
+            notes.say(_WHAT, Level.OK, f"unknown: {_enough(replicas)}")
         else:
             notes.say(_WHAT, Level.UNKNOWN, "unknown", _HOW)
     except (BufstoreError, OSError, ValueError) as e:
@@ -80,10 +84,16 @@ def _syncs(servers: list[_Server]) -> list[tuple[str, bool, str]]:
     ]
 
 
-def _judge(notes: Notes, syncs: list[tuple[str, bool, str]]) -> None:
+def _enough(replicas: int) -> str:
+    return f"enough with {replicas} replicas, unless several of their servers lose power at once"
+
+
+def _judge(notes: Notes, syncs: list[tuple[str, bool, str]], replicas: int) -> None:
     lazy = [f"{name}: lazy, {interval}" for name, always, interval in syncs if not always]
     if not syncs:
         notes.say(_WHAT, Level.UNKNOWN, "no server with JetStream answered", _HOW)
+    elif lazy and replicas >= _REPLICAS:
+        notes.say(_WHAT, Level.OK, f"{'; '.join(lazy)}: {_enough(replicas)}")
     elif lazy:
         notes.say(_WHAT, Level.WARNING, "; ".join(lazy), _LAZY)
     else:

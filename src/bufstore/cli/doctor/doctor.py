@@ -72,7 +72,8 @@ async def _look(
 ) -> Diagnosis:
     nats, log = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
-    sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known)
+    replicas = log.config.replicas if log is not None else 1
+    sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known, replicas)
     of_tokens = [check for name in tokens for check in await check_tokens(target, name)]
     of_mailboxes = [check for name in mailboxes for check in await check_mailbox(target, name)]
     return diagnosis([*nats, *sync, *await check_postgres(target, log), *of_tokens, *of_mailboxes])
