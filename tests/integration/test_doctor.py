@@ -16,6 +16,7 @@ import pytest
 from bufstore.cli.doctor.diagnosis import Level
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
+from bufstore.errors import BufstoreError
 from bufstore.nats.setup import out_of_service
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -205,6 +206,40 @@ accounts {
 }
 system_account: SYS
 """
+
+
+async def test_an_account_without_room_for_what_has_to_be_made(servers: Servers, tmp_path: Path) -> None:
+    limits = {
+        "one": "max_streams: 1",
+        "small": "max_file: 200MB",
+        "tiny": "max_file: 64MB",
+        "wide": "max_file: 4GB, max_streams: 2",
+    }
+    accounts = (f"{n} {{ jetstream: {{ {x} }}, users: [ {{ user: {n}, password: x }} ] }}" for n, x in limits.items())
+    server = WithAccounts(tmp_path / "nats", extra_config=f"accounts {{\n{chr(10).join(accounts)}\n}}")
+    await asyncio.to_thread(server.start)
+    try:
+        deployments = {user: Deployment(servers, max_bytes=64 << 20) for user in limits}
+        urls = {user: f"nats://{user}:x@127.0.0.1:{server.port}" for user in limits}
+
+        async def room(user: str) -> tuple[int, Any, str]:
+            code, checks = await doctor(deployments[user], BUFSTORE_NATS=urls[user])
+            found = checks.get("NATS room", {"level": None, "found": ""})
+            return code, found["level"], found["found"]
+
+        assert await room("one") == (2, "bad", "0 of 1 streams are there, 2 must be made")
+        code, level, found = await room("small")
+        assert (code, level) == (1, "warning"), "an app may have configured less"
+        assert "reserves 2.1 GB by default" in found
+        assert (await room("wide"))[1] is None
+        for user in "one", "tiny":  # the log is made, and its bucket is not
+            with pytest.raises(BufstoreError):
+                async with deployments[user].store(nats=urls[user]):
+                    pass
+        assert await room("one") == (2, "bad", "1 of 1 streams are there, 1 must be made")
+        assert await room("tiny") == (2, "bad", "67.1 MB of 67.1 MB of storage are reserved")
+    finally:
+        await asyncio.to_thread(server.stop)
 
 
 @pytest.mark.parametrize("sync", ["always", "1m"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rich.filesize import decimal
@@ -61,6 +61,7 @@ async def _look(
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
     _version(notes, connection)
+    account: dict[str, Any] = {}
     if role is Role.OPERATOR:
         try:
             account = await stream.api("INFO", timeout_s=_TIMEOUT_S)
@@ -74,7 +75,10 @@ async def _look(
     except StreamMissing:
         # Not that a store makes it: only Postgres can tell whether there was one.
         notes.say("log", Level.WARNING, f"there is no {target.stream}", "see what Postgres says of it (log)")
-        return SeenLog(LogConfig(stream=target.stream, bucket=target.bucket), there=False)
+        config = LogConfig(stream=target.stream, bucket=target.bucket)
+        bucket = await _lacks(stream, bucket_stream(config))
+        _room(notes, account, 1 + bucket, LogConfig.max_bytes)
+        return SeenLog(config, there=False)
     except BufstoreError as e:
         notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
         return None
@@ -88,7 +92,7 @@ async def _look(
         return log
     _agreed(notes, config, metadata)
     _copies(notes, info)
-    bucket = await _bucket(notes, stream, config)
+    bucket = await _bucket(notes, stream, config, account)
     session = NatsSession(target.nats, BufferConfig.fitting(config, flusher=False), target.session)
     await session.open()
     try:
@@ -119,6 +123,36 @@ def _account(notes: Notes, info: dict[str, Any]) -> None:
         return
     found = f"{decimal(used)} of {decimal(limit)} used"
     notes.require("account limits", used < _FULL * limit, found, "raise the account's storage, or LogFull comes first")
+
+
+async def _lacks(stream: NatsStream, name: str) -> bool:
+    try:
+        await stream.api(f"STREAM.INFO.{name}", timeout_s=_TIMEOUT_S)
+    except StreamMissing:
+        return True
+    except BufstoreError:
+        pass  # not permitted: what else is wrong with it, a store says
+    return False
+
+
+def _room(notes: Notes, account: Mapping[str, Any], lacking: int, reserves: int) -> None:
+    """Whether the account has room for the streams that have to be made.
+
+    `reserves`: of the storage, by the default of LogConfig; an app may have configured less.
+    """
+    limits = account.get("limits") or {}
+    streams, streams_max = int(account.get("streams", 0)), int(limits.get("max_streams", -1))
+    reserved, limit = int(account.get("reserved_storage", 0)), int(limits.get("max_storage", -1))
+    if 0 < streams_max < streams + lacking:
+        found = f"{streams} of {streams_max} streams are there, {lacking} must be made"
+        notes.say("room", Level.BAD, found, "raise the account's max_streams")
+    elif 0 < limit < reserved + max(reserves, 1):
+        found = f"{decimal(reserved)} of {decimal(limit)} of storage are reserved"
+        advice = "raise the account's storage"
+        if reserved < limit:
+            found += f", and a log reserves {decimal(reserves)} by default"
+            advice += ", or set LogConfig.max_bytes to less than is left: else the log cannot be made"
+        notes.say("room", Level.WARNING if reserved < limit else Level.BAD, found, advice)
 
 
 def _drift(notes: Notes, what: str, compare: Any) -> None:
@@ -173,12 +207,13 @@ async def _headroom(notes: Notes, session: NatsSession) -> None:
     )
 
 
-async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
+async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig, account: Mapping[str, Any]) -> bool:
     """Whether there is one."""
     try:
         info = await stream.api(f"STREAM.INFO.{bucket_stream(config)}", timeout_s=_TIMEOUT_S)
     except StreamMissing:
         notes.say("bucket", Level.WARNING, f"there is no bucket {config.bucket}", "the next store that opens makes it")
+        _room(notes, account, 1, 0)
     except BufstoreError as e:
         notes.say("bucket", Level.BAD, str(e), "permit STREAM.INFO")
     else:
