@@ -25,7 +25,7 @@ from bufstore.spark.sink.settled import Settled
 from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
 from helpers import eventually, fresh, query
-from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, stream, uncommit
+from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, stream, uncommit, write_options
 
 
 async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
@@ -131,6 +131,53 @@ async def test_bad_rows_end_the_batch_and_the_others_are_written(
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
     await asyncio.to_thread(checkpoint_sink(replace(config, bad_rows="quarantine")), df, 0)
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
+
+
+#: Where 0001-01-01 of UTC is no year of Python's, and a name that Python does not know.
+ZONES = ["America/Los_Angeles", "GMT-07:00"]
+
+
+@pytest.mark.parametrize("zone", ZONES)
+async def test_rows_that_python_cannot_read_stop_no_other(
+    spark: Any, deployment: Deployment, config: SinkConfig, zone: str
+) -> None:
+    """Text that is not UTF-8, as a cast of bytes gives it, and any time of Spark's as position; both ways."""
+    await prepared(deployment)
+    threads = [fresh() for _ in range(4)]
+    bad = threads[0]
+    times = ["timestamp'0001-01-01 00:00:00Z'", "timestamp_micros(253402300800000000L)", "CAST(NULL AS timestamp)"]
+    rows = [
+        f"""('{t}', 'run-{t}', array('{{"n":1}}'), {at})""" for t, at in zip(threads, [times[2], *times], strict=True)
+    ]
+    rows += [
+        f"""('{bad}', 'run-{bad}', array('1', CAST(X'7B226E223A22FF227D' AS string)), {times[1]})""",
+        *(f"(CAST(X'{id_}' AS string), 'r', array('1'), {times[0]})" for id_ in ("FF", "FE")),
+    ]
+    sink = checkpoint_sink(replace(config, bad_rows="quarantine"))
+    options = write_options(deployment, appId="format", batchId=0, badRows="quarantine")
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        df = spark.sql(f"SELECT * FROM VALUES {', '.join(rows)} AS t(thread_id, run_id, delta, position)")
+        with pytest.raises(InvalidRecord, match="3 rows cannot become"):
+            await asyncio.to_thread(checkpoint_sink(config), df, 0)
+        assert await held(deployment, threads) == {t: [1] for t in threads}
+        await asyncio.to_thread(sink, df, 0)
+        df.write.format("bufstore").options(**options).mode("append").save()
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
+    assert sink.last is not None
+    assert (sink.last.counts.repeated, sink.last.counts.bad) == (4, 3)
+    assert await held(deployment, threads) == {t: [1, 1] for t in threads}
+    asked = f'SELECT app_id, thread_id, row, cause FROM "{deployment.name}".spark_quarantine'
+    found = await query(deployment.servers.postgres.dsn, asked)
+    assert sorted((app, thread) for app, thread, *_ in found) == sorted(
+        (app, thread) for app in (config.app_id, "format") for thread in (bad, r"\xff", r"\xfe")
+    )
+    (row, *_) = [json.loads(row) for _, thread, row, _ in found if thread == bad]
+    assert row["delta"] == ["1", r'{"n":"\xff"}'], "which no replay takes for a message"
+    assert row.keys() == {"thread_id", "run_id", "delta", "position"}
+    assert all("not UTF-8" in cause for *_, cause in found)
 
 
 async def test_a_backfill_past_the_log_writes_each_row_once(

@@ -89,7 +89,7 @@ def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
     schema = pyarrow.schema(
         [
             ("position", pyarrow.int64()),
-            ("stored_at", pyarrow.timestamp("us", tz="UTC")),
+            ("stored_at", pyarrow.timestamp("us", tz="GMT+02:00")),  # the session's, which Python does not know
             ("subject", pyarrow.string()),
             ("header", pyarrow.string()),
             ("body", pyarrow.binary()),

@@ -9,12 +9,14 @@ import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.types import ArrayType, StringType, StructType, TimestampType
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.sink.bufstore_format import _order
-from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of
+from bufstore.spark.sink.bufstore_format import _BatchWriter, _order, _Rows, _unpacked
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of, wanted_of
 from bufstore.spark.sink.foreach_batch import parts_of
+from bufstore.spark.sink.settled import position_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
 
@@ -95,3 +97,50 @@ def test_a_batch_for_the_driver_is_sorted_by_times_too() -> None:
     moments = [datetime(2026, 1, day, tzinfo=UTC) for day in (3, 1, 2)]
     rows = [{"thread_id": "t", "run_id": "r", "delta": ["1"], "position": moment} for moment in moments]
     assert [row["position"] for row in sorted(rows, key=_order)] == sorted(moments)
+
+
+def as_text(values: list[bytes | None]) -> pyarrow.Array:
+    """What Spark has of these bytes in a column of strings."""
+    raw = pyarrow.array(values, pyarrow.binary())
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
+
+
+def given_by(way: str, batch: pyarrow.RecordBatch) -> list[Any]:
+    """A batch's rows, as both ways into the sink have them."""
+    if way == "foreachBatch":
+        return [row for part in parts_of([batch], 1 << 20) for row in part]
+    schema = StructType().add("thread_id", StringType()).add("run_id", StringType())
+    schema = schema.add("delta", ArrayType(StringType())).add("position", TimestampType())
+    config = SinkConfig(app_id="a", nats="nats://h:4222", postgres="postgresql://h/db")
+    written = _BatchWriter(config, schema, 0).write(iter([batch]))
+    assert isinstance(written, _Rows)
+    return [row for packed in written.packed for row in _unpacked(packed)]
+
+
+WAYS = pytest.mark.parametrize("way", ["foreachBatch", "format"])
+
+
+@WAYS
+def test_a_row_that_is_no_text_is_bad_and_no_other(way: str) -> None:
+    threads = as_text([b"good", b"bad", b"\xff", b"\xfe", b"more"])
+    deltas = pyarrow.ListArray.from_arrays([0, 2, 3, 4, 5, 6], as_text([b"1", None, b'"\xff"', b"1", b"1", b"1"]))
+    runs = pyarrow.array(["r"] * 5, pyarrow.string())
+    rows = given_by(way, pyarrow.RecordBatch.from_arrays([threads, runs, deltas], ["thread_id", "run_id", "delta"]))
+    assert [row["thread_id"] for row in rows] == ["good", "bad", r"\xff", r"\xfe", "more"], "each thread is itself"
+    assert (rows[0]["delta"], rows[1]["delta"]) == (["1", None], [r'"\xff"'])
+    for row, wrong in zip(rows[1:4], ("delta", "thread_id", "thread_id"), strict=True):
+        with pytest.raises(InvalidRecord, match=f"not UTF-8.* in {wrong}$"):
+            wanted_of(row)
+    assert isinstance(wanted_of(rows[4]), CheckpointRow)
+
+
+@WAYS
+@pytest.mark.parametrize("zone", [None, "America/Los_Angeles", "Asia/Tokyo", "GMT+02:00"])
+def test_each_time_that_spark_has_is_a_position(way: str, zone: str | None) -> None:
+    first, last = -62_135_596_800_000_000, 253_402_300_799_999_999  # of Python, in UTC
+    times = [first - 1, first, -1, 0, last, last + 1, None]
+    position = pyarrow.array(times, pyarrow.int64()).cast(pyarrow.timestamp("us", tz=zone))
+    rows = [{"thread_id": "t", "run_id": "r", "delta": ["1"]}] * len(times)
+    found = given_by(way, pyarrow.RecordBatch.from_pylist(rows).append_column("position", position))
+    assert [position_of(row) for row in found] == [*times[:-1], position_of({})]
+    assert found[3]["position"] == datetime(1970, 1, 1, tzinfo=UTC), "as people read it, in quarantine"

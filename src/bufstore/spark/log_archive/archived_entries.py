@@ -69,7 +69,12 @@ def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iter
 
 def _few(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[dict[str, Any]]]:
     """Rows, few at a time: a copy of all of a batch takes its time, and its memory."""
+    import pyarrow
+
     for batch in batches:
+        at = batch.schema.get_field_index("stored_at")
+        # Python may not know the session's zone.
+        batch = batch.set_column(at, "stored_at", batch.column(at).cast(pyarrow.timestamp("us", tz="UTC")))
         for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
             for piece in slices_of(batch.slice(at, _ROWS_AT_ONCE), _BYTES_AT_ONCE):
                 yield piece.to_pylist()

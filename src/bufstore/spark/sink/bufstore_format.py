@@ -15,7 +15,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -37,6 +36,7 @@ from bufstore.spark.catalog_options import check_same_columns, of_catalog, schem
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.connection_options import check_masked, connection, named, seconds
 from bufstore.spark.sink.app_id import AppId, check_bad
+from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import in_passes, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
 from bufstore.spark.sink.parts import Part, sum_of
@@ -139,7 +139,7 @@ class _Writes:
         """Pack a task's rows. Raises ConfigError when they are too many."""
         packed, size = [], 0
         for batch in iterator:
-            rows = [_timed(row) for row in batch.to_pylist()]
+            rows = rows_of(batch)
             for at in range(0, len(rows), _AT_ONCE):
                 packed.append(zlib.compress(msgspec.msgpack.encode(rows[at : at + _AT_ONCE]), 1))
                 size += len(packed[-1])
@@ -212,13 +212,6 @@ def cut(rows: Iterable[dict[str, Any]], bytes_max: int) -> Iterator[list[dict[st
         size += more
     if part:
         yield part
-
-
-def _timed(row: dict[str, Any]) -> dict[str, Any]:
-    position = row.get("position")
-    if isinstance(position, datetime) and position.tzinfo is None:
-        row["position"] = position.replace(tzinfo=UTC)  # without a zone it would come out of its packing as text
-    return row
 
 
 def _unpacked(part: bytes) -> list[dict[str, Any]]:

@@ -32,6 +32,8 @@ COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
     #: In place of messages and delta: an edit of the thread, as the JSON of an `EditRow`.
     "edit": (("string",), False),
 }
+#: Column of a row that cannot be read, beside those of a checkpoint: why.
+UNREADABLE = "bufstore_unreadable"
 #: So many rows of one thread a batch may have: the lower bits of a source's number.
 ROWS_MAX = 1 << 24
 
@@ -83,6 +85,8 @@ class EditRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def wanted_of(row: Mapping[str, Any]) -> CheckpointRow | WantedEdit | LineageChange:
     """What a row asks for. Raises InvalidRecord, InvalidId."""
+    if UNREADABLE in row:
+        raise InvalidRecord(f"a row of thread {row['thread_id']!r} is unreadable: {row[UNREADABLE]}")
     edit = row.get("edit")
     if edit is None:
         return checkpoint_of(row)

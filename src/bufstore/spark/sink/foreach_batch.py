@@ -12,7 +12,7 @@ One task owns a thread in a batch, so its rows go in order and no other task com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from bufstore.spark.job_description import context_of, described
 from bufstore.spark.outage import GaveUp, is_outage
 from bufstore.spark.sink import last_batches
 from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
@@ -254,12 +255,12 @@ def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.Record
     keys: list[RowKey] = []
     for batch in batches:
         names = [name for name in (THREAD, ROW, "position") if name in batch.schema.names]
-        keys += [key_of(row) for row in batch.select(names).to_pylist()]
+        keys += [key_of(row) for row in rows_of(batch.select(names))]
     yield pyarrow.RecordBatch.from_pydict({"keys": [pack(keys)]})
 
 
-def parts_of(batches: Iterator[pyarrow.RecordBatch], bytes_max: int) -> Iterator[list[Row]]:
+def parts_of(batches: Iterable[pyarrow.RecordBatch], bytes_max: int) -> Iterator[Sequence[Row]]:
     """The rows in order, in parts of at most `bytes_max` as Arrow counts them; a larger row is a part of its own."""
     for batch in batches:
         for piece in slices_of(batch, bytes_max):
-            yield piece.to_pylist()
+            yield rows_of(piece)

@@ -1,0 +1,70 @@
+"""Rows of Arrow as Python's, also those with text that is none, or with times that Python does not have."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from bufstore.spark.sink.checkpoint_rows import UNREADABLE
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def rows_of(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
+    """The rows, each with its position as a number or a time of UTC; one with text that is not UTF-8 is marked."""
+    import pyarrow
+
+    at = batch.schema.get_field_index("position")
+    timed = at >= 0 and pyarrow.types.is_timestamp(batch.schema.field(at).type)
+    if timed:  # not as times of the session's zone, which Python may not know, and in which its first year begins late
+        batch = batch.set_column(at, "position", batch.column(at).cast(pyarrow.int64()))
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except UnicodeDecodeError:
+        raw = [column.cast(_raw(column.type)) for column in batch.columns]
+        rows = [_decoded(row) for row in pyarrow.RecordBatch.from_arrays(raw, batch.schema.names).to_pylist()]
+    if timed:
+        for row in rows:
+            row["position"] = _moment(row["position"])
+    return rows
+
+
+def _moment(us: int | None) -> datetime | int | None:
+    """A time; of one that Python does not have, the microseconds since 1970."""
+    try:
+        return _EPOCH + timedelta(microseconds=us) if us is not None else None
+    except OverflowError:
+        return us
+
+
+def _raw(kind: pyarrow.DataType) -> pyarrow.DataType:
+    import pyarrow
+
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_raw(kind.value_type)))
+    if pyarrow.types.is_large_string(kind):
+        return pyarrow.large_binary()
+    return pyarrow.binary() if pyarrow.types.is_string(kind) else kind
+
+
+def _decoded(row: dict[str, Any]) -> dict[str, Any]:
+    found = {name: _text(value, "strict") for name, value in row.items()}
+    wrong = [name for name, value in row.items() if value is not None and found[name] is None]
+    if not wrong:
+        return found
+    # Bytes are shown, and not replaced: else two ids could become the same one, and a replay write what nobody sent.
+    shown = {name: _text(row[name], "backslashreplace") for name in wrong}
+    return found | shown | {UNREADABLE: f"not UTF-8, what is shown as \\x… in {' and '.join(wrong)}"}
+
+
+def _text(value: Any, errors: str) -> Any:
+    """Bytes, or a list of them, as text; None: they are none."""
+    try:
+        if isinstance(value, list):
+            return [one.decode(errors=errors) if one is not None else None for one in value]
+        return value.decode(errors=errors) if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return None
