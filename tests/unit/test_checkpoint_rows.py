@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow
 import pytest
@@ -13,9 +14,9 @@ from pyspark.sql.types import ArrayType, StringType, StructType, TimestampType
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.sink.bufstore_format import _BatchWriter, _order, _Rows, _unpacked
+from bufstore.spark.sink.bufstore_format import BufstoreFormat, _BatchWriter, _order, _Rows, _unpacked
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of, wanted_of
-from bufstore.spark.sink.foreach_batch import parts_of
+from bufstore.spark.sink.foreach_batch import checkpoint_sink, parts_of
 from bufstore.spark.sink.settled import position_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
@@ -69,9 +70,24 @@ def test_a_row_that_says_nothing_clear_is_refused(fields: dict[str, Any]) -> Non
 def test_numbers_grow_with_batches_and_places() -> None:
     numbers = [number_of(batch, rank) for batch in range(3) for rank in (0, 1, 2**24 - 1)]
     assert numbers == sorted(set(numbers))
-    assert number_of(2**38, 2**24 - 1) < 2**63
+    assert number_of(2**39 - 1, 2**24 - 1) < 2**63
     with pytest.raises(InvalidRecord):
         number_of(1, 2**24)
+
+
+@pytest.mark.parametrize("batch_id", [-1, 2**39, 1764072000000, 20261125120000])
+def test_a_batch_whose_rows_can_have_no_numbers_is_refused_before_anything_is_noted(batch_id: int) -> None:
+    sink = checkpoint_sink(SinkConfig(app_id="q", nats="nats://h:4222", postgres="postgresql://h/db"))
+    with pytest.raises(ConfigError, match="number is at least 0"):
+        sink(cast(Any, SimpleNamespace(dtypes=GOOD)), batch_id)
+    schema = (
+        StructType().add("thread_id", StringType()).add("run_id", StringType()).add("delta", ArrayType(StringType()))
+    )
+    given = {"natsUrl": "nats://h:4222", "postgresUrl": "postgresql://h/db", "appId": "q", "batchId": str(batch_id)}
+    with pytest.raises(ConfigError, match="number"):
+        BufstoreFormat(given).writer(schema, False)
+    for fits in (0, 2**39 - 1, 1764072000, 202611251200):
+        BufstoreFormat(given | {"batchId": str(fits)}).writer(schema, False)
 
 
 def test_a_configuration_shows_no_secret() -> None:

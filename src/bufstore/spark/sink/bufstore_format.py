@@ -38,7 +38,7 @@ from bufstore.spark.connection_options import check_masked, connection, named, s
 from bufstore.spark.sink.app_id import AppId, check_bad
 from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import in_passes, write_batch
-from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_batch_id, check_columns
 from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Written, write_rows
 from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_of, summed
@@ -95,6 +95,7 @@ class BufstoreFormat(DataSource):
             if not (found["batchId"].isascii() and found["batchId"].isdigit()):
                 raise ConfigError("option batchId must be a number of at least 0")
             batch_id = int(found["batchId"])
+            check_batch_id(batch_id)
         return _BatchWriter(_sink(found, "batch"), schema, batch_id)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:

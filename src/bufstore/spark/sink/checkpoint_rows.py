@@ -36,6 +36,8 @@ COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
 UNREADABLE = "bufstore_unreadable"
 #: So many rows of one thread a batch may have: the lower bits of a source's number.
 ROWS_MAX = 1 << 24
+#: And so many batches a source: with their rows, what a number has (63 bits).
+BATCHES_MAX = 1 << 39
 
 
 def check_columns(found: Iterable[tuple[str, str]]) -> None:
@@ -141,6 +143,15 @@ def _run_of(
     if status is not None:
         fields["status"] = RunStatus(status)
     return msgspec.convert(fields | {"run_id": run_id, "thread_id": thread_id}, Run)
+
+
+def check_batch_id(batch_id: int) -> None:
+    """Raise ConfigError for a batch whose rows can have no numbers."""
+    if not 0 <= batch_id < BATCHES_MAX:
+        raise ConfigError(
+            f"a batch's number is at least 0 and below {BATCHES_MAX}, and this is {batch_id}: count batches, or take "
+            "seconds instead of milliseconds (yyyymmddHHMM instead of yyyymmddHHMMSS)"
+        )
 
 
 def number_of(batch_id: int, rank: int) -> int:

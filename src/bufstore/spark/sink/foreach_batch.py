@@ -28,7 +28,7 @@ from bufstore.spark.sink import last_batches
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import BatchReport, write_batch
-from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_batch_id, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
 from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
@@ -78,11 +78,12 @@ class CheckpointSink:
         """Write a batch; on return all of it is durable in the log.
 
         Waits for servers that are away and for a full log (`SinkConfig.outage_timeout_s`). Raises ConfigError for a
-        column that is missing or of another type, when another query has the app id, or when the batch came before with
-        other rows; InvalidRecord for rows that cannot become checkpoints (``bad_rows="fail"``), when all other threads
-        are written; LogFull, LogUnavailable or StoreUnavailable when it has waited as long as it may: the same batch
-        may come again.
+        number of the batch that is negative or 2**39 and more, for a column that is missing or of another type, when
+        another query has the app id, or when the batch came before with other rows; InvalidRecord for rows that cannot
+        become checkpoints (``bad_rows="fail"``), when all other threads are written; LogFull, LogUnavailable or
+        StoreUnavailable when it has waited as long as it may: the same batch may come again.
         """
+        check_batch_id(batch_id)
         check_columns(df.dtypes)
         query = _query_of(df)
         with described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
