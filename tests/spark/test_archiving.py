@@ -20,7 +20,7 @@ from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore
+from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore, tabulate
 from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job, small_ranges
 from bufstore.spark.log_archive.manifests import _LISTING_TASKS, Manifest, check_ranges, manifests_of, texts_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
@@ -372,6 +372,28 @@ async def test_an_archive_of_an_earlier_version_is_gone_on_with(
     second = await asyncio.to_thread(archive, spark, where(deployment), str(path))
     assert (second.start, second.count) == (first.end, 6)
     assert await come_back(spark, deployment, path, threads) == {t: list(range(4)) for t in threads}
+
+
+async def test_two_streams_with_the_same_numbers_do_not_come_into_one_archive(
+    spark: Any, deploy: Callable[..., Deployment], tmp_path: Path
+) -> None:
+    """As when log and Postgres began anew, and the folder of the archive is the old one. No entry is passed over."""
+    one, two, thread = deploy(), deploy(), fresh()
+    await write(one, [thread], range(4))
+    await write(two, [thread], range(10, 16))
+    paths = [tmp_path / name for name in ("one", "two")]
+    for deployment, path in zip((one, two), paths, strict=True):
+        await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    for start in (None, 1):
+        with pytest.raises(ConfigError, match="into another folder"):
+            await asyncio.to_thread(archive, spark, where(two), str(paths[0]), start=start)
+    for kind in ("manifests", "ranges"):  # as an earlier release did
+        for folder in list((paths[1] / kind).iterdir()):
+            folder.rename(paths[0] / kind / folder.name)
+    with pytest.raises(DataLoss, match="two streams that have the same numbers"):
+        await asyncio.to_thread(restore, spark, str(paths[0]), where(deploy()))
+    with pytest.raises(DataLoss, match="two streams that have the same numbers"):
+        await asyncio.to_thread(tabulate, spark, str(paths[0]))
 
 
 @pytest.mark.long

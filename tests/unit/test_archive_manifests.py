@@ -15,7 +15,7 @@ from bufstore.buffer.subjects import first_position
 from bufstore.spark import ArchiveOvertaken, DataLoss, Deployment
 from bufstore.spark.connection_options import connection_options
 from bufstore.spark.log_archive import archive_job
-from bufstore.spark.log_archive.manifests import Manifest, check_alone, expired, whole
+from bufstore.spark.log_archive.manifests import Manifest, check_alone, check_begin, check_numbers, expired, whole
 from bufstore.spark.log_archive.restore_job import epoch_after
 
 
@@ -53,6 +53,28 @@ def test_a_gap_is_found_however_ranges_overlap(ranges: list[tuple[int, int]], ra
     else:
         with pytest.raises(DataLoss, match="gap"):
             whole(found)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.sampled_from(["a", "b", "c"])), max_size=6),
+    st.integers(0, 30),
+)
+def test_two_streams_in_one_archive_have_no_number_in_common(ranges: list[tuple[int, int, str]], begin: int) -> None:
+    found = [manifest(start, start + length, created=created) for start, length, created in ranges]
+    owners: dict[int, set[str]] = {}
+    for m in found:
+        for number in range(m.start, m.end):
+            owners.setdefault(number, set()).add(m.created)
+    if all(len(streams) == 1 for streams in owners.values()):
+        check_numbers(found)
+    else:
+        with pytest.raises(DataLoss, match="two streams"):
+            check_numbers(found)
+    if any(begin <= number for number, streams in owners.items() if streams != {"a"}):
+        with pytest.raises(ConfigError, match="another folder"):
+            check_begin(found, "a", begin)
+    else:
+        check_begin(found, "a", begin)
 
 
 def stored_by(manifest_: Manifest, newest_us: int) -> Manifest:

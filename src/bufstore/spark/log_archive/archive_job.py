@@ -22,6 +22,7 @@ from bufstore.spark.log_archive.manifests import (
     VERSION,
     Manifest,
     check_alone,
+    check_begin,
     manifests_of,
     whole,
     write_manifest,
@@ -53,9 +54,10 @@ def archive(
     only what lies above the furthest position that was archived.
 
     Raises DataLoss when a part was purged before it was archived, or when the stream is not that of the newest range:
-    then give `start` to continue there, and accept that entries may be missing. Raises ArchiveOvertaken when another
-    run has archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not the
-    one that the log is flushed into.
+    then give `start` to continue there, and accept that entries may be missing. Raises ConfigError when another stream
+    in the archive has the same numbers: that needs another folder. Raises ArchiveOvertaken when another run has
+    archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not the one that
+    the log is flushed into.
     """
     log = loop().run(log_of(deployment))
     if log is None:
@@ -63,6 +65,7 @@ def archive(
     loop().run(_check_database(deployment))
     manifests = manifests_of(spark, path)
     begin = start if start is not None else _begin(manifests, log)
+    check_begin(manifests, log.created, begin)
     if start is None and manifests:
         loop().run(_note(deployment, begin))
     if begin >= log.end:
@@ -95,6 +98,7 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
         return log.first
     last = max(manifests, key=lambda m: m.end)
     if last.created != log.created:
+        check_begin(manifests, log.created, log.first)
         raise DataLoss(
             f"the archive ends with {last.name} of a stream that no longer exists, so its last entries may be "
             f"missing. Give start={log.first} to continue with the stream that exists now"

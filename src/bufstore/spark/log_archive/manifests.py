@@ -110,6 +110,30 @@ def whole(manifests: Sequence[Manifest]) -> None:
             furthest[manifest.created] = manifest
 
 
+def check_numbers(manifests: Sequence[Manifest]) -> None:
+    """Raise DataLoss when two streams have the same numbers: their entries have no order, and may have one position."""
+    before: Manifest | None = None
+    for manifest in sorted(manifests, key=lambda m: (m.start, m.end)):
+        if before is not None and manifest.created != before.created and manifest.start < before.end:
+            raise DataLoss(
+                f"{before.name} and {manifest.name} are of two streams that have the same numbers: their entries have "
+                "no order. Nothing is lost: move what manifests say is of the stream made at "
+                f"{max(before.created, manifest.created)} (they and their ranges) into a folder of its own"
+            )
+        if before is None or manifest.end > before.end:
+            before = manifest
+
+
+def check_begin(manifests: Sequence[Manifest], created: str, begin: int) -> None:
+    """Raise ConfigError when the stream made at `created` has numbers from `begin` on that another one has here."""
+    other = max((m for m in manifests if m.created != created), key=lambda m: m.end, default=None)
+    if other is not None and begin < other.end:
+        raise ConfigError(
+            f"the archive has {other.name} of another stream, and from {begin} on its numbers would come again: their "
+            "entries could not be told apart. Archive into another folder"
+        )
+
+
 def expired(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
     """The ranges that may be removed, all of which was stored before a time (in microseconds of Unix time).
 

@@ -27,7 +27,7 @@ from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.into_log import IntoLog
 from bufstore.spark.log_archive.into_postgres import IntoPostgres, NoLanes
-from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of, whole
+from bufstore.spark.log_archive.manifests import Manifest, check_numbers, check_ranges, manifests_of, whole
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task, outcome
@@ -72,9 +72,9 @@ def restore(
     its offset), and so each thread as it was then. `dry_run`: say what would be done, and do nothing (the tables are
     made).
 
-    Raises DataLoss when the archive has a gap or was changed, NoLog when there is no log to write into, ConfigError
-    when there is no archive, when Postgres and log do not go together, or when the log has positions that the archive
-    has too and the restore is into Postgres, Unavailable errors.
+    Raises DataLoss when the archive has a gap, was changed, or has two streams with the same numbers, NoLog when there
+    is no log to write into, ConfigError when there is no archive, when Postgres and log do not go together, or when the
+    log has positions that the archive has too and the restore is into Postgres, Unavailable errors.
     """
     from pyspark.sql import functions as F
 
@@ -85,6 +85,7 @@ def restore(
     if not manifests:
         raise ConfigError(f"there is no archive at {path}")
     whole(manifests)
+    check_numbers(manifests)
     report = RestoreReport(dry_run=dry_run)
     loop().run(_setup(deployment, manifests, into, dry_run=dry_run))
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial, reduce
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +30,7 @@ from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, 
 from bufstore.spark.log_archive.manifests import (
     Manifest,
     all_manifests_of,
+    check_numbers,
     check_ranges,
     each_once,
     listing,
@@ -191,11 +192,8 @@ def _parts_of(spark: SparkSession, path: str) -> list[Part]:
 def _generations(manifests: Sequence[Manifest]) -> list[list[Manifest]]:
     """The ranges that hold groups, by the stream that they are of."""
     grouped = [m for m in manifests if m.version >= _GROUPS_SINCE]
-    found = [list(some) for _, some in groupby(grouped, key=lambda m: (m.created, m.subject, m.partitions))]
-    for before, after in pairwise(found):
-        if after[0].start < max(m.end for m in before):
-            raise DataLoss(f"{after[0].name} has numbers that an earlier stream had, too: its entries have no order")
-    return found
+    check_numbers(grouped)
+    return [list(some) for _, some in groupby(grouped, key=lambda m: (m.created, m.subject, m.partitions))]
 
 
 def _table(spark: SparkSession, path: str, parts: Sequence[Part]) -> DataFrame:
