@@ -61,6 +61,7 @@ def test_what_a_catalog_keeps_are_options_and_no_other_properties() -> None:
         {"NATSURL": "tls://me:hush@a"},
         {"Password": "hush"},
         {"token": "hush"},
+        {"credentialsFile": "-----BEGIN USER NKEY SEED-----\nhush\n------END USER NKEY SEED------\n"},
         {"postgres": "host=a password=hush"},
         {"postgresUrl": "postgresql://me:hush@a/b"},
         {"postgresUrl": "postgresql://a/b?password=hush"},

@@ -46,7 +46,7 @@ def of_catalog(given: Mapping[str, str]) -> dict[str, str] | None:
             raise ConfigError(
                 f"option {name} has a login, which everybody would see who may read the catalog: give the server with "
                 f"its login in the environment of the driver ({NATS_VARIABLE}, {POSTGRES_VARIABLE}), or the login in a "
-                "credentialsFile or libpq's passfile, or as an option of those who read the table"
+                "file (credentialsFile with its path, libpq's passfile), or as an option of those who read the table"
             )
     return kept
 
@@ -58,6 +58,8 @@ def _has_login(name: str, kept: Mapping[str, str]) -> bool:
         from bufstore.postgres.connection.pool import has_secret  # the log alone is read without psycopg
 
         return has_secret(kept[name])
+    if name == "credentialsfile":
+        return "-----BEGIN" in kept[name]  # the contents, which NatsConfig takes as well as a path
     return name in ("password", "token")
 
 
