@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from bufstore.spark.config import SinkConfig
 from bufstore.spark.sink.bufstore_format import BufstoreFormat, _BatchWriter, _order, _Rows, _unpacked
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of, wanted_of
 from bufstore.spark.sink.foreach_batch import checkpoint_sink, parts_of
+from bufstore.spark.sink.parked_rows import ParkedRows
 from bufstore.spark.sink.settled import position_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
@@ -65,6 +68,29 @@ def test_a_row_becomes_a_checkpoint() -> None:
 def test_a_row_that_says_nothing_clear_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRecord):
         checkpoint_of({"thread_id": "t", "run_id": "r"} | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"edit": {"metadata": {"title": "x"}}},
+        {"delta": "12"},
+        {"delta": {"1": 2}},
+        {"delta": [{"role": "user"}]},
+        {"messages": 5},
+        {"delta": ["1"], "run": {"steps": 3}},
+        {"delta": ["1"], "thread_id": ["t"]},
+        {"delta": ["1"], "agent_id": 1},
+    ],
+)
+def test_a_row_of_json_that_has_not_the_types_of_a_table_is_refused(fields: dict[str, Any]) -> None:
+    corrected = json.dumps({"thread_id": "t", "run_id": "r"} | fields)
+
+    async def correct() -> None:
+        await ParkedRows("host=nowhere", "bufstore").correct(1, corrected)
+
+    with pytest.raises(InvalidRecord, match="wrong type"):
+        asyncio.run(correct())
 
 
 def test_numbers_grow_with_batches_and_places() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +35,15 @@ COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
 }
 #: Column of a row that cannot be read, beside those of a checkpoint: why.
 UNREADABLE = "bufstore_unreadable"
+#: A row that comes as JSON, where Spark has not checked the types.
+_JsonRow = msgspec.defstruct(
+    "_JsonRow",
+    [
+        (name, list[str] | None if types[0] == "array<string>" else str | None, None)
+        for name, (types, _) in COLUMNS.items()
+        if name != "position"  # a batch's own order
+    ],
+)
 #: So many rows of one thread a batch may have: the lower bits of a source's number.
 ROWS_MAX = 1 << 24
 #: And so many batches a source: with their rows, what a number has (63 bits).
@@ -53,6 +63,20 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
         raise ConfigError(f"column {min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
     if not types.keys() & {"messages", "delta", "edit"}:
         raise ConfigError("column messages or delta is missing: array<string>, each message as JSON")
+
+
+def row_of_json(row: str) -> dict[str, Any]:
+    """A row that is a JSON object. Raises InvalidRecord, naming the column, where it has not the types of COLUMNS."""
+    found: Any = None
+    with suppress(msgspec.MsgspecError, RecursionError):
+        found = msgspec.json.decode(row)
+    if not isinstance(found, dict) or "thread_id" not in found or "run_id" not in found:
+        raise InvalidRecord("a row is a JSON object with thread_id, run_id, and messages, delta or edit")
+    try:
+        msgspec.convert(found, _JsonRow)
+    except msgspec.ValidationError as e:
+        raise InvalidRecord(f"a column of a row has the wrong type (messages, run, edit: JSON in text): {e}") from e
+    return found
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, gc=False):

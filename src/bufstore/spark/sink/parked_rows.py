@@ -8,7 +8,6 @@ by the next one of its thread, which knows the number.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -18,7 +17,7 @@ from bufstore.errors import InvalidRecord, LogFull, NotFound, Rejected
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import queries
 from bufstore.postgres.connection.pool import Pool, new_pool
-from bufstore.spark.sink.checkpoint_rows import COLUMNS, wanted_of
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, row_of_json, wanted_of
 from bufstore.spark.sink.spark_ledger import FOLDER, shown_thread
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.edits import WantedEdit
@@ -98,7 +97,7 @@ class ParkedRows:
         Raises InvalidRecord when the JSON is no checkpoint; NotFound when there is no such row, or a replay of it was
         begun, which may have written it.
         """
-        found = _row_of(row)
+        found = row_of_json(row)
         unknown = found.keys() - COLUMNS.keys()
         if unknown:
             raise InvalidRecord(f"{min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
@@ -155,7 +154,7 @@ class ParkedRows:
 
 async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> bool:
     """Returns whether it was written before."""
-    wanted = wanted_of(_row_of(row))
+    wanted = wanted_of(row_of_json(row))
     if isinstance(wanted, WantedEdit):
         return (await store.bulk.edit(wanted, number)).repeated
     if isinstance(wanted, LineageChange):
@@ -163,12 +162,3 @@ async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence)
         return False  # or the thread is not there, as it is to be
     write = store.checkpoint if wanted.whole else store.checkpoint_append
     return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated
-
-
-def _row_of(row: str) -> dict[str, Any]:
-    found: Any = None
-    with suppress(msgspec.MsgspecError, RecursionError):
-        found = msgspec.json.decode(row)
-    if not isinstance(found, dict) or "thread_id" not in found or "run_id" not in found:
-        raise InvalidRecord("a row is a JSON object with thread_id, run_id, and messages, delta or edit")
-    return found
