@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import Run, RunStatus
+from bufstore import ConfigError, Run, RunStatus
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.log_archive.entry_table import APPLIED, PARKED, SCHEMA, SUPERSEDED, Known, known_of, thread_rows
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
+from bufstore.spark.log_archive.tables_job import expire
 from bufstore.spark.source.log_columns import LogItem, entry_rows
 from bufstore.threads.model import RunSave, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
@@ -211,3 +212,9 @@ def test_a_row_is_typed() -> None:
         (row,) = thread_rows("t", 3, None, iter([(stored(7, 1, 0, Base.NONE, encode_payload(other)), THEN)]))
         (back,) = pyarrow.Table.from_pylist([row], SCHEMA).to_pylist()
         assert (back["kind"], back["run"], back["messages"]) == (("edit", "removal")[n], None, [])
+
+
+def test_a_time_without_its_offset_expires_nothing() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="offset"):
+        expire(nothing, "archive", before=THEN.replace(tzinfo=None))

@@ -149,8 +149,10 @@ def expire(
     `before` this time; with `ranges`, also the ranges all of which was. How many were removed.
 
     The last part and the last range stay. What is removed from the ranges cannot be restored any more. Raises
-    ConfigError on Spark Connect, which cannot remove files.
+    ConfigError when `before` has no offset, and on Spark Connect, which cannot remove files.
     """
+    if before is not None and before.tzinfo is None:
+        raise ConfigError("expire: before needs a time with its offset")
     context = context_of(spark.range(0))
     if context is None:
         raise ConfigError("Spark Connect cannot remove files: expire an archive from a session with a driver")
