@@ -12,11 +12,14 @@ from typing import Any
 import nats
 import pytest
 from pyspark.sql import functions as F
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from bufstore import Consistency, Run, RunStatus
 from bufstore.buffer.places import group_of
 from bufstore.buffer.subjects import Subjects
+from bufstore.spark import DataLoss
 from bufstore.spark.progress import ProgressListener, QueryProgress
+from bufstore.spark.source.threadlog_format import ThreadLogSource
 from conftest import Deployment
 from helpers import fresh
 from spark.jobs import delete, ended, prepared, purge, read_options, rows_of, write_together
@@ -272,24 +275,60 @@ async def test_what_was_erased_on_purpose_is_no_loss(
     assert [r.thread_id for r in rows if r.kind != "checkpoint"] == [gone], "its removal"
 
 
-@pytest.mark.long
-async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
-    deployment.verified = False
-    await written(deployment, [fresh()], range(3))
-    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+async def made_anew(deployment: Deployment, count: int = 1) -> None:
+    """Another stream has the log's name and settings, and holds so many messages."""
     client = await nats.connect(deployment.servers.nats.url)
     name = deployment.log.stream
     info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)
     await client.request(f"$JS.API.STREAM.DELETE.{name}")
     await client.request(f"$JS.API.STREAM.CREATE.{name}", json.dumps(info["config"]).encode())
-    await client.jetstream().publish(f"{deployment.name}.groups.0", b"new")
+    for _ in range(count):
+        await client.jetstream().publish(f"{deployment.name}.groups.0", b"new")
     await client.close()
+
+
+@pytest.mark.long
+async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    deployment.verified = False
+    await written(deployment, [fresh()], range(3))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+    await made_anew(deployment)
     with pytest.raises(Exception, match="replaced by a new one"):
         await ended(query(spark, deployment, tmp_path))
     await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert len(rows) == 4
     assert [bytes(r.body) for r in rows if r.cause] == [b"new"]
+
+
+async def test_a_batch_of_a_stream_that_is_gone_reads_nothing_of_the_one_with_its_numbers(
+    deployment: Deployment,
+) -> None:
+    """It was planned, and not read, when the stream was made anew; the next batch reads the new one from its first."""
+    deployment.verified = False
+    await written(deployment, [fresh()], range(3))
+
+    def stream(**more: Any) -> Any:  # of a driver that starts
+        source = ThreadLogSource(read_options(deployment, startingPosition="earliest", columns="body", **more))
+        return source.streamReader(source.schema())
+
+    def planned() -> tuple[Any, Any]:
+        start = (one := stream()).initialOffset()
+        return start, one.latestOffset(start, ReadAllAvailable())
+
+    def bodies(one: Any, start: Any, end: Any) -> list[Any]:
+        return [b for part in one.partitions(start, end) for batch in one.read(part) for b in batch.to_pydict()["body"]]
+
+    def both() -> tuple[list[Any], list[Any]]:
+        one = stream(failOnDataLoss=False)
+        first = bodies(one, start, end)
+        return first, bodies(one, end, one.latestOffset(end, ReadAllAvailable()))
+
+    start, end = await asyncio.to_thread(planned)
+    await made_anew(deployment, end["position"])
+    assert await asyncio.to_thread(both) == ([], [b"new"] * end["position"])
+    with pytest.raises(DataLoss, match="replaced by a new one"):
+        await asyncio.to_thread(bodies, stream(), start, end)
 
 
 async def test_a_plan_shows_no_login(

@@ -202,7 +202,14 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         async def found() -> list[InputPartition]:
-            return await _planned(self.options, await self._look(), offset_of(start), offset_of(end).position)
+            log, before, until = await self._look(), offset_of(start), offset_of(end)
+            if until.created == log.created:
+                return await _planned(self.options, log, before, until.position)
+            if self.options.fail_on_data_loss:
+                check(until, log.created, log.end)
+            # What the batch was planned on is gone. The numbers of its end may be the new stream's, too, but that is
+            # read by the next batch, from its first message on.
+            return await _planned(self.options, log, before, _begin(log, before))
 
         return self._patiently(found)
 
