@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
@@ -352,6 +354,35 @@ async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: 
         await asyncio.sleep(0.5)
         asked = {name: held.options[name] for name in ("endingPosition", "postgresSnapshot", "postgresUrl")}
         assert len(await read(deployment, "threads", **asked)) == 12
+
+
+@asynccontextmanager
+async def locked(deployment: Deployment, table: str) -> AsyncIterator[None]:
+    """Nobody else may read the table, as while it is altered or rewritten."""
+    async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as connection:
+        await connection.execute(f'LOCK TABLE "{deployment.name}"."{table}" IN ACCESS EXCLUSIVE MODE')
+        yield
+
+
+async def test_a_table_is_read_where_statements_and_transactions_are_ended(deployment: Deployment) -> None:
+    """A statement lasts for as long as Spark takes its rows; here for as long as it waits for a lock."""
+    await half_flushed(deployment)
+    dsn = deployment.servers.postgres.dsn
+    settings = await query(
+        dsn, "SELECT name FROM pg_settings WHERE name IN ('statement_timeout', 'transaction_timeout')"
+    )
+    short = make_conninfo(dsn, options=" ".join(f"-c {name}=500ms" for (name,) in settings))
+
+    async def lasts() -> bool:
+        asked = "SELECT pid FROM pg_stat_activity WHERE query LIKE %s AND wait_event_type = 'Lock' AND query_start < %s"
+        return bool(
+            await query(dsn, asked, f'%"{deployment.name}".messages%', datetime.now(UTC) - timedelta(seconds=1))
+        )
+
+    async with asyncio.TaskGroup() as group, locked(deployment, "messages"):
+        reading = group.create_task(read(deployment, "messages", postgresUrl=short, numPartitions=1))
+        await eventually(lasts)
+    assert len(reading.result()) == len(await read(deployment, "messages"))
 
 
 TABLES = ("threads", "runs", "messages")

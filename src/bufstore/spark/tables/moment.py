@@ -22,6 +22,8 @@ from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
 
 _CONNECT_S = 30.0
+#: Since when Postgres has a timeout of transactions.
+_TRANSACTION_TIMEOUT = 170000
 #: So many rows are in memory at a time, where libpq can do that (from 17 on); else one.
 _ROWS = 50
 
@@ -54,10 +56,14 @@ class Moment:
     async def _begin(self) -> None:
         await self._pool.open(wait=False)
         self._connection = connection = await self._pool.take(_CONNECT_S)
+        # A stream lasts as long as Spark takes its rows, and the transaction stands still while the log is read, or
+        # somebody holds it; it locks nothing that others write.
+        off = ["idle_in_transaction_session_timeout", "statement_timeout"]
+        if connection.info.server_version >= _TRANSACTION_TIMEOUT:
+            off.append("transaction_timeout")
+        settings = [f"SET LOCAL {name} = 0" for name in off]
         with map_errors():
-            await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            # It stands still while the log is read, or somebody holds it; it locks nothing that others write.
-            await connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+            await connection.execute("; ".join(["BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", *settings]))
             if self._snapshot is None:
                 return
             try:
