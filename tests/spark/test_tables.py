@@ -17,12 +17,12 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
-from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, ThreadMetadata
+from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, StoreUnavailable, ThreadMetadata
 from bufstore.buffer.places import group_of
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
-from bufstore.spark.tables import tail
+from bufstore.spark.tables import moment, tail
 from bufstore.spark.tables.moment import Moment
 from bufstore.spark.tables.shares import Share
 from bufstore.spark.tables.table_options import table_options
@@ -383,6 +383,25 @@ async def test_a_table_is_read_where_statements_and_transactions_are_ended(deplo
         reading = group.create_task(read(deployment, "messages", postgresUrl=short, numPartitions=1))
         await eventually(lasts)
     assert len(reading.result()) == len(await read(deployment, "messages"))
+
+
+@pytest.mark.parametrize("table", ["buffer_partitions", "messages"])
+async def test_a_read_does_not_wait_for_ever_for_a_lock(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    await half_flushed(deployment)
+    monkeypatch.setattr(moment, "_ANSWER_S", 1.0)
+
+    def hold() -> None:
+        with hold_position(where(deployment)):
+            pass
+
+    async with locked(deployment, table), asyncio.timeout(20):
+        with pytest.raises(StoreUnavailable):
+            await read(deployment, "messages", numPartitions=1)
+        if table == "buffer_partitions":
+            with pytest.raises(StoreUnavailable):
+                await asyncio.to_thread(hold)
 
 
 TABLES = ("threads", "runs", "messages")

@@ -6,7 +6,6 @@ asked now and then whether it still listens: behind a pooler in transaction mode
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
@@ -22,7 +21,7 @@ from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 from bufstore.notify.subscription import Heard, Subscription
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
-from bufstore.postgres.connection.pool import Alarm, Pool, open_pool, own_conninfo
+from bufstore.postgres.connection.pool import Pool, in_time, open_pool, own_conninfo
 
 #: A listening connection that is silent for this long is asked whether it listens.
 _QUIET_S = 10.0
@@ -78,7 +77,7 @@ class PostgresBroker:
         with map_errors():
             async with (
                 self._pool.connection(timeout=self._timeout_s) as connection,
-                _in_time(connection, self._timeout_s),
+                in_time(connection, self._timeout_s),
             ):
                 yield connection
 
@@ -114,23 +113,12 @@ class PostgresBroker:
     async def _listen_on(self, connection: AsyncConnection[Any], pool: AnyPool | None) -> _Source:
         source = _Source(connection, pool, self._channels, self._quiet_s)
         try:
-            async with _in_time(connection, self._timeout_s):
+            async with in_time(connection, self._timeout_s):
                 await source.listen()
         except BaseException:
             await source.aclose()
             raise
         return source
-
-
-@asynccontextmanager
-async def _in_time(connection: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
-    """The block's statement ends within the time, or the connection does; a cancelled psycopg may wait for long."""
-    alarm = Alarm(connection, asyncio.get_running_loop().time() + seconds)
-    try:
-        yield
-    finally:
-        if alarm.off():
-            await connection.close()
 
 
 class _Source:
@@ -161,7 +149,7 @@ class _Source:
                 note = await anext(self._notes)
             except StopAsyncIteration:
                 self._notes = None
-                async with _in_time(self._connection, self._quiet_s):
+                async with in_time(self._connection, self._quiet_s):
                     await self._check()
                 continue
             event = self._events.get(note.channel)
@@ -174,7 +162,7 @@ class _Source:
                 await self._notes.aclose()
         try:
             # As it was before, or not at all: the pool lends it to others.
-            async with _in_time(self._connection, _GRACE_S):
+            async with in_time(self._connection, _GRACE_S):
                 await self._connection.execute("UNLISTEN *")
                 await self._connection.set_autocommit(self._autocommit)
         except (psycopg.Error, OSError):

@@ -434,3 +434,14 @@ class Alarm:
             connected = socket.socket(fileno=os.dup(self._connection.pgconn.socket))
             with connected:
                 connected.shutdown(socket.SHUT_RDWR)
+
+
+@asynccontextmanager
+async def in_time(connection: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
+    """The block's statement ends within the time, or the connection does; a cancelled psycopg may wait for long."""
+    alarm = Alarm(connection, asyncio.get_running_loop().time() + seconds)
+    try:
+        yield
+    finally:
+        if alarm.off():
+            await connection.close()

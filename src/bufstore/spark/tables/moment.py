@@ -18,10 +18,11 @@ from bufstore.errors import ConfigError
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import map_errors
 from bufstore.postgres.connection.migrate import queries
-from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.connection.pool import Pool, in_time, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
 
-_CONNECT_S = 30.0
+#: How long the connection may take, a lock, and an answer that is no stream.
+_ANSWER_S = 30.0
 #: Since when Postgres has a timeout of transactions.
 _TRANSACTION_TIMEOUT = 170000
 #: So many rows are in memory at a time, where libpq can do that (from 17 on); else one.
@@ -55,24 +56,25 @@ class Moment:
 
     async def _begin(self) -> None:
         await self._pool.open(wait=False)
-        self._connection = connection = await self._pool.take(_CONNECT_S)
+        self._connection = connection = await self._pool.take(_ANSWER_S)
         # A stream lasts as long as Spark takes its rows, and the transaction stands still while the log is read, or
-        # somebody holds it; it locks nothing that others write.
+        # somebody holds it; it locks nothing that others write. Only for a lock it does not wait for ever.
         off = ["idle_in_transaction_session_timeout", "statement_timeout"]
         if connection.info.server_version >= _TRANSACTION_TIMEOUT:
             off.append("transaction_timeout")
-        settings = [f"SET LOCAL {name} = 0" for name in off]
+        settings = [*(f"SET LOCAL {name} = 0" for name in off), f"SET LOCAL lock_timeout = {round(_ANSWER_S * 1000)}"]
         with map_errors():
-            await connection.execute("; ".join(["BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", *settings]))
-            if self._snapshot is None:
-                return
-            try:
-                await connection.execute(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
-            except (psycopg.errors.InvalidParameterValue, psycopg.errors.UndefinedObject):
-                raise ConfigError(
-                    "the position is not held any more (or by another server than this): read within the block of "
-                    "hold_position"
-                ) from None
+            async with in_time(connection, _ANSWER_S):
+                await connection.execute("; ".join(["BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", *settings]))
+                if self._snapshot is None:
+                    return
+                try:
+                    await connection.execute(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
+                except (psycopg.errors.InvalidParameterValue, psycopg.errors.UndefinedObject):
+                    raise ConfigError(
+                        "the position is not held any more (or by another server than this): read within the block of "
+                        "hold_position"
+                    ) from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,15 +86,18 @@ class Moment:
         await self._pool.close()
 
     async def rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """All rows of a statement."""
+        """All rows of a statement that finds its few rows at once."""
         assert self._connection is not None
         with map_errors():
-            cursor = arrays.ArrayCursor(self._connection)
-            await cursor.execute(self._sql[name], parameters, binary=True)
-            return await cursor.rows()
+            async with in_time(self._connection, _ANSWER_S):
+                return await arrays.rows_of(self._connection, self._sql[name], parameters)
 
     async def stream(self, name: str, *parameters: Any) -> AsyncGenerator[tuple[Any, ...]]:
-        """The rows of a statement, some at a time."""
+        """The rows of a statement that may read whole tables, some at a time.
+
+        Nobody can say how long it takes to the first row, or the next one: of a large table few may be asked for, and
+        Spark takes them when it wants them.
+        """
         assert self._connection is not None
         size = _ROWS if capabilities.has_stream_chunked() else 1
         with map_errors():

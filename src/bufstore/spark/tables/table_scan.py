@@ -154,17 +154,18 @@ class _Scan:
 
     async def check_not_passed(self) -> None:
         """Raise PositionPassed when something from behind the position is flushed."""
-        found = await self._moment.rows("flushed_beyond", *self._hashes, self._until, *self._ids)
-        if found:
-            thread_id, flushed = found[0]
-            raise PositionPassed(self._until, f"thread {thread_id!r} is flushed up to {flushed}")
+        asked = ("flushed_beyond", *self._hashes, self._until, *self._ids)
+        async with aclosing(self._moment.stream(*asked)) as found:
+            async for thread_id, flushed in found:
+                raise PositionPassed(self._until, f"thread {thread_id!r} is flushed up to {flushed}")
 
     async def overlay(self, tail: MutableMapping[str, list[Late]]) -> dict[str, Overlaid]:
         """The threads of which there is more than is flushed. Empties `tail`."""
         waiting: dict[str, list[Late]] = {}
         asked = ("waiting_of_share", *self._hashes, self._until, *self._ids)
-        for thread_id, seq, blob, since in await self._moment.rows(*asked):
-            waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
+        async with aclosing(self._moment.stream(*asked)) as rows_waiting:
+            async for thread_id, seq, blob, since in rows_waiting:
+                waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
         threads = sorted(waiting.keys() | tail.keys())
         found: dict[str, Overlaid] = {}
         for at in range(0, len(threads), _THREADS):
