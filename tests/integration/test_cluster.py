@@ -47,6 +47,29 @@ async def test_the_doctor_finds_nothing_wrong_with_three_replicas(servers: Serve
 
 
 @pytest.mark.long
+async def test_a_lost_log_of_three_replicas_is_repaired_by_the_command_line(servers: Servers, cluster: Cluster) -> None:
+    deployment, nats = Deployment(servers, replicas=3), cluster.nats()
+    thread_id = fresh()
+    deployment.verified = False
+    async with cluster.store(deployment) as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush_all()
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
+    here = where(deployment) | {"BUFSTORE_NATS": ",".join(nats.servers), "BUFSTORE_NATS_PASSWORD": "all"}
+
+    async def repaired() -> bool:
+        done = await asyncio.to_thread(bufstore_cli, "repair", "--apply", "--nats-user", "all", **here)
+        assert done.code == 0 or "still flush" in done.err, done
+        return done.code == 0
+
+    await eventually(repaired)
+    deployment.verified = True
+    async with cluster.store(deployment) as store:
+        await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
+        assert await store.load_messages(thread_id) == [said(0), said(1)]
+
+
+@pytest.mark.long
 async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cluster) -> None:
     deployment = Deployment(servers, replicas=3)
     async with cluster.store(deployment) as store:

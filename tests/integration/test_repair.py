@@ -102,6 +102,19 @@ async def test_a_stream_that_is_gone(deployment: Deployment) -> None:
     assert await mend(deployment) == Repaired(reason=None)
 
 
+async def test_a_lost_log_whose_bucket_has_settings_that_the_command_line_does_not_know(deployment: Deployment) -> None:
+    """Replicas, above all (test_cluster.py); one server has none."""
+    deployment.verified = False
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+        bucket = f"KV_{deployment.log.bucket}"
+        await store.buffer.shared._stream.api(f"STREAM.UPDATE.{bucket}", await _deletable(store) | {"max_age": 10**12})
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
+    shown = await asyncio.to_thread(bufstore_cli, "repair", **where(deployment))
+    assert (shown.code, "generation 1" in shown.out) == (1, True), shown
+
+
 class Backup:
     """NATS' files as they were."""
 

@@ -134,39 +134,43 @@ def bucket_stream(config: LogConfig) -> str:
 async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
     """Create the shared-state bucket, or check it. Raises ConfigDrift."""
     try:
-        await check_bucket_that_is_there(stream, config)
+        found = await found_bucket(stream, config)
     except StreamMissing:
         made = bucket(config.bucket, config, max_bytes=-1) | {"metadata": {_OURS + "log": config.stream}}
         try:
-            info = await stream.api(f"STREAM.CREATE.{made['name']}", made)
+            found = (await stream.api(f"STREAM.CREATE.{made['name']}", made))["config"]
         except StreamTaken:  # at the same moment, for another log or by an earlier release
-            await check_bucket_that_is_there(stream, config)
-        else:
-            check_shared_state(config, info["config"])
+            found = await found_bucket(stream, config)
+    check_shared_state(config, found)
 
 
-async def check_bucket_that_is_there(stream: NatsStream, config: LogConfig) -> None:
-    """Compare the shared-state bucket with the configuration. Raises ConfigDrift, StreamMissing."""
-    info = await stream.api(f"STREAM.INFO.{bucket_stream(config)}")
-    check_shared_state(config, info["config"])
+async def found_bucket(stream: NatsStream, config: LogConfig) -> Mapping[str, Any]:
+    """The configuration of the shared-state bucket as it stands on the server. Raises StreamMissing."""
+    found: Mapping[str, Any] = (await stream.api(f"STREAM.INFO.{bucket_stream(config)}"))["config"]
+    return found
 
 
-def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
-    """Compare an existing shared-state bucket with the configuration. Raises ConfigDrift.
+def check_owner(config: LogConfig, found: Mapping[str, Any]) -> None:
+    """Raise ConfigDrift for a shared-state bucket of another log.
 
     One that an earlier release made does not say whose it is.
     """
-    what, log = f"bucket {config.bucket}", (found.get("metadata") or {}).get(_OURS + "log", config.stream)
+    log = (found.get("metadata") or {}).get(_OURS + "log", config.stream)
     if log != config.stream:
         raise ConfigDrift(
-            what,
+            f"bucket {config.bucket}",
             "log",
             expected=config.stream,
             found=log,
             way_out="It has the flushers and the runs of that log: set LogConfig.bucket to one of this log's own.",
         )
+
+
+def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
+    """Compare an existing shared-state bucket with the configuration. Raises ConfigDrift."""
+    check_owner(config, found)
     wanted = bucket(config.bucket, config, max_bytes=-1)
-    check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
+    check(f"bucket {config.bucket}", wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
 
 def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:

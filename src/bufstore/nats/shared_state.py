@@ -29,7 +29,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Store
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.subscriptions import Subscriptions
-from bufstore.nats.setup import bucket_stream, check_bucket_that_is_there, ensure_bucket
+from bufstore.nats.setup import bucket_stream, check_owner, ensure_bucket, found_bucket
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class NatsSharedState:
     async def check(self) -> None:
         for log in lane_logs(self._config) if not self._config.lane else [self._config]:
             with contextlib.suppress(StreamMissing):
-                await check_bucket_that_is_there(self._stream, log)
+                check_owner(log, await found_bucket(self._stream, log))
 
     async def setup(self) -> None:
         await ensure_bucket(self._stream, self._config)

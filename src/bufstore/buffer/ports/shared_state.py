@@ -17,7 +17,7 @@ class SharedState(Protocol):
     async def check(self) -> None:
         """Raise ConfigDrift when what is there is another log's; that of the first of several lanes looks for all.
 
-        Creates nothing. Raises LogUnavailable.
+        Compares nothing else, and creates nothing. Raises LogUnavailable.
         """
         ...
 
