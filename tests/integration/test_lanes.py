@@ -135,8 +135,9 @@ async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(lane
     if by == "command":
         whole = await cli(laned, "repair", "--json")
         assert (whole.code, whole.json["reason"]) == (0, None), whole
-        unnamed = await cli(laned, "repair", "--apply", stream=second)
-        assert (unnamed.code, "--lane" in unnamed.err) == (2, True), unnamed
+        for command in (("repair", "--apply"), ("status",)):
+            unnamed = await cli(laned, *command, stream=second)
+            assert (unnamed.code, "repair --lane" in unnamed.err) == (2, True), unnamed
         repaired = await cli(laned, "repair", "--apply", "--json", "--lane", 1, stream=second)
         assert (repaired.code, repaired.json["done"]) == (0, True), repaired
     else:

@@ -169,6 +169,17 @@ async def test_a_lost_log_is_not_taken_for_one_that_was_never_there(deployment: 
     assert "bufstore repair" in result.err
 
 
+@pytest.mark.parametrize("command", [["status"], ["verify"], ["quarantine", "list"]])
+async def test_a_mistyped_log_is_not_taken_for_one_that_is_lost(deployment: Deployment, command: list[str]) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+    wrong = {**where(deployment), "BUFSTORE_STREAM": f"{deployment.log.stream}x"}
+    result = await asyncio.to_thread(bufstore_cli, *command, **wrong)
+    assert (result.code, "is gone" in result.err) == (2, False), result
+    assert f"log is '{deployment.log.stream}'" in result.err
+
+
 async def test_quarantine_replay_and_discard_are_no_damage(deployment: Deployment) -> None:
     inner = picky(deployment)
     async with deployment.store(inner, flush_interval_s=600) as store:

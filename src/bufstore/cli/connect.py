@@ -185,7 +185,7 @@ class Endpoints:
         if lane is None and await self.has_ledger(replace(first, lanes=2, lane=1)):
             raise ConfigError(
                 f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
-                "lanes: say with --lane which one it was (0: the first)"
+                "lanes: say with `bufstore repair --lane` which one it was (0: the first)"
             )
         # The bucket is that of the first lane, as in `find_log`; for a repair it does not matter how many there are.
         return replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first

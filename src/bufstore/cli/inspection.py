@@ -18,7 +18,7 @@ from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.buffer.prepare import apart, compare
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import AnyBuffer, Endpoints
-from bufstore.config import BufferConfig, LogConfig
+from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, ConfigError, LogRolledBack, StoreMisconfigured, StoreUnavailable
 
 _TIMEOUT_S = 5.0
@@ -173,11 +173,15 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, above: 
 
 
 async def _check_never_there(target: Endpoints) -> None:
-    """Raise LogRolledBack if Postgres has entries of the log that is not there."""
-    log = LogConfig(stream=target.stream, bucket=target.bucket)
+    """Raise LogRolledBack if Postgres has entries of the log that is not there.
+
+    ConfigDrift for a name whose bucket is another log's, ConfigError where only an operator knows which lane it was.
+    """
     with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
+        log = await target.lost_log(None)
         if await target.has_ledger(log):
             async with target.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
+                await buffer.shared.check()
                 why = await compare(buffer.log, buffer.ledger, log.stream, None, await buffer.ledger.epoch())
                 if why is not None:
                     raise LogRolledBack(why)
