@@ -19,7 +19,14 @@ from bufstore.buffer.prepare import apart, compare
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import AnyBuffer, Endpoints
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, ConfigError, LogRolledBack, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import (
+    BufstoreError,
+    ConfigError,
+    LogRolledBack,
+    LogUnavailable,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 
 _TIMEOUT_S = 5.0
 
@@ -119,6 +126,8 @@ class Inspection:
             why = await self._apart()
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
             waiting = await self._ledger.waiting.totals()
+        except LogUnavailable:
+            raise
         except BufstoreError as e:
             trouble = str(e)
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
