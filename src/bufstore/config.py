@@ -20,7 +20,7 @@ from bufstore.errors import ConfigError
 LANES_MAX = 64
 
 #: No failover loses more than this; what does is a restore, and that is what archives are for.
-_FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
+FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
@@ -44,9 +44,9 @@ def large_bytes_max(log_bytes: int) -> int:
 
 def check_failover_window(seconds: float, what: str) -> None:
     """Raise ConfigError for an impossible `LogConfig.failover_window_s`, `what` in words."""
-    if not 0 < seconds <= _FAILOVER_WINDOW_MAX_S:
+    if not 0 < seconds <= FAILOVER_WINDOW_MAX_S:
         raise ConfigError(
-            f"{what} must be positive, and 30 days ({_FAILOVER_WINDOW_MAX_S:.0f}) at most: until it is over nothing "
+            f"{what} must be positive, and 30 days ({FAILOVER_WINDOW_MAX_S:.0f}) at most: until it is over nothing "
             "leaves the log and no erasure ends; against a Postgres that loses more there is LogConfig.archive"
         )
 

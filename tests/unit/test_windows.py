@@ -22,6 +22,7 @@ from bufstore import (
 )
 from bufstore.buffer.places import group_of
 from bufstore.memory import MemoryNats
+from bufstore.nats.finding import log_config
 from bufstore.nats.setup import metadata_of, windows_of, with_windows
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -76,6 +77,27 @@ def test_a_change_is_open_for_both_configurations_until_it_is_settled() -> None:
         with pytest.raises(ConfigError, match=r"LogConfig\.failover_window_s must be positive"):
             LogConfig(failover_window_s=impossible)
     assert AT_REST.changed(failover_window_s=LogConfig(failover_window_s=30 * 86_400).failover_window_s).changing
+
+
+@pytest.mark.parametrize("after_s", [60.0, 30 * 86_400.0])
+def test_a_log_of_before_with_a_longer_window_than_there_may_be_is_kept_so_and_opens_with_the_longest(
+    after_s: float,
+) -> None:
+    longest, config = 30 * 86_400.0, LogConfig(failover_window_s=30 * 86_400.0)
+    before = Windows(failover_window_s=1.5 * longest, archive=False)
+    assert (before.keep_s, before.rely_s) == (1.5 * longest, longest)
+    raised = Windows(failover_window_s=60.0, archive=False, next_failover_window_s=1.5 * longest, next_archive=False)
+    changing = before.changed(failover_window_s=after_s)
+    assert (changing.keep_s, changing.rely_s) == (1.5 * longest, after_s)
+    for windows in (before, raised, raised.settled(), before.changed(archive=True), changing):
+        windows.check(config)
+    with pytest.raises(ConfigDrift, match=rf"Set LogConfig\.failover_window_s to {longest}"):
+        before.check(LogConfig())
+    assert changing.changed(failover_window_s=before.failover_window_s) == before  # it is undone
+    assert changing.settled().keep_s == after_s
+    found = {"name": "L", "subjects": ["l.groups.0"], "max_bytes": 1 << 30, "num_replicas": 1}
+    said = with_windows(metadata_of(LogConfig(), 0), before)
+    assert log_config(found | {"metadata": said}).failover_window_s == longest
 
 
 @given(st.floats(0.001, 2e6), st.none() | st.tuples(st.floats(0.001, 2e6), st.booleans()))

@@ -7,6 +7,9 @@ then does the new window stand alone. Whether the window is raised or lowered, o
 writer ever relies on more than the present window, and no flusher keeps less.
 
 `archive` changes in the same two steps: nothing leaves the log unarchived while either value requires an archive.
+
+A log of an earlier release may say a longer window than any process can have today. Flushers keep to it, and writers
+rely on the longest that they can have, which is less.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from bufstore.config import LogConfig, check_failover_window
+from bufstore.config import FAILOVER_WINDOW_MAX_S, LogConfig, check_failover_window
 from bufstore.errors import ConfigDrift, ConfigError
 
 
@@ -45,7 +48,8 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rely_s(self) -> float:
         """The longest time that writers and readers may rely on."""
-        return min(self.failover_window_s, self.next_failover_window_s or self.failover_window_s)
+        next_s = self.next_failover_window_s or self.failover_window_s
+        return min(self.failover_window_s, next_s, FAILOVER_WINDOW_MAX_S)
 
     @property
     def archives(self) -> bool:
@@ -59,7 +63,8 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         """
         if failover_window_s is None:
             failover_window_s = self.next_failover_window_s or self.failover_window_s
-        check_failover_window(failover_window_s, "failover_window_s")
+        if failover_window_s not in (self.failover_window_s, self.next_failover_window_s):
+            check_failover_window(failover_window_s, "failover_window_s")
         known = self.archive if self.next_archive is None else self.next_archive
         archive = known if archive is None else archive
         rest = Windows(failover_window_s=self.failover_window_s, archive=self.archive)
@@ -75,9 +80,10 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, config: LogConfig) -> None:
         """Raise ConfigDrift when a process is configured for neither what the log says now nor what it will say."""
+        next_s = self.next_failover_window_s or self.failover_window_s
         for field, values in (
-            ("failover_window_s", (self.failover_window_s, self.next_failover_window_s)),
-            ("archive", (self.archive, self.next_archive)),
+            ("failover_window_s", [min(s, FAILOVER_WINDOW_MAX_S) for s in (self.failover_window_s, next_s)]),
+            ("archive", [self.archive, self.next_archive]),
         ):
             ours = getattr(config, field)
             if ours not in values:
