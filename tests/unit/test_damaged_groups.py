@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
 from bufstore import Consistency, MemoryThreadStore
 from bufstore.buffer.entry import Malformed
+from bufstore.buffer.groups.group import Group
+from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import first_place, group_of
-from bufstore.jetstream.messages import Outgoing
+from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
 from bufstore.memory import MemoryNats
+from bufstore.memory.log import MemoryLog
 from bufstore.threads.write import call_of
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -59,6 +63,54 @@ def test_groups_that_are_lost_in_several_places_stop_nobody() -> None:
             assert [await inner.load_messages(threads[n]) for n in (0, 2, 5)] == [[threads[n]] for n in (0, 2, 5)]
 
     run(main())
+
+
+def test_a_log_that_has_lost_many_groups_is_read_twice_and_not_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, read = 400, 0
+
+    def decoded(self: Tail, message: StoredMessage) -> Group | None:
+        nonlocal read
+        read += 1
+        return decode(self, message)
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner, flusher=False) as store:
+            places = [(await store.checkpoint(t, [t], run_of(t))).thread_seq for t in (fresh() for _ in range(groups))]
+        for place in places[100:300:10]:
+            nats.streams["THREADLOG"].remove(group_of(place))
+        monkeypatch.setattr(Tail, "decoded", decoded)
+        async with instance(nats, inner, flusher=False) as store:
+            assert await store.load_messages(fresh()) is None
+            assert read < 3 * groups
+
+    decode = Tail.decoded
+    run(main())
+
+
+def test_what_a_purge_takes_while_the_log_is_read_anew_is_not_said_to_be_lost(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner, flusher=False) as store:
+            places = [(await store.checkpoint(t, [t], run_of(t))).thread_seq for t in (fresh() for _ in range(10))]
+        stream, groups = nats.streams["THREADLOG"], [group_of(place) for place in places]
+        stream.remove(groups[1])
+        part = MemoryLog.part
+
+        async def one(self: Any, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+            if seq == groups[4]:
+                stream.purge(">", groups[7])
+            return await part(self, subject, seq, timeout_s, 1, bytes_max)
+
+        monkeypatch.setattr(MemoryLog, "part", one)
+        async with instance(nats, inner, flusher=False) as store:
+            assert await store.load_messages(fresh()) is None
+
+    run(main())
+    said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(said) == 1, said
 
 
 @pytest.mark.parametrize("damage", [b"entry-1", b"thread"], ids=["its payload", "its thread's id"])

@@ -13,7 +13,7 @@ from bufstore.buffer.groups import heads
 from bufstore.buffer.groups.group import Draft, NewEntry, hash_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.tail import Tail
-from bufstore.buffer.places import first_place, last_place, place
+from bufstore.buffer.places import first_place, place
 from bufstore.buffer.ports.log import Floor
 from bufstore.config import BufferConfig
 from bufstore.errors import Closed
@@ -273,7 +273,7 @@ def test_a_process_that_begins_while_groups_are_erased_looks_again_with_a_pause(
             groups.append(StoredMessage("g", seq, draft.header(before_id, before, 0), draft.body))
             before, before_id = seq, group.id
         left = [groups[0], groups[2]]
-        floors = [0, 0, 0, first_place(3)]
+        floors = [0, 0, first_place(3), 0, first_place(3), first_place(3)]
 
         class Log:
             async def last(self, *_: Any) -> dict[str, StoredMessage]:
@@ -290,15 +290,45 @@ def test_a_process_that_begins_while_groups_are_erased_looks_again_with_a_pause(
         async def floor() -> int:
             return floors.pop(0)
 
-        async def erased() -> int:
-            return last_place(2)
-
         seen = Heads()
         loop = asyncio.get_running_loop()
-        await Tail(Log(), "g", seen, floor, erased, lambda: None, 1.0).see_all()
+        await Tail(Log(), "g", seen, floor, lambda: None, 1.0).see_all()
         assert not floors
         assert seen.head(hash_of("t2")) == place(3, 0)
         assert loop.time() > 0
+
+    run(main())
+
+
+def test_what_was_only_told_is_not_kept_because_groups_were_lost_before_it() -> None:
+    async def main() -> None:
+        drafts = {seq: Draft(100 + seq, [NewEntry(f"t{seq}", 0, 0, None, b"")]) for seq in range(1, 6)}
+        # 2 is lost, and 4 was never there.
+        behind = {1: 0, 3: 2, 4: 3, 5: 3}
+        headers = {seq: drafts[seq].header(100 + before if before else 0, before, 0) for seq, before in behind.items()}
+        left = [StoredMessage("g", seq, headers[seq], drafts[seq].body) for seq in (1, 3, 5)]
+
+        class Log:
+            connections = 1
+
+            async def last(self, *_: Any) -> dict[str, StoredMessage]:
+                return {"g": left[-1]}
+
+            async def part(self, _: str, seq: int, *__: Any) -> Part:
+                if seq == 3 and not seen.head(hash_of("t4")):
+                    assert tail.hear(4, headers[4], len(drafts[4].body), drafts[4].body) == 104
+                return Part([m for m in left if m.seq > seq], 0)
+
+            async def identity(self, seq: int) -> StoredMessage | None:
+                raise AssertionError
+
+        async def floor() -> int:
+            return first_place(1)
+
+        seen, log = Heads(), Log()
+        tail = Tail(log, "g", seen, floor, lambda: None, 1.0)  # type: ignore[arg-type]
+        await tail.see_all()
+        assert [seen.head(hash_of(f"t{seq}")) for seq in (4, 5)] == [0, place(5, 0)]
 
     run(main())
 

@@ -205,7 +205,7 @@ class Process:
         self.world = world
         self.log = log if log is not None else Faulty(world, message_bytes_max)
         self.heads = Heads()
-        self.tail = Tail(self.log, SUBJECTS.groups, self.heads, self._nothing, self._nothing, lambda: None, 5.0)
+        self.tail = Tail(self.log, SUBJECTS.groups, self.heads, self._nothing, lambda: None, 5.0)
         self.sequencer = Sequencer(
             self.log,
             SUBJECTS,

@@ -60,7 +60,7 @@ class GroupLog:
             self._heads, lambda: self._sequencer.oldest, self._settled_now, lambda: stream.refused is not None
         )
         anew = self._forgetting.all_begins_anew
-        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self.erased, anew, _READ_S)
+        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, anew, _READ_S)
         self._entries = Entries(self._subjects, stream.identity, self._tail.decoded)
         self._backwards = Backwards(self._tail, self._entries, self._head, self._forget_purged)
         self._erasing = Erasing(stream, self._subjects.erased, self._groups, self._tail.decoded, self._floor)

@@ -50,16 +50,12 @@ class Tail:
         subject: str,
         heads: Heads,
         floor: Callable[[], Awaitable[int]],
-        erased: Callable[[], Awaitable[int]],
         lost: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`floor`: from where on what is in the log must be known. `erased`: up to where groups may be gone below it.
-
-        `lost`: told when `heads` had to begin anew.
-        """
+        """`floor`: from where on what is in the log must be known. `lost`: told when `heads` had to begin anew."""
         self._log, self._subject, self._heads = log, subject, heads
-        self._floor, self._erased, self._lost = floor, erased, lost
+        self._floor, self._lost = floor, lost
         self._timeout_s = timeout_s
         self._kept: OrderedDict[int, tuple[Group, bytes]] = OrderedDict()
         self._kept_bytes = 0
@@ -200,8 +196,10 @@ class Tail:
     async def _see_all(self) -> None:
         if not self._heads.life or self._anew:
             await self._begin()
-        #: The groups before which something was missing; so it is not for a reader that did not begin well.
-        began_before = set[int]()
+        #: Whether it has begun anew since something was missing, as it is for a reader that did not begin well, or that
+        #: a purge has overtaken. What is missing above the floor then is lost, unless it is missing behind a group that
+        #: was only told of.
+        anew = False
         #: How many of those that were there at the first answer are left. What comes later is for a later call:
         #: somebody else may write as fast as this process reads.
         left: int | None = None
@@ -216,18 +214,18 @@ class Tail:
                     continue
                 self._observe(part.messages)
             except Gap as e:
+                again = anew and not self.last_seen.only_heard
                 if self.last_seen.only_heard:
                     self.last_seen.misheard()
-                again = e.group.seq in began_before
-                if again and e.group.before > group_of(await self._erased()):
+                if again and e.group.before >= group_of(await self._floor()):
                     _log.error("the log has lost groups: %s", e, extra={"action": "log_gap"})
                     self._heads.observe_behind_gap(e.group)
                     self.last_seen.is_certain(e.group.seq, e.group.id)
                 else:
-                    if again:  # it was erased since: the floor is above it now
+                    if again:  # it was purged or erased since: the floor is above it now
                         await asyncio.sleep(_AGAIN_S)
                     _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
-                    began_before.add(e.group.seq)
+                    anew = True
                     self.last_seen.doubt()
                     await self._begin()
                     left = None
