@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bufstore import AlreadyExists, BufferConfig, ConfigError, MemoryThreadStore, StoreUnavailable
+from bufstore import AlreadyExists, BufferConfig, ConfigError, LogConfig, MemoryThreadStore, StoreUnavailable
 from bufstore.buffer.operate import repair
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.places import group_of
@@ -191,6 +191,70 @@ def test_of_two_repairs_the_first_ends_with_an_error_and_leaves_the_new_log_alon
             go_on.set()
         async with instance(nats, inner) as store:
             assert await store.load_messages(new) == ["acknowledged"]
+
+    run(main())
+
+
+def test_a_repair_of_a_lost_log_makes_no_partitions_that_it_never_had() -> None:
+    async def main() -> None:
+        nats, inner, own = MemoryNats(), MemoryThreadStore(), LogConfig(partitions=2)
+        async with instance(nats, inner, log=own) as store:
+            await store.checkpoint(t := fresh(), [1], run_of(t))
+            await store.force_flush_all()
+        del nats.streams["THREADLOG"]
+        async with repairing(nats, inner) as repair:  # which knows the defaults only
+            assert (await repair.carry_out()).done
+        assert set(await inner.ledger(0).cursors()) == set(range(own.partitions))
+
+    run(main())
+
+
+def test_a_repair_takes_the_partitions_of_a_log_that_have_no_row_yet() -> None:
+    """An instance that still flushes could begin them meanwhile."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, flusher=False) as store:
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+        async with repairing(nats, inner) as repair:
+            assert (await repair.carry_out()).applied == 1
+        assert set(await inner.ledger(0).cursors()) == set(range(LogConfig().partitions))
+
+    run(main())
+
+
+@pytest.mark.parametrize("before", ["set_epoch", "remove"])
+def test_a_repair_looks_whether_it_has_the_partitions_before_each_step_that_cannot_be_undone(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one has taken them since."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        await written(nats, inner, [thread_id], range(1))
+        async with repairing(nats, inner) as repair:
+            ledger, report, told = inner.ledger(0), Repair._report, repair._shared.report
+            epoch = await repair._ledger.epoch()
+
+            async def taken() -> None:
+                await ledger.take(sorted(await ledger.cursors()), "another repair")
+
+            async def reporting(self: Repair, *, done: bool) -> Repaired:
+                await taken()
+                return await report(self, done=done)
+
+            async def telling(progress: Any) -> None:
+                await taken()
+                await told(progress)
+
+            if before == "set_epoch":
+                monkeypatch.setattr(Repair, "_report", reporting)
+            else:
+                monkeypatch.setattr(repair._shared, "report", telling)
+            with pytest.raises(ConfigError, match="another repair"):
+                await repair.carry_out()
+            assert "THREADLOG" in nats.streams
+            assert (await repair._ledger.epoch() == epoch) == (before == "set_epoch")
 
     run(main())
 

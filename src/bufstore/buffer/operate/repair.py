@@ -101,7 +101,9 @@ class Repair:
                 f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them, then repair"
             )
         # From here on no flusher commits any more, whatever it believes.
-        partitions = {*await self._ledger.cursors(), *range(self._subjects.partitions)}
+        partitions = set(await self._ledger.cursors())
+        if await self._log.epoch(checked=False) is not None:  # only a log that is there says how many it has
+            partitions |= set(range(self._subjects.partitions))
         self._held = await self._ledger.take(sorted(partitions), _OWNER)
         if len(self._held) < len(partitions):
             raise StoreUnavailable(
