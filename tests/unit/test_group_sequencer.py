@@ -670,6 +670,27 @@ def test_what_waits_while_the_server_comes_to_take_less_goes_in_parts() -> None:
     run(main())
 
 
+def test_what_names_parts_goes_into_no_parts_again_when_the_server_comes_to_take_less() -> None:
+    """They would be taken for the entries."""
+
+    async def main() -> None:
+        world = World(random.Random(1), ["slow"])
+        (one,) = await started(world, message_bytes_max=8192)
+        one.add("a", 0)
+        await asyncio.sleep(0.1)
+        world.faults = []  # while that one is on its way, parts are stored
+        large = one.add("b", 0, count=4, size=2500)
+        await asyncio.sleep(0.1)
+        assert [bool(queued.elsewhere) for queued in one.sequencer._waiting] == [True]
+        one.log.message_bytes_max = 2048  # a new connection
+        await asyncio.wait_for(large.done.wait(), 60)
+        assert isinstance(large.ends[0], LogUnavailable)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
 def test_a_group_that_was_stored_before_the_server_came_to_take_less_is_found() -> None:
     async def main() -> None:
         world = World(random.Random(1), ["stored"])

@@ -1,0 +1,60 @@
+"""What a read has found nowhere need not be looked up by the first write, for a moment and while that is known."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bufstore.buffer import elapsed
+from bufstore.buffer.append import tip_finder
+from unit.write_world import Instance, World, test
+
+
+def test_what_was_found_nowhere_is_new_for_once() -> None:
+    async def main(_: World, one: Instance) -> None:
+        finder = one.appender._finder
+        await finder._seen_lately()
+        finder.found_nowhere("t", elapsed.now_s())
+        assert finder.as_new("t") is not None
+        assert finder.as_new("t") is None
+
+    test(main)
+
+
+def test_nothing_is_new_when_the_end_of_the_log_was_seen_long_ago() -> None:
+    """What was written above it since may be purged."""
+
+    async def main(_: World, one: Instance) -> None:
+        finder = one.appender._finder
+        finder.found_nowhere("never", elapsed.now_s())
+        await finder._seen_lately()
+        await asyncio.sleep(finder._seen_for_s + 1)
+        finder.found_nowhere("t", elapsed.now_s())
+        assert [finder.as_new(t) for t in ("never", "t")] == [None, None]
+
+    test(main)
+
+
+def test_nothing_is_new_once_the_log_has_begun_anew() -> None:
+    async def main(_: World, one: Instance) -> None:
+        finder = one.appender._finder
+        await finder._seen_lately()
+        finder.found_nowhere("t", elapsed.now_s())
+        one.appender._let_go(everything=True)
+        assert finder.as_new("t") is None
+
+    test(main)
+
+
+def test_reads_of_ever_more_threads_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tip_finder, "_NEW_MAX", 2)
+
+    async def main(_: World, one: Instance) -> None:
+        finder = one.appender._finder
+        await finder._seen_lately()
+        for t in ("a", "b", "c"):
+            finder.found_nowhere(t, elapsed.now_s())
+        assert [finder.as_new(t) is not None for t in ("a", "b", "c")] == [False, True, True]
+
+    test(main)
