@@ -237,7 +237,7 @@ class BufferConfig:
     flush_max_entries: int = 10_000
     flush_max_bytes: int = 64 << 20
     #: Operator: others flush an owner's partitions within this time after its end.
-    lease_s: int = 6
+    lease_s: float = 6
     #: Operator: how long flushed entries stay in the log, for readers of the log, as far as `outage_reserve` allows.
     retain_after_flush_s: float = 24 * 3600.0
     #: Operator: the fraction of max_bytes that is kept free of retained entries for an outage of Postgres. Less of it:

@@ -14,6 +14,9 @@ from bufstore.errors import CallTimeout, Closed, ConfigError
 
 R = TypeVar("R")
 
+#: A thread can wait for twice as long (some 290 years).
+_OWN_MAX_S = threading.TIMEOUT_MAX / 2
+
 
 class LoopThread:
     """A store on an event loop of a thread of its own.
@@ -126,7 +129,7 @@ class LoopThread:
 
 def own_time_s(timeout_s: object) -> float:
     """What a call was given to wait for within the store, which it has before `call_timeout_s` begins to count."""
-    return timeout_s if isinstance(timeout_s, int | float) and timeout_s > 0 else 0.0
+    return min(timeout_s, _OWN_MAX_S) if isinstance(timeout_s, int | float) and timeout_s > 0 else 0.0
 
 
 async def _begin(work: Callable[[], Awaitable[R]]) -> R:

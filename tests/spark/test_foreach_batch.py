@@ -176,7 +176,7 @@ async def test_rows_that_python_cannot_read_stop_no_other(
     )
     (row, *_) = [json.loads(row) for _, thread, row, _ in found if thread == bad]
     assert row["delta"] == ["1", r'{"n":"\xff"}'], "which no replay takes for a message"
-    assert row.keys() == {"thread_id", "run_id", "delta", "position"}
+    assert row.keys() == {"thread_id", "run_id", "delta", "position", "bufstore_unreadable"}
     assert all("not UTF-8" in cause for *_, cause in found)
 
 

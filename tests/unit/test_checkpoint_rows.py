@@ -17,9 +17,17 @@ from pyspark.sql.types import ArrayType, StringType, StructType, TimestampType
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.sink.bufstore_format import BufstoreFormat, _BatchWriter, _order, _Rows, _unpacked
-from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of, wanted_of
+from bufstore.spark.sink.checkpoint_rows import (
+    CheckpointRow,
+    check_columns,
+    checkpoint_of,
+    number_of,
+    row_of_json,
+    wanted_of,
+)
 from bufstore.spark.sink.foreach_batch import checkpoint_sink, parts_of
 from bufstore.spark.sink.parked_rows import ParkedRows
+from bufstore.spark.sink.row_writer import _shown
 from bufstore.spark.sink.settled import position_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
@@ -171,8 +179,10 @@ def test_a_row_that_is_no_text_is_bad_and_no_other(way: str) -> None:
     assert [row["thread_id"] for row in rows] == ["good", "bad", r"\xff", r"\xfe", "more"], "each thread is itself"
     assert (rows[0]["delta"], rows[1]["delta"]) == (["1", None], [r'"\xff"'])
     for row, wrong in zip(rows[1:4], ("delta", "thread_id", "thread_id"), strict=True):
-        with pytest.raises(InvalidRecord, match=f"not UTF-8.* in {wrong}$"):
-            wanted_of(row)
+        kept = json.dumps(_shown(row))  # in quarantine
+        for again in (row, row_of_json(kept)):
+            with pytest.raises(InvalidRecord, match=f"not UTF-8.* in {wrong}$"):
+                wanted_of(again)
     assert isinstance(wanted_of(rows[4]), CheckpointRow)
 
 

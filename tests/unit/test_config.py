@@ -36,6 +36,7 @@ def test_a_number_that_must_be_whole_is(kind: type[Any], needed: dict[str, Any],
         with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name} must be a whole number"):
             kind(**needed | {name: wrong})
     kind(**needed | {name: default})
+    assert BufferConfig(lease_s=4.5).lease_s == 4.5, "a time may be any"
 
 
 @pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])

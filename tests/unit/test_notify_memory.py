@@ -349,6 +349,28 @@ async def test_waiting_goes_on_without_notifications(error: BufstoreError) -> No
         await wait_for_work(notifier, ["kind"], _never)
 
 
+async def test_what_may_not_be_listened_to_is_said_once_and_until_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(MemoryBroker):
+        refuses = True
+
+        async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
+            if self.refuses:
+                raise ConfigError("not permitted")
+            return await super().subscribe(event, deliver)
+
+    broker = Refusing()
+    async with MemoryNotifier(broker) as notifier:
+        for _ in range(3):
+            with pytest.raises(ConfigError):
+                await notifier.listen_scheduled(["kind"], lambda _: None)
+            await notifier.notify_completed("work")  # which is permitted
+            assert not notifier.statistics().healthy
+        assert [r.levelname for r in caplog.records] == ["WARNING"]
+        broker.refuses = False
+        await notifier.listen_scheduled(["kind"], lambda _: None)
+        assert notifier.statistics().healthy
+
+
 def test_the_adapters_are_notifiers() -> None:
     assert isinstance(MemoryNotifier(), Notifier)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ def test_a_process_that_only_flushes_reads_the_groups_only_to_find_parts_that_th
     run(main())
 
 
-def test_parts_that_came_to_nothing_get_a_group_behind_them() -> None:
+def test_parts_that_came_to_nothing_get_a_group_behind_them(caplog: pytest.LogCaptureFixture) -> None:
     """Behind the last group nothing is purged: they filled the log, no group fitted any more, and so for good."""
 
     async def main() -> None:
@@ -118,6 +119,10 @@ def test_parts_that_came_to_nothing_get_a_group_behind_them() -> None:
             assert await groups_after_a_look(last + 1, purge=True) == [last + 1]
         assert len(stream.messages) == 1
         await one.aclose()
+        leave_parts()
+        await groups_after_a_look(last + 1)
         await log.aclose()
+        await groups_after_a_look(last + 1)  # as it closes; who opens the log next does it
+        assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
     run(main())

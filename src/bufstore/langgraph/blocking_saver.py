@@ -65,6 +65,7 @@ def _in_a_thread(
         result: T = await asyncio.to_thread(getattr(self, name), *args, **kwargs)
         return result
 
+    call.__name__ = f"a{name}"
     return call
 
 

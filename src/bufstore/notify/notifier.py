@@ -57,6 +57,8 @@ class Notifier:
         self._claims: set[asyncio.Task[None]] = set()
         self._closed = False
         self._healthy = True
+        #: What may not be listened to.
+        self._refused: set[Event] = set()
         self._published = self._dropped = self._received = self._woken = self._spared = 0
         self._hint_failures = self._restored = 0
         broker.on_restored(self._on_restored)
@@ -64,10 +66,14 @@ class Notifier:
     def _listener(self, event: Event, deliver: Callable[[str], None]) -> SharedListener[str, C]:
         async def open_(heard: Callable[[str], None]) -> Callable[[], Awaitable[None]]:
             try:
-                return await self._broker.subscribe(event, heard)
+                unlisten = await self._broker.subscribe(event, heard)
             except ConfigError as e:  # it stays so until somebody changes it
-                self._trouble(e)
+                if event not in self._refused:
+                    _log.warning("cannot listen; waiting workers poll: %s", e, extra={"action": "notify_refused"})
+                self._refused.add(event)
                 raise
+            self._refused.discard(event)
+            return unlisten
 
         return SharedListener(f"listener of {event.name.lower()}", open_, deliver)
 
@@ -122,7 +128,7 @@ class Notifier:
     def statistics(self) -> NotifierStatistics:
         """What has been told, heard and dropped."""
         return NotifierStatistics(
-            healthy=self._healthy,
+            healthy=self._healthy and not self._refused,
             published=self._published,
             dropped=self._dropped,
             received=self._received,

@@ -32,7 +32,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
 
 _log = logging.getLogger(__name__)
@@ -348,6 +348,8 @@ class GroupLog:
         try:
             if await self._purging.is_held_up(flushed):
                 await self.publish_batch([], _READ_S)
+        except Closed:
+            return  # who opens the log next does it
         except (BufstoreError, Conflict, AppendUnknown) as e:
             _log.warning(
                 "parts of large entries that came to nothing stay: cannot store a group behind them, tries again: %s",

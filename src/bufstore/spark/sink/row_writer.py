@@ -29,7 +29,7 @@ from bufstore.spark.config import SinkConfig
 from bufstore.spark.outage import GaveUp, Patience, is_outage
 from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
-from bufstore.spark.sink.checkpoint_rows import UNREADABLE, CheckpointRow, number_of, wanted_of
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
 from bufstore.spark.sink.in_flight import InFlight
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.parts import Part
@@ -443,8 +443,8 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
 
 
 def _shown(row: Row) -> Row:
-    """Without the columns that are ours."""
-    return {name: value for name, value in row.items() if name not in (THREAD, ROW, UNREADABLE)}
+    """Without the columns that are ours, but with what made it unreadable: a replay must not take it as it is shown."""
+    return {name: value for name, value in row.items() if name not in (THREAD, ROW)}
 
 
 async def _not_in_log(buffer: ThreadBuffer, threads: Sequence[str]) -> set[str]:
