@@ -150,7 +150,8 @@ async def test_what_nats_does_not_permit_is_said(
         await tells.notify_completed("work")
         await eventually(lambda: _spared(hears, all_, heard))
         assert sorted(heard) == ["kind", "kind", "work"]
-        assert [(n.statistics().healthy, n.statistics().hint_failures) for n in (tells, all_)] == [(True, 0)] * 2
+        assert [n.statistics().healthy for n in (tells, hears, all_)] == [False, False, True], "some may not do all"
+        assert [n.statistics().hint_failures for n in (tells, all_)] == [0, 0]
         assert [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "nats_forbidden"] == []
 
 

@@ -31,7 +31,7 @@ class Event(enum.Enum):
 class NotifierStatistics:
     """Counted since the start, in this process."""
 
-    #: Whether the server could be reached when it was last needed, and did not refuse us.
+    #: Whether the server could be reached when it was last needed, and permits what is listened to.
     healthy: bool
     published: int
     #: Events that were dropped because the server did not take them.
