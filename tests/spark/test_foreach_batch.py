@@ -252,7 +252,7 @@ async def test_nothing_goes_past_what_waits_in_the_ledger(deployment: Deployment
     past = replace(config, mode="postgres")
     await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # all is open
     log = loop().run(open_sink(past)).store.buffer.log
-    log._forgetting.forget(1 + await log.end(5.0))  # type: ignore[attr-defined]
+    log._forgetting.forget(1 + loop().run(log.end(5.0)))  # type: ignore[attr-defined]
     await asyncio.to_thread(write_rows, past, 1, [rows_of([thread], range(2, 3))])
     assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
     async with deployment.store() as store:
@@ -282,8 +282,9 @@ async def test_others_are_told_what_went_past_the_log(deployment: Deployment, co
         assert await held(deployment, [thread]) == {thread: [0]}
         past = replace(config, mode="postgres")
         await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # all is open
+        end = await app.buffer.log.end(5.0)
         for log in (app.buffer.log, loop().run(open_sink(past)).store.buffer.log):
-            log._forgetting.forget(1 + await log.end(5.0))  # type: ignore[attr-defined]
+            log._forgetting.forget(1 + end)  # type: ignore[attr-defined]
         await asyncio.to_thread(write_rows, past, 1, [rows_of([thread], range(1, 2))])
 
         async def forgotten() -> bool:
