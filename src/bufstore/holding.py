@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 
 class Holding:
@@ -32,7 +32,7 @@ class Holding:
 
     def keep(self, renew: Callable[[], Awaitable[bool]], every_s: float) -> None:
         """Call `renew`, which confirms, so long after each confirmation, and again soon; until it says no."""
-        self._renewing = asyncio.create_task(self._renew(renew, every_s), name="bufstore-renew")
+        self._renewing = spawn(self._renew(renew, every_s), name="bufstore-renew")
 
     async def _renew(self, renew: Callable[[], Awaitable[bool]], every_s: float) -> None:
         held = True

@@ -17,6 +17,23 @@ def check_loop(home: asyncio.AbstractEventLoop | None) -> None:
         raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")
 
 
+def spawn(work: Awaitable[T], *, name: str | None = None) -> asyncio.Task[T]:
+    """A task that begins one turn of the loop later, also where an app has made the tasks of its loop eager.
+
+    Who keeps a task must have it before its work begins, or has even ended.
+    """
+    loop = asyncio.get_running_loop()
+    coroutine = work if asyncio.iscoroutine(work) else _result(work)
+    # asyncio tells nobody whether a factory makes them eager (`asyncio.eager_task_factory`, from Python 3.12 on).
+    if "eager_task_factory" in getattr(loop.get_task_factory(), "__qualname__", ""):
+        return asyncio.Task(coroutine, loop=loop, name=name)
+    return loop.create_task(coroutine, name=name)
+
+
+async def _result(work: Awaitable[T]) -> T:
+    return await work
+
+
 async def end(*tasks: asyncio.Future[Any] | None) -> None:
     """End these tasks, if they have not ended; nobody wants their answers any more."""
     left = [task for task in tasks if task is not None]

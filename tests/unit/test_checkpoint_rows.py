@@ -69,8 +69,8 @@ def test_a_row_becomes_a_checkpoint() -> None:
         {"delta": ["1"], "run": "[]"},
         {"delta": ["1"], "run": '{"steps": "many"}'},
         {"delta": [None]},
-        {"delta": ["[" * 5000 + "]" * 5000]},
-        {"delta": ["1"], "run": '{"output": ' + "[" * 5000 + "]" * 5000 + "}"},
+        {"delta": ["[" * 100_000 + "]" * 100_000]},
+        {"delta": ["1"], "run": '{"output": ' + "[" * 100_000 + "]" * 100_000 + "}"},
     ],
 )
 def test_a_row_that_says_nothing_clear_is_refused(fields: dict[str, Any]) -> None:

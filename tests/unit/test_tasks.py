@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bufstore.tasks import end, together
+import bufstore
+from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore
+from bufstore.memory import MemoryNats
+from bufstore.tasks import end, spawn, together
+from helpers import run_of
+
+#: Tasks that begin before whoever makes them goes on; there are none before Python 3.12.
+EAGER: Any = getattr(asyncio, "eager_task_factory", None)
+needs_eager = pytest.mark.skipif(EAGER is None, reason="Python makes no task eager before 3.12")
 
 
 async def test_an_error_is_raised_when_all_calls_have_ended() -> None:
@@ -42,3 +53,46 @@ async def test_tasks_that_are_ended_have_ended_whatever_they_raise() -> None:
     await end(task, None)
     assert closed.is_set()
     assert task.done()
+
+
+def _traced(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(work, loop=loop, **options)
+
+
+@pytest.mark.parametrize("factory", [None, _traced, pytest.param(EAGER, marks=needs_eager)])
+async def test_a_spawned_task_begins_when_its_maker_has_it(factory: Any) -> None:
+    asyncio.get_running_loop().set_task_factory(factory)
+    made: list[asyncio.Task[None]] = []
+    found: list[asyncio.Task[None] | None] = []
+
+    async def work() -> None:
+        found.append(made[0] if made else None)
+
+    made.append(spawn(work(), name="work"))
+    assert not found
+    await made[0]
+    assert found == made
+    assert made[0].get_name() == "work"
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    future.set_result(1)
+    assert await spawn(future) == 1
+
+
+def test_tasks_are_made_in_one_place() -> None:
+    """On a loop with eager tasks a writer's task had ended before it was kept, and nothing was written any more."""
+    made = re.compile(r"(asyncio|loop|get_running_loop\(\))\.create_task\(|ensure_future\(")
+    files = Path(bufstore.__file__).parent.rglob("*.py")
+    assert [f.name for f in files if made.search(f.read_text())] == ["tasks.py"]
+
+
+@needs_eager
+async def test_a_store_works_where_tasks_are_eager() -> None:
+    config = BufferConfig(flush_interval_s=0.05, lease_s=4)
+    asyncio.get_running_loop().set_task_factory(EAGER)
+    async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config) as store:
+        for number in range(3):
+            written = (store.checkpoint_append(f"t{n}", [{"n": number}], run_of(f"t{n}", number)) for n in range(5))
+            await asyncio.gather(*written)
+        await store.force_flush("t0")
+        for level in Consistency:
+            assert len(await store.load_messages("t0", consistency=level) or ()) == 3

@@ -32,6 +32,7 @@ from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.tasks import spawn
 
 _Call = Callable[[], Awaitable[None]]
 
@@ -130,7 +131,7 @@ class Buffer(Generic[C, S, M]):
         `before_store`: what must end before the store is closed, beside all of this (the first caller's counts).
         """
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(before_store), name="bufstore-close")
+            self._closing = spawn(self._close(before_store), name="bufstore-close")
         # Shielded: a cancelled caller must not leave half of it open.
         await asyncio.shield(self._closing)
 

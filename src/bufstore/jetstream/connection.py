@@ -42,7 +42,7 @@ from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.side_by_side import SideBySide
-from bufstore.tasks import check_loop, end
+from bufstore.tasks import check_loop, end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Connection:
             if "authorization violation" in str(e).lower() or isinstance(e, nats.errors.AuthorizationError):
                 raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
             raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
-        self._supervisor = asyncio.create_task(self._supervise(), name="bufstore-nats-connection")
+        self._supervisor = spawn(self._supervise(), name="bufstore-nats-connection")
 
     async def open_with(self, prepare: Callable[[], Awaitable[object]]) -> None:
         """Connect, and prepare what stands on it; closed again when that fails."""

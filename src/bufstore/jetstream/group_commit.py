@@ -43,7 +43,7 @@ from bufstore.jetstream.messages import (
     Stream,
 )
 from bufstore.jetstream.publish_mode import PublishModes
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class GroupCommit:
         if group:
             assert self._loop is not None
             self._ahead, self._sent_at = group, self._now()
-            task = self._loop.create_task(self._guarded(group), name="bufstore-group")
+            task = spawn(self._guarded(group), name="bufstore-group")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -220,7 +220,7 @@ class GroupCommit:
         while self._large and self._large_task is None and self._loop is not None and not self._closed:
             unit = self._large.popleft()
             if not unit.given_up:
-                self._large_task = self._loop.create_task(self._guarded([unit], large=True), name="bufstore-large")
+                self._large_task = spawn(self._guarded([unit], large=True), name="bufstore-large")
                 self._tasks.add(self._large_task)
                 self._large_task.add_done_callback(self._large_sent)
 

@@ -25,7 +25,7 @@ from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
 from bufstore.langgraph.recent import End, Newest, Recent
-from bufstore.tasks import check_loop, end
+from bufstore.tasks import check_loop, end, spawn
 from bufstore.types import Consistency
 
 CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]
@@ -63,7 +63,7 @@ class CachingReader:
             return remembered
         if self._cache.oldest(thread_id) is None:
             return await self._told(thread_id)
-        asked = asyncio.ensure_future(self._told(thread_id))
+        asked = spawn(self._told(thread_id))
         try:
             while not (await asyncio.wait([asked], timeout=_LOOK_S))[0]:
                 remembered = self._remembered(thread_id)
@@ -264,9 +264,7 @@ class CheckpointReads:
         """Rows, and a tail that begins at or below their watermark."""
         for _ in range(_TRIES):
             at = elapsed.now_s()
-            rows = (
-                asyncio.ensure_future(self._rows(thread_id, asked)) if self._buffer.reads.store.down is None else None
-            )
+            rows = spawn(self._rows(thread_id, asked)) if self._buffer.reads.store.down is None else None
             try:
                 state = await self._state(thread_id, level, rows)
                 if state.base == LOG:

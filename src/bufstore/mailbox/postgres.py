@@ -33,7 +33,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class PostgresBackend(Backend):
         self._news.set()
         self._untold += 1
         if self._notifier is not None and (self._telling is None or self._telling.done()):
-            self._telling = asyncio.create_task(self._tell_all(self._notifier), name="bufstore-mailbox-tell")
+            self._telling = spawn(self._tell_all(self._notifier), name="bufstore-mailbox-tell")
 
     async def _tell_all(self, notifier: Notifier) -> None:
         with suppress(Closed):
@@ -281,7 +281,7 @@ class PostgresBackend(Backend):
                     await self._news.wait()
 
     async def _pull(self, limit: int) -> list[Any]:
-        pulling = asyncio.ensure_future(self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s)))
+        pulling = spawn(self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s)))
         try:
             return await asyncio.shield(pulling)
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Sweeper:
         self.last_pass: float | None = None
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="bufstore-mailbox-sweeper")
+        self._task = spawn(self._run(), name="bufstore-mailbox-sweeper")
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ from bufstore.holding import Holding
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Worker:
         self.trouble: str | None = None
 
     async def __aenter__(self) -> Self:
-        self._pulling = asyncio.create_task(self._pull(), name="bufstore-mailbox-worker")
-        self._watching = asyncio.create_task(self._watch(), name="bufstore-mailbox-watch")
+        self._pulling = spawn(self._pull(), name="bufstore-mailbox-worker")
+        self._watching = spawn(self._watch(), name="bufstore-mailbox-watch")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -94,7 +94,7 @@ class Worker:
             failures, self.trouble = 0, None
             for signal in signals:
                 await room.acquire()
-                task = asyncio.create_task(self._thread(signal), name="bufstore-mailbox-thread")
+                task = spawn(self._thread(signal), name="bufstore-mailbox-thread")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 task.add_done_callback(lambda _: room.release())
@@ -125,7 +125,7 @@ class Worker:
             await signal.nack(0 if self._closing else delay)
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
-        task = asyncio.ensure_future(self._handler(claim))
+        task = spawn(self._handler(claim))
         self._claims[claim.token] = claim, task
         c, began = self._config, asyncio.get_running_loop().time()
         holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))

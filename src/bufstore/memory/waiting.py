@@ -19,7 +19,7 @@ class MemoryWaiting:
 
     def write(self, waiting: Sequence[WaitingEntry], left: Mapping[str, int]) -> None:
         """Part of a flush. Nothing is written if anything waits already."""
-        assert self.entries.keys().isdisjoint((e.item.thread_id, e.item.seq) for e in waiting), "no entry waits twice"
+        assert not any((e.item.thread_id, e.item.seq) in self.entries for e in waiting), "no entry waits twice"
         for thread_id, seq in [key for key in self.entries if key[1] <= left.get(key[0], 0)]:
             del self.entries[thread_id, seq]
         now = datetime.now(UTC)

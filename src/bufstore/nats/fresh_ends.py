@@ -20,7 +20,7 @@ from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import Shown
 from bufstore.shared_call import SharedCall
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 #: Everything that a proof is asked for has an end in this time.
 PROOF_S = 3.0
@@ -81,7 +81,7 @@ class FreshEnds:
         """Store the proof; the task that looks where the subjects end goes on beside the next proof."""
         wanted, self._wanted = sorted(self._wanted), set()
         stored = await self._replicas.store_proof()
-        look = asyncio.create_task(self._look(wanted, stored), name="bufstore-fresh-ends")
+        look = spawn(self._look(wanted, stored), name="bufstore-fresh-ends")
         self._looks.add(look)
         look.add_done_callback(self._looked)
         return look

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from bufstore.errors import BufstoreError, LogUnavailable
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _PAUSE_S = 2.0
 _LATE_S = 10.0
@@ -32,7 +32,7 @@ class Leftovers:
         """Remove this consumer as soon as that is possible. No consumer of this name may be made any more."""
         self._names[name] = asyncio.get_running_loop().time() + _LATE_S
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._remove_all(), name="bufstore-leftover-consumers")
+            self._task = spawn(self._remove_all(), name="bufstore-leftover-consumers")
 
     async def aclose(self) -> None:
         """Remove no more; the server removes the rest, in its time."""

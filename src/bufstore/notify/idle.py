@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from bufstore.errors import Closed, ConfigError, Unavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ async def wait_for_work(
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:
     """Wait for one of the events, at most so long."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    waiting = [spawn(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

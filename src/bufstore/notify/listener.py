@@ -17,6 +17,7 @@ from bufstore.errors import Closed
 from bufstore.notify.broker import Teardown
 from bufstore.notify.listener_state import ListenerState, ListenerStep, after
 from bufstore.notify.protocol import Unlisten
+from bufstore.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class SharedListener(Generic[P, C]):
 
     async def _move(self, step: Coroutine[Any, Any, None]) -> None:
         """Let a step of the subscription run to its end, even if its caller is cancelled."""
-        task = asyncio.ensure_future(step)
+        task = spawn(step)
         self._moves.add(task)
         task.add_done_callback(self._moved)
         await asyncio.shield(task)

@@ -27,7 +27,7 @@ from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class NatsBroker:
                 raise NotifyUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
             raise
         if isinstance(self._link, Client) and self._watch is None:
-            self._watch = asyncio.create_task(self._watch_client(self._link), name="bufstore-notify-watch")
+            self._watch = spawn(self._watch_client(self._link), name="bufstore-notify-watch")
         self._subscriptions[event] = subscription
 
         async def teardown() -> None:

@@ -17,7 +17,7 @@ from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Notifier:
         self._start(self._ask(kind, hint, wanted, idle, granted))
 
     def _start(self, asking: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(asking)
+        task = spawn(asking)
         self._claims.add(task)
         task.add_done_callback(self._claims.discard)
 

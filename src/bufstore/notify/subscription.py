@@ -5,7 +5,6 @@ Subscribers do not hear that it was gone, only, once, that it is back: they may 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
@@ -16,7 +15,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.notify.broker import Teardown
 from bufstore.notify.listener import SharedListener
 from bufstore.notify.protocol import Event
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Subscription:
             deliver(payload)
 
     async def _open(self, deliver: Callable[[Heard], None]) -> Teardown:
-        running = asyncio.create_task(self._run(await self._attach(), deliver), name=f"bufstore-{self._name}")
+        running = spawn(self._run(await self._attach(), deliver), name=f"bufstore-{self._name}")
 
         async def teardown() -> None:
             await end(running)

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
+from bufstore.tasks import spawn
+
 T = TypeVar("T")
 
 
@@ -49,7 +51,7 @@ class Loop:
             async def opening() -> T:
                 return await open_()
 
-            task = self._opened[key] = asyncio.create_task(opening())
+            task = self._opened[key] = spawn(opening())
         return cast(T, await asyncio.shield(task))
 
 

@@ -13,6 +13,7 @@ from bufstore.buffer.entry import Malformed
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry, plan_replay
 from bufstore.buffer.ports.ledger import FlushFailed, Ledger, QuarantineFull, Replay
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.tasks import spawn
 from bufstore.testing.basics import Check, raises, registrar
 from bufstore.testing.ledger import (
     QUARANTINE_MAX,
@@ -155,7 +156,7 @@ async def what_is_replayed_meanwhile_is_not_discarded(ledgers: Ledgers) -> None:
         discards: list[asyncio.Task[int]] = []
 
         def decide(row: Watermark, entries: Sequence[ParkedEntry], seq: int = seq) -> Replay:
-            discards.append(asyncio.create_task(ledger.parked.discard([seq])))  # noqa: B023 - awaited in this round
+            discards.append(spawn(ledger.parked.discard([seq])))  # noqa: B023 - awaited in this round
             return _replays("replayed")(row, entries)
 
         await ledger.parked.replay(thread_id, 0, decide)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import lane_of
-from bufstore.tasks import check_loop, together
+from bufstore.tasks import check_loop, spawn, together
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import ThreadChange
 from bufstore.threads.state import ThreadState
@@ -61,7 +61,7 @@ class Lanes:
             await together(begin(buffer) for buffer in self.all[1:])
         except BaseException:
             # Shielded: a caller who gives up twice must not leave some of them open.
-            await asyncio.shield(asyncio.create_task(self._release(opened), name="bufstore-release-lanes"))
+            await asyncio.shield(spawn(self._release(opened), name="bufstore-release-lanes"))
             raise
 
     async def _release(self, opened: Sequence[ThreadBuffer]) -> None:
@@ -76,13 +76,13 @@ class Lanes:
         """Close all. Idempotent."""
         check_loop(self._loop)
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name="bufstore-close-lanes")
+            self._closing = spawn(self._close(), name="bufstore-close-lanes")
         # Shielded: a cancelled caller must not leave some of them open.
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         """All at once; the first one closes the store, after the others."""
-        others = asyncio.create_task(together(buffer.aclose() for buffer in self.all[1:]), name="bufstore-close-others")
+        others = spawn(together(buffer.aclose() for buffer in self.all[1:]), name="bufstore-close-others")
 
         async def closed() -> None:
             await asyncio.wait([others])

@@ -29,6 +29,7 @@ from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
+from bufstore.tasks import spawn
 from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
@@ -225,11 +226,11 @@ class Keyed:
 
     async def _to_the_end(self, taking: Coroutine[Any, Any, H]) -> H:
         """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
-        beginning = asyncio.ensure_future(taking)
+        beginning = spawn(taking)
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            ending = asyncio.ensure_future(self._abandon(beginning))
+            ending = spawn(self._abandon(beginning))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             raise

@@ -40,7 +40,7 @@ from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 from bufstore.tokens import model
 from bufstore.tokens.fence import Hold, Keyed, Register, holder_name
 from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
@@ -146,9 +146,7 @@ class ExclusiveWork(Keyed):
         """
         if self._config.max_attempts and dead_letter is None:
             raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
-        workers = [
-            asyncio.create_task(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)
-        ]
+        workers = [spawn(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*workers)
         finally:  # when one has failed, none works on after this has ended
@@ -321,7 +319,7 @@ def _is_turn(delivery: Delivery | None) -> bool:
 
 async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.Future[Any]:
     """What is waited for, ended; cancelled when `stopping` comes first."""
-    task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(stopping.wait())
+    task, stop = spawn(waiting), spawn(stopping.wait())
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -42,7 +42,7 @@ from bufstore.errors import (
 )
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
-from bufstore.tasks import check_loop, end
+from bufstore.tasks import check_loop, end, spawn
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -354,7 +354,7 @@ class Appender(Generic[S, M]):
     # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
 
     def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+        task = spawn(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

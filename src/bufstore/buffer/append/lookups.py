@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
+from bufstore.tasks import spawn
+
 V = TypeVar("V")
 
 
@@ -21,7 +23,7 @@ class Lookups(Generic[V]):
     def of(self, key: str) -> Awaitable[V | None]:
         """What was found, if anything was. Raises what the request raises."""
         if not self._waiting:
-            task = asyncio.create_task(self._look())
+            task = spawn(self._look())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         future: asyncio.Future[V | None] = asyncio.get_running_loop().create_future()

@@ -15,6 +15,7 @@ from bufstore.buffer.domain import Inapplicable, M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.parts import Parts
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -152,9 +153,12 @@ class TipFinder(Generic[S, M]):
         at, seen = elapsed.now_s(), await self._seen_lately()
         ends = await self._ends(thread_ids)
         # Both at once: the first append to a thread waits for it.
-        async with asyncio.TaskGroup() as questions:
-            absent = questions.create_task(self._not_held([t for t, end in ends.items() if not end]))
-            rows = questions.create_task(self._stored.watermarks(thread_ids))
+        absent = spawn(self._not_held([thread_id for thread_id, end in ends.items() if not end]))
+        rows = spawn(self._stored.watermarks(thread_ids))
+        try:
+            await asyncio.gather(absent, rows)
+        finally:
+            await end(absent, rows)
         marks = {t: rows.result().get(t, Watermark()) for t in thread_ids if t in rows.result() or ends[t]}
         tails = await self._with_tails({t: row for t, row in marks.items() if row.flushed_seq < ends[t]})
         found: dict[str, Tip[M]] = {}

@@ -38,6 +38,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Flusher:
             "retention": self._retention.keep,
         }
         for name, work in loops.items():
-            task = asyncio.create_task(self._supervise(name, work), name=f"bufstore-flusher-{name}")
+            task = spawn(self._supervise(name, work), name=f"bufstore-flusher-{name}")
             self._tasks.append(task)
 
     async def aclose(self, timeout_s: float | None = None) -> None:

@@ -24,6 +24,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ class Takeover:
                 self._state.report(StoreUnavailable(reason), stopped=False)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name="bufstore-flusher-partition")
+        task = spawn(work, name="bufstore-flusher-partition")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

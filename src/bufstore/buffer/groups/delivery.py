@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.tasks import spawn
 
 if TYPE_CHECKING:
     from bufstore.buffer.groups.feeds import PartitionFeed
@@ -87,7 +88,7 @@ class Delivery:
         """Follow the groups from this sequence on. Raises LogUnavailable."""
         self.next = self._began = first
         self._groups = await follow(self._something.set)
-        self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
+        self._task = spawn(self._guarded(self._groups), name="bufstore-feeds")
 
     def serve(self, feed: PartitionFeed) -> None:
         """Deliver to it what comes from now on."""

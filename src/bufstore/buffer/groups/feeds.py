@@ -23,7 +23,7 @@ from bufstore.buffer.groups.delivery import Delivery, Split, StreamFeed
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError, Closed
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Feeds:
 
     def _tidy_soon(self) -> None:
         if not self._closed and self._tidying is None:
-            self._tidying = asyncio.create_task(self._tidy(), name="bufstore-feeds-tidy")
+            self._tidying = spawn(self._tidy(), name="bufstore-feeds-tidy")
 
     async def _tidy(self) -> None:
         """End what has nothing more to do; serve who waited for that, or have them lost."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.places import first_place
 from bufstore.errors import BufstoreError
+from bufstore.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Forgetting:
     def look_soon(self) -> None:
         """Ask now and then what may be forgotten, while much is remembered."""
         if self._task is None and self._heads.much and not self._closed:
-            self._task = asyncio.create_task(self._look(), name="bufstore-forgetting")
+            self._task = spawn(self._look(), name="bufstore-forgetting")
 
     async def _look(self) -> None:
         while self._heads.much:

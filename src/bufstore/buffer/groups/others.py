@@ -17,6 +17,7 @@ from bufstore.buffer.groups.turns import NEEDS_MAX_S, Pace, Turns, Usual
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.tasks import spawn
 
 #: Who has nobody in his way for so long stops to listen. To begin again costs one refusal.
 _QUIET_S = 1.0
@@ -293,7 +294,7 @@ class Others:
         if self._closed:
             work.close()
             return
-        task = asyncio.get_running_loop().create_task(work, name="bufstore-writers")
+        task = spawn(work, name="bufstore-writers")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

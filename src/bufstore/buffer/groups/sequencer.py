@@ -39,7 +39,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class Sequencer:
     def _work_soon(self) -> None:
         """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
         if self._loop is not None and self._task is None:
-            self._task = self._loop.create_task(self._work(), name="bufstore-groups")
+            self._task = spawn(self._work(), name="bufstore-groups")
 
     async def _work(self) -> None:
         again = True
@@ -268,7 +268,7 @@ class Sequencer:
 
     def _store_parts(self, queued: Queued) -> None:
         self._large.append(queued)
-        task = asyncio.get_running_loop().create_task(self._with_parts(queued), name="bufstore-parts")
+        task = spawn(self._with_parts(queued), name="bufstore-parts")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

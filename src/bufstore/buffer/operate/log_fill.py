@@ -12,7 +12,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError, LogFull
 from bufstore.jetstream.messages import Held
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 #: A look is compared with one of at most, and if possible at least, this long ago.
 _REMEMBERED_S = 120.0
@@ -117,7 +117,7 @@ class FillForecast:
         task = self._explaining
         now = asyncio.get_running_loop().time()
         if task is None or (task.done() and now - self._explained_at > _EXPLAINED_S):
-            task = self._explaining = asyncio.create_task(self._look(), name="bufstore-why-full")
+            task = self._explaining = spawn(self._look(), name="bufstore-why-full")
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody looks at it
             self._explained_at = now
         with contextlib.suppress(TimeoutError, BufstoreError):

@@ -15,6 +15,7 @@ from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.membership import owners
 from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, FlushTimeout
+from bufstore.tasks import spawn
 
 _ASK_INTERVAL_S = 0.25
 
@@ -89,7 +90,7 @@ class FlushWaiter:
                     look_first = True
                     failed = await self._ask(left) or failed
                     if inquiry is None and loop.time() >= half_time:
-                        inquiry = loop.create_task(self._inquire(min(left)), name="bufstore-flush-inquiry")
+                        inquiry = spawn(self._inquire(min(left)), name="bufstore-flush-inquiry")
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(_ASK_INTERVAL_S, timeout_s / 4)):
                             await moved.wait()

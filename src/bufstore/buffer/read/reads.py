@@ -33,7 +33,7 @@ from bufstore.errors import (
     ThreadQuarantined,
 )
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
-from bufstore.tasks import check_loop, end
+from bufstore.tasks import check_loop, end, spawn
 from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class Reads(Generic[S]):
     async def _continued(self, thread_id: str, kept: Kept[S], proven: bool) -> Kept[S] | None:
         """What was read before, with what came since, where the watermark says so; None: read it again."""
         subject, began = self._subjects.of(thread_id), elapsed.now_s()
-        row = asyncio.get_running_loop().create_task(self._with_waiting.watermark(thread_id))
+        row = spawn(self._with_waiting.watermark(thread_id))
         try:
             last = await self._last(subject, proven)
             new: list[Item] = []
@@ -227,7 +227,7 @@ class Reads(Generic[S]):
             began = elapsed.now_s()
             deadline = loop.time() + self._config.read_timeout_s
             asked = None if self.store.down is not None else self.store.ask(thread_id)
-            in_log = loop.create_task(self._last(subject, proven))
+            in_log = spawn(self._last(subject, proven))
             try:
                 state = await self.store.stored(asked, deadline) if asked is not None else None
                 era = self.restored.era  # in which the state was answered, and counted

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
-from bufstore.tasks import end
+from bufstore.tasks import end, spawn
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class StoreWatch(Generic[S]):
 
     def ask(self, thread_id: str) -> asyncio.Task[S]:
         """Ask for the thread's state."""
-        return asyncio.get_running_loop().create_task(self._reader.state(thread_id))
+        return spawn(self._reader.state(thread_id))
 
     async def stored(self, asked: asyncio.Task[S], deadline: float) -> S | None:
         """What the store answers, however long it takes for that as long as it is up; None if it does not answer."""
@@ -61,7 +61,7 @@ class StoreWatch(Generic[S]):
 
     async def while_up(self, asking: Coroutine[Any, Any, T]) -> T:
         """What the store answers, however long it takes for that as long as it is up. Raises StoreUnavailable."""
-        asked = asyncio.get_running_loop().create_task(asking)
+        asked = spawn(asking)
         try:
             while self.down is None and not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
                 await self._is_down()
@@ -106,12 +106,12 @@ class StoreWatch(Generic[S]):
     async def _is_down(self) -> bool:
         """Whether the store does not even answer a small query, which is asked once for all callers."""
         if self._question is None or self._question.done():
-            self._question = asyncio.create_task(self._ask_little(), name="bufstore-store-question")
+            self._question = spawn(self._ask_little(), name="bufstore-store-question")
         await asyncio.shield(self._question)
         return self.down is not None
 
     async def _ask_little(self) -> None:
-        asked = asyncio.create_task(self._reader.answers(), name="bufstore-store-ping")
+        asked = spawn(self._reader.answers(), name="bufstore-store-ping")
         try:
             if (await asyncio.wait([asked], timeout=self._patience))[0]:
                 asked.result()
@@ -130,7 +130,7 @@ class StoreWatch(Generic[S]):
                 reason,
                 extra={"action": "store_down"},
             )
-            self._probe = asyncio.create_task(self._look_for_store(), name="bufstore-store-probe")
+            self._probe = spawn(self._look_for_store(), name="bufstore-store-probe")
 
     async def _look_for_store(self) -> None:
         while self.down is not None:

@@ -23,6 +23,7 @@ from bufstore.cli.conversations.writer import ConversationWriter, Written, flush
 from bufstore.cli.demo.view import Sample, View, new_view
 from bufstore.cli.running import EXIT_WRONG, Finite
 from bufstore.errors import BufstoreError
+from bufstore.tasks import spawn
 from bufstore.threads.buffered import BufferedThreadStore
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class Demonstration:
     async def _watched(self, store: BufferedThreadStore, writer: ConversationWriter) -> float:
         """Write and flush while the view is kept up to date; how long the writing took."""
         over = asyncio.Event()
-        watching = asyncio.create_task(self._watch(store, writer, over))
+        watching = spawn(self._watch(store, writer, over))
         try:
             began = time.perf_counter()
             await self._write(writer)

@@ -15,6 +15,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.running import Failure, Finite
 from bufstore.errors import BufstoreError, FlushTimeout
+from bufstore.tasks import spawn
 from bufstore.types import check_id
 
 _LOOK_EVERY_S = 0.25
@@ -111,7 +112,7 @@ async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
         async with target.opened(flush_timeout_s=_STAND_IN_S):
             await over.wait()
 
-    task = asyncio.create_task(work())
+    task = spawn(work())
     try:
         yield needed
     finally:

@@ -26,6 +26,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.errors import map_errors
+from bufstore.tasks import spawn
 
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
@@ -318,7 +319,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     async def _give_back(self, connection: _Connection) -> None:
         """Return a connection, even if the caller is cancelled meanwhile: otherwise the pool would lose it forever."""
-        returning = asyncio.ensure_future(self.putconn(connection))
+        returning = spawn(self.putconn(connection))
         self._returning.add(returning)
         returning.add_done_callback(self._returning.discard)
         await asyncio.shield(returning)
@@ -423,7 +424,7 @@ class Alarm:
         return self._task is not None
 
     def _ring(self) -> None:
-        self._task = asyncio.ensure_future(self._end())
+        self._task = spawn(self._end())
 
     async def _end(self) -> None:
         with suppress(psycopg.Error):
