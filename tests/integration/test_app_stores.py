@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -15,6 +15,7 @@ from bufstore import (
     Checkpoint,
     ConfigError,
     Consistency,
+    NotFound,
     Queryable,
     Run,
     Thread,
@@ -176,6 +177,50 @@ async def test_a_value_that_an_apps_columns_refuse_is_parked(deployment: Deploym
             await store.load_messages(bad)
         assert "22P05" in (await store.quarantine.page())[0].cause
         assert await store.load_messages(good, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+class FailsOn(NotesStore):
+    """Does what it must not for one thread."""
+
+    def __init__(self, dsn: str, thread_id: str, fault: Callable[[psycopg.AsyncConnection[Any]], Awaitable[Any]]):
+        super().__init__(dsn)
+        self.thread_id, self.fault = thread_id, fault
+
+    async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
+        await super().apply(connection, batch)
+        if any(change.thread_id == self.thread_id for change in batch):
+            await self.fault(connection)
+
+
+async def _raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        pytest.param(lambda c: c.execute("SELECT %s::text", ["a\0b"]), "DataError", id="a NUL in text"),
+        pytest.param(lambda c: c.execute("SELECT %s", [{}]), "ProgrammingError", id="what psycopg cannot adapt"),
+        pytest.param(lambda c: c.commit(), "ProgrammingError", id="a commit"),
+        pytest.param(lambda _: _raises(psycopg.InterfaceError()), "InterfaceError", id="a closed cursor"),
+        pytest.param(lambda _: _raises(NotFound("x")), "NotFound", id="an error of bufstore's"),
+        pytest.param(lambda c: c.close(), "", id="a closed connection"),
+    ],
+)
+async def test_a_fault_of_an_apps_store_in_one_thread_delays_that_thread_only(
+    deployment: Deployment, app_dsn: str, fault: Any, name: str
+) -> None:
+    bad, good = fresh("bad"), [fresh("good") for _ in range(5)]
+    mine = FailsOn(app_dsn, bad, fault)
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        for thread_id in (bad, *good):
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        for thread_id in good:
+            await store.force_flush(thread_id, timeout_s=20)
+        assert name in (await store.health()).flusher
+        mine.thread_id = ""
+        await store.force_flush(bad, timeout_s=20)
+        assert await store.quarantined() == 0
 
 
 def test_every_check_runs_on_the_least_store_or_says_what_it_needs() -> None:

@@ -12,7 +12,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.blame import THREADS_MIN
 from bufstore.buffer.flush.verdict import Verdict, verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
-from bufstore.errors import StoreUnavailable
+from bufstore.errors import Closed, ConfigError, LogUnavailable, MalformedEntry, StoreMisconfigured, StoreUnavailable
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, other_partition
 
 GOOD = [f"good{n}" for n in range(20)]
@@ -74,6 +74,26 @@ def test_what_the_server_says_of_a_statement_delays_its_own_thread_only(sqlstate
         bad = False
         assert await it.flushed("t", within_s=20.0)
         assert await it.stored() == ["m"]
+
+    bench(main)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MalformedEntry("m"), ConfigError("c"), StoreMisconfigured("s"), Closed("c"), LogUnavailable("l"), OSError("o")],
+    ids=lambda e: type(e).__name__,
+)
+def test_what_an_apps_code_raises_for_a_thread_delays_its_own_thread_only(error: Exception) -> None:
+    async def main(it: Bench) -> None:
+        bad = True
+        failing(it, lambda c: error if bad and c.thread_id == "t" else None)
+        await write(it, ["t", *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=20.0)
+        assert type(error).__name__ in state_of(it).trouble
+        bad = False
+        assert await it.flushed("t", within_s=20.0)
+        assert not it.ledger.parked.entries
 
     bench(main)
 

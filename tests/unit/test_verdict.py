@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.flush.verdict import Verdict, verdict
+from bufstore.buffer.flush.verdict import Verdict, verdict, verdict_of_app
+from bufstore.errors import Closed, ConfigError, NotFound, StoreMisconfigured, StoreUnavailable
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,20 @@ def test_the_table(state: str | None, expected: Verdict) -> None:
 @given(state=st.text(max_size=6))
 def test_only_data_and_constraint_errors_may_ever_park(state: str) -> None:
     assert (verdict(state) is Verdict.POISON) == (state[:2] in ("22", "23"))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (StoreUnavailable("x"), Verdict.RETRY),
+        (Closed("x"), Verdict.RETRY),
+        (ConnectionRefusedError(), Verdict.RETRY),
+        (TimeoutError(), Verdict.RETRY),
+        (StoreMisconfigured("x"), Verdict.DENIED),
+        (ConfigError("x"), Verdict.SUSPECT),
+        (NotFound("x"), Verdict.SUSPECT),
+        (KeyError("x"), Verdict.SUSPECT),
+    ],
+)
+def test_what_an_apps_code_raises(error: Exception, expected: Verdict) -> None:
+    assert verdict_of_app(error) is expected

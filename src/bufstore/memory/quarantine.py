@@ -12,10 +12,10 @@ import msgspec
 from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.domain import Applies
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.flush.verdict import Verdict, verdict_of_app
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry
 from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
-from bufstore.errors import BufstoreError, Rejected
+from bufstore.errors import Rejected, StoreUnavailable
 
 
 async def apply_batch(target: Applies[Any], batch: Sequence[Any]) -> None:
@@ -25,10 +25,10 @@ async def apply_batch(target: Applies[Any], batch: Sequence[Any]) -> None:
             await target.apply(None, batch)
     except Rejected as e:
         raise FlushFailed(str(e), Verdict.POISON, cause=type(e).__name__) from e
-    except (BufstoreError, OSError, FlushFailed):
+    except (StoreUnavailable, FlushFailed):
         raise
     except Exception as e:  # the app's own code
-        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
+        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", verdict_of_app(e)) from e
 
 
 class MemoryParked:

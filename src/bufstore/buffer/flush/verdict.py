@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 
+from bufstore.errors import StoreMisconfigured, Unavailable
+
 
 class Verdict(enum.Enum):
     """What to do about an error of a flush."""
@@ -21,7 +23,7 @@ class Verdict(enum.Enum):
     LOCKED = "locked"
     #: A statement was refused for a reason that may or may not pass: its thread waits.
     ISOLATE = "isolate"
-    #: An app's code raised. As ISOLATE; poison when it does not pass for a while.
+    #: An app's code raised, or psycopg before it asked Postgres. As ISOLATE; poison when it does not pass for a while.
     SUSPECT = "suspect"
     #: An entry cannot be applied. Split down to it.
     POISON = "poison"
@@ -76,3 +78,10 @@ def verdict(sqlstate: str | None) -> Verdict:
     if not sqlstate:
         return Verdict.RETRY
     return _BY_STATE.get(sqlstate) or _BY_CLASS.get(sqlstate[:2]) or Verdict.ISOLATE
+
+
+def verdict_of_app(error: Exception) -> Verdict:
+    """The verdict for what an app's code raised, of which Postgres says nothing."""
+    if isinstance(error, (Unavailable, OSError)):
+        return Verdict.RETRY
+    return Verdict.DENIED if isinstance(error, StoreMisconfigured) else Verdict.SUSPECT

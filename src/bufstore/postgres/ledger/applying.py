@@ -11,9 +11,9 @@ import psycopg
 from psycopg import AsyncConnection
 
 from bufstore.buffer.domain import Applies
-from bufstore.buffer.flush.verdict import Verdict, verdict
+from bufstore.buffer.flush.verdict import verdict, verdict_of_app
 from bufstore.buffer.ports.ledger import FlushFailed
-from bufstore.errors import BufstoreError
+from bufstore.errors import StoreUnavailable
 
 #: A probe that finds more to refuse than to write ends after this.
 _PROBE_S = 2.0
@@ -35,11 +35,11 @@ async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], ba
     try:
         with flush_errors(of_batch=True):
             await target.apply(connection, batch)
-    except (psycopg.Error, BufstoreError, OSError, FlushFailed):
+    except (psycopg.OperationalError, StoreUnavailable, FlushFailed):
         raise
     except Exception as e:
-        # The app's own code: nobody knows what it means, so it may delay only the threads that it fails on.
-        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
+        # The app's own code, or a value that psycopg refuses: it may delay only the threads that it fails on.
+        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", verdict_of_app(e)) from e
 
 
 async def probe_batch(
