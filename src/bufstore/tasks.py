@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from bufstore.errors import ConfigError
 
 T = TypeVar("T")
+
+
+class StrayCancelledError(Exception):
+    """Something that this task awaits was cancelled, and not this task."""
+
+
+@contextmanager
+def own_cancels_only() -> Iterator[None]:
+    """Raise StrayCancelledError for a CancelledError of something else: it is an error as any other, and ends no loop.
+
+    An app's code may await what another part of the app cancels.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise StrayCancelledError("something that was awaited was cancelled") from e
 
 
 def check_loop(home: asyncio.AbstractEventLoop | None) -> None:

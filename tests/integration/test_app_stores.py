@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -204,6 +205,7 @@ async def _raises(error: BaseException) -> None:
         pytest.param(lambda c: c.commit(), "ProgrammingError", id="a commit"),
         pytest.param(lambda _: _raises(psycopg.InterfaceError()), "InterfaceError", id="a closed cursor"),
         pytest.param(lambda _: _raises(NotFound("x")), "NotFound", id="an error of bufstore's"),
+        pytest.param(lambda _: _raises(asyncio.CancelledError()), "CancelledError", id="a cancel of something else"),
         pytest.param(lambda c: c.close(), "", id="a closed connection"),
     ],
 )

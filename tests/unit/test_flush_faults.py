@@ -80,10 +80,18 @@ def test_what_the_server_says_of_a_statement_delays_its_own_thread_only(sqlstate
 
 @pytest.mark.parametrize(
     "error",
-    [MalformedEntry("m"), ConfigError("c"), StoreMisconfigured("s"), Closed("c"), LogUnavailable("l"), OSError("o")],
+    [
+        MalformedEntry("m"),
+        ConfigError("c"),
+        StoreMisconfigured("s"),
+        Closed("c"),
+        LogUnavailable("l"),
+        OSError("o"),
+        asyncio.CancelledError("of something that it awaits"),
+    ],
     ids=lambda e: type(e).__name__,
 )
-def test_what_an_apps_code_raises_for_a_thread_delays_its_own_thread_only(error: Exception) -> None:
+def test_what_an_apps_code_raises_for_a_thread_delays_its_own_thread_only(error: BaseException) -> None:
     async def main(it: Bench) -> None:
         bad = True
         failing(it, lambda c: error if bad and c.thread_id == "t" else None)
@@ -94,6 +102,26 @@ def test_what_an_apps_code_raises_for_a_thread_delays_its_own_thread_only(error:
         bad = False
         assert await it.flushed("t", within_s=20.0)
         assert not it.ledger.parked.entries
+
+    bench(main)
+
+
+def test_no_cancel_but_its_own_ends_the_flushers_loop() -> None:
+    async def main(it: Bench) -> None:
+        flush, cancelled = it.ledger.flush, 0
+
+        async def once(*arguments: Any, **options: Any) -> Any:
+            nonlocal cancelled
+            cancelled += 1
+            if cancelled == 1:
+                raise asyncio.CancelledError
+            return await flush(*arguments, **options)
+
+        it.ledger.flush = once  # type: ignore[method-assign]
+        await write(it, GOOD)
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=10.0)
+        assert state_of(it).trouble == ""
 
     bench(main)
 

@@ -279,7 +279,7 @@ def test_a_partition_that_cannot_be_taken_delays_no_other(error: Exception) -> N
     bench(main)
 
 
-def failing(it: Bench, fails: Callable[[Any], Exception | None]) -> None:
+def failing(it: Bench, fails: Callable[[Any], BaseException | None]) -> None:
     apply = it.world.store.apply
 
     async def wrapped(connection: object, batch: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import bufstore
 from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore
 from bufstore.memory import MemoryNats
-from bufstore.tasks import end, spawn, together
+from bufstore.tasks import StrayCancelledError, end, own_cancels_only, spawn, together
 from helpers import run_of
 
 #: Tasks that begin before whoever makes them goes on; there are none before Python 3.12.
@@ -53,6 +54,39 @@ async def test_tasks_that_are_ended_have_ended_whatever_they_raise() -> None:
     await end(task, None)
     assert closed.is_set()
     assert task.done()
+
+
+async def test_a_cancel_of_something_else_is_an_error_and_one_of_the_task_ends_it() -> None:
+    async def guarded(awaited: Awaitable[Any]) -> str:
+        try:
+            with own_cancels_only():
+                await awaited
+        except StrayCancelledError:
+            return "stray"
+        return "done"
+
+    elsewhere = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(guarded(elsewhere))
+    await asyncio.sleep(0)
+    elsewhere.cancel()
+    assert await waiting == "stray"
+    waiting = asyncio.create_task(guarded(asyncio.get_running_loop().create_future()))
+    await asyncio.sleep(0)
+    await end(waiting)
+    assert waiting.cancelled()
+
+    async def cancelled_before() -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        own.cancel()
+        await guarded(asyncio.get_running_loop().create_future())
+
+    task = asyncio.create_task(cancelled_before())
+    await asyncio.wait([task])
+    assert task.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await guarded(asyncio.Event().wait())
 
 
 def _traced(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:

@@ -16,13 +16,15 @@ from bufstore.buffer.flush.verdict import Verdict, verdict_of_app
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry
 from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
 from bufstore.errors import Rejected, StoreUnavailable
+from bufstore.tasks import own_cancels_only
 
 
 async def apply_batch(target: Applies[Any], batch: Sequence[Any]) -> None:
     """Have the store write the batch. Raises FlushFailed."""
     try:
         if batch:
-            await target.apply(None, batch)
+            with own_cancels_only():
+                await target.apply(None, batch)
     except Rejected as e:
         raise FlushFailed(str(e), Verdict.POISON, cause=type(e).__name__) from e
     except (StoreUnavailable, FlushFailed):

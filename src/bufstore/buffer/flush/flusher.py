@@ -38,7 +38,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import spawn
+from bufstore.tasks import own_cancels_only, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ class Flusher:
     async def _supervise(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         while not self._stopping.is_set():
             try:
-                await work(self._stopping)
+                with own_cancels_only():
+                    await work(self._stopping)
             except Exception as e:
                 self.state.trouble = f"{name}: unexpected {type(e).__name__}"
                 _log.exception(

@@ -14,6 +14,7 @@ from bufstore.buffer.domain import Applies
 from bufstore.buffer.flush.verdict import verdict, verdict_of_app
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import StoreUnavailable
+from bufstore.tasks import own_cancels_only
 
 #: A probe that finds more to refuse than to write ends after this.
 _PROBE_S = 2.0
@@ -33,7 +34,7 @@ def flush_errors(*, of_batch: bool = False) -> Iterator[None]:
 async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
     """Have the store write the batch. Raises FlushFailed."""
     try:
-        with flush_errors(of_batch=True):
+        with flush_errors(of_batch=True), own_cancels_only():
             await target.apply(connection, batch)
     except (psycopg.OperationalError, StoreUnavailable, FlushFailed):
         raise
