@@ -373,6 +373,26 @@ async def a_worker_stops_when_it_is_interrupted_or_loses_its_claim(stores: Store
 
 
 @_live_check()
+async def a_live_handler_that_fails_gets_the_next_delivery(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, got = fresh(), []
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+        raise ValueError("a handler that fails") if len(got) % 2 else asyncio.CancelledError
+
+    stop = await b.listen_live(thread_id, handle)
+    for n in range(4):
+        assert await a.deliver_live(thread_id, b"%d" % n) is Live.DELIVERED
+
+    async def arrived() -> bool:
+        return len(got) == 4
+
+    await _eventually(arrived)
+    await stop()
+
+
+@_live_check()
 async def a_live_delivery_reaches_who_listens(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, got = fresh("Ünïcode .*> "), []

@@ -202,12 +202,17 @@ async def a_callback_that_fails_disturbs_nobody(subject: Notifiers) -> None:
         def fails(*_: str) -> None:
             raise RuntimeError("a callback that fails")
 
+        def cancelled(*_: str) -> None:  # as of a future's result
+            raise asyncio.CancelledError
+
         await here.listen_scheduled([kind], fails)
+        await here.listen_scheduled([kind], cancelled)
         await here.listen_scheduled([kind], heard.kind)
         await here.listen_completed(work, fails)
+        await here.listen_completed(work, cancelled)
         await here.listen_completed(work, heard.now)
         for n in (1, 2):
-            await there.notify_scheduled(kind, 2)
+            await there.notify_scheduled(kind, 3)
             await there.notify_completed(work)
             await heard.until(2 * n)
         assert here.statistics().dropped == there.statistics().dropped == 0

@@ -312,20 +312,24 @@ async def test_a_cancelled_take_leaves_nothing_taken(opened: Open) -> None:
         await task.done()
 
 
-async def test_a_handler_that_fails_is_tried_again(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("not yet"), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
+async def test_a_handler_that_fails_is_tried_again(
+    opened: Open, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
     work = await opened()
     stopping, attempts = asyncio.Event(), []
 
     async def handler(task: Task) -> None:
         attempts.append(task.attempt)
         if task.attempt < 3:
-            raise RuntimeError("not yet")
+            raise error
         stopping.set()
 
     await work.submit("a")
     async with asyncio.timeout(10):
         await work.run(handler, stopping)
     assert attempts == [1, 2, 3]
+    assert caplog.messages.count("work on 'a' failed") == 2
     assert await work.take(0.1) is None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Worker
+from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.memory import MemoryBackend, MemoryMailboxStore
 from bufstore.mailbox.model import MailboxThread
@@ -54,6 +55,55 @@ async def test_a_claim_that_is_lost_and_still_ends_takes_nothing_from_the_next_o
             assert found is not None
             assert found.status is Status.SUPERSEDED
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "bufstore-renew"]
+
+
+@pytest.mark.parametrize("error", [KeyError("unforeseen"), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
+async def test_nothing_unforeseen_ends_a_worker(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    done = asyncio.Event()
+
+    async def handle(_: Dispatch) -> None:
+        await asyncio.sleep(0.1)
+        done.set()
+
+    def once(instead_of: Any) -> Any:
+        raised = False
+
+        async def call(*arguments: Any) -> Any:
+            nonlocal raised
+            if not raised:
+                raised = True
+                raise error
+            return await instead_of(*arguments)
+
+        return call
+
+    async with MemoryMailboxStore() as mailbox:
+        monkeypatch.setattr(mailbox, "pull_signals", once(mailbox.pull_signals))
+        monkeypatch.setattr(mailbox.backend, "held", once(mailbox.backend.held))
+        async with Worker(mailbox, "w", handle) as worker:
+            await mailbox.enqueue("t", b"")
+            await asyncio.wait_for(done.wait(), 10)
+            assert worker.trouble is None
+            assert worker._watching is not None
+            assert not worker._watching.done()
+
+
+async def test_nothing_unforeseen_ends_a_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with MemoryMailboxStore(config=MailboxConfig(sweep_interval_s=0.05)) as mailbox:
+        sweeps, errors = mailbox.backend.sweeps, [KeyError("unforeseen"), asyncio.CancelledError()]
+
+        async def fails_at_first(interval_s: float) -> bool:
+            if errors:
+                raise errors.pop()
+            return await sweeps(interval_s)
+
+        monkeypatch.setattr(mailbox.backend, "sweeps", fails_at_first)
+        async with Sweeper(mailbox) as sweeper:
+
+            async def passed() -> bool:
+                return sweeper.last_pass is not None
+
+            await eventually(passed)
 
 
 async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bufstore.errors import BufstoreError, ReadNotFresh, StoreUnavailable
+from bufstore.tasks import StrayCancelledError
 from bufstore.threads.model import Run, decode_message
 from bufstore.types import Consistency
 from unit.test_appender import Instance, World, test
@@ -218,6 +219,31 @@ def test_a_read_that_a_hanging_store_does_not_answer_is_told_by_the_log_in_its_t
         assert await shown(one) == ["a"]
         with pytest.raises(StoreUnavailable, match="did not answer in time"):
             await shown(one, "another")
+
+    test(main)
+
+
+def test_a_store_whose_reads_are_cancelled_counts_as_away_until_it_answers() -> None:
+    """An app's store awaits what the app cancels: the look whether it is back ended with that, and it stayed away."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush()
+
+        async def cancelled(*_: str) -> Any:
+            raise asyncio.CancelledError
+
+        reads = world.store.load_checkpoint, world.store.load_run
+        world.store.load_checkpoint = world.store.load_run = cancelled  # type: ignore[method-assign, assignment]
+        assert await shown(one) == ["a"]
+        with pytest.raises(StrayCancelledError):
+            await shown(one, "another")
+        assert one.reads.store.down is not None
+        await asyncio.sleep(1)
+        world.store.load_checkpoint, world.store.load_run = reads  # type: ignore[method-assign]
+        await asyncio.sleep(1)
+        assert one.reads.store.down is None
+        assert await shown(one) == ["a"]
 
     test(main)
 

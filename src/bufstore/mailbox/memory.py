@@ -25,6 +25,7 @@ from bufstore.mailbox.decisions import Step, as_seen, is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status, numbered
 from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
+from bufstore.tasks import own_cancels_only
 
 _log = logging.getLogger(__name__)
 
@@ -257,7 +258,8 @@ class MemoryBackend(Backend):
         handlers = list(self._state().listeners.get(thread_id, ()))
         for handler in handlers:
             try:
-                await handler(payload)
+                with own_cancels_only():
+                    await handler(payload)
             except Exception:  # the listener's trouble, as on every store: a sender would enqueue what has arrived
                 _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
         return Live.DELIVERED if handlers else Live.NO_SUBSCRIBER

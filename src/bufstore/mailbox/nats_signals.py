@@ -22,6 +22,7 @@ from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.ports import Live, LiveHandler
+from bufstore.tasks import own_cancels_only
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class NatsLive:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await msg.respond(b"")
             try:
-                await handler(msg.data)
+                with own_cancels_only():  # nats-py would end the subscription
+                    await handler(msg.data)
             except Exception:
                 _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
 

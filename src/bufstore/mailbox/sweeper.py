@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, own_cancels_only, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class Sweeper:
             interval = self._mailbox.config.sweep_interval_s * random.uniform(0.9, 1.1)  # noqa: S311
             await asyncio.sleep(interval * min(_WAIT_MAX, 1 + failures))
             try:
-                await self.sweep()
+                with own_cancels_only():
+                    await self.sweep()
             except Exception as e:
                 failures += 1
                 self._mailbox.counters.count("sweep_failures")

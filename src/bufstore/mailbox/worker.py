@@ -20,7 +20,7 @@ from bufstore.holding import Holding
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, own_cancels_only, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +83,14 @@ class Worker:
             room.release()
             free = self._config.max_concurrent_handlers - len(self._running)
             try:
-                signals = await self._mailbox.pull_signals(max(1, min(free, self._config.signal_batch_size)))
-            except BufstoreError as e:
+                with own_cancels_only():
+                    signals = await self._mailbox.pull_signals(max(1, min(free, self._config.signal_batch_size)))
+            except Exception as e:
                 failures += 1
+                text = str(e) if isinstance(e, BufstoreError) else f"unexpected {type(e).__name__}"
                 if self.trouble is None:
-                    _log.warning("cannot fetch signals; tries again: %s", e, extra={"action": "mailbox_pull_failed"})
-                self.trouble = str(e)
+                    _log.warning("cannot fetch signals; tries again: %s", text, extra={"action": "mailbox_pull_failed"})
+                self.trouble = text
                 await asyncio.sleep(backoff_s(failures, 0.1, 5.0))
                 continue
             failures, self.trouble = 0, None
@@ -177,7 +179,7 @@ class Worker:
             working = dict(self._claims)
             if not working:
                 continue
-            with suppress(BufstoreError):  # then the renewal says so
+            with suppress(Exception), own_cancels_only():  # then the renewal says so
                 held = await self._mailbox.backend.held(list({claim.thread_id for claim, _ in working.values()}))
                 for claim, task in working.values():
                     # A claim's token is the version that it made: what is older does not know of it.

@@ -17,7 +17,7 @@ from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, own_cancels_only, spawn
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
@@ -246,6 +246,7 @@ class Notifier:
     def _call(self, callback: Callable[..., None], *args: str) -> None:
         self._woken += 1
         try:
-            callback(*args)
+            with own_cancels_only():
+                callback(*args)
         except Exception:
             _log.exception("a callback of a notifier failed", extra={"action": "notify_callback"})

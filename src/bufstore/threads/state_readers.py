@@ -8,6 +8,7 @@ import msgspec
 
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import ReadNotFresh
+from bufstore.tasks import own_cancels_only
 from bufstore.threads.model import encode_messages, encode_run, encode_value
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
@@ -28,7 +29,8 @@ class ComparingReader:
     async def state(self, thread_id: str) -> ThreadState:
         watermark = await self._ledger.watermark(thread_id)
         for attempt in range(_TRIES):
-            found = await self._store.load_checkpoint(thread_id)
+            with own_cancels_only():
+                found = await self._store.load_checkpoint(thread_id)
             after = await self._ledger.watermark(thread_id)
             if after == watermark:
                 if found is None:
@@ -47,4 +49,5 @@ class ComparingReader:
         raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 
     async def answers(self) -> None:
-        await self._store.load_run(PROBE)
+        with own_cancels_only():
+            await self._store.load_run(PROBE)

@@ -40,7 +40,7 @@ from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, own_cancels_only, spawn
 from bufstore.tokens import model
 from bufstore.tokens.fence import Hold, Keyed, Register, holder_name
 from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
@@ -298,7 +298,7 @@ class ExclusiveWork(Keyed):
 
     async def _handle(self, handler: Handler, task: Task) -> None:
         async with task:
-            working = await _unless(task.lost, handler(task))
+            working = await _unless(task.lost, _called(handler, task))
             if working.cancelled():
                 return
             error = working.exception()
@@ -315,6 +315,11 @@ class ExclusiveWork(Keyed):
 def _is_turn(delivery: Delivery | None) -> bool:
     """Whether it says that it is the turn of its key, and is no item."""
     return delivery is not None and ".turn." in delivery.subject
+
+
+async def _called(handler: Handler, task: Task) -> None:
+    with own_cancels_only():  # else it would count as cancelled because its token is lost
+        await handler(task)
 
 
 async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.Future[Any]:
