@@ -53,6 +53,17 @@ from __future__ import annotations
 class BufstoreError(Exception):
     """Base of all errors raised by bufstore."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Not as of any exception: that calls the class with the text alone, and most have other arguments.
+        return _remade, (type(self), self.args), self.__dict__
+
+
+def _remade(kind: type[BufstoreError], args: tuple[object, ...]) -> BufstoreError:
+    """An error that was pickled or copied, its attributes apart."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
 
 class ConfigError(BufstoreError):
     """The configuration cannot work. Nothing was done; fix it and start again."""
