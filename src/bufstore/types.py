@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from bufstore.errors import InvalidId, InvalidRecord
+from bufstore.errors import BufstoreError, InvalidId, InvalidRecord
+
+T = TypeVar("T")
 
 #: One message of a conversation: any value built of None, bool, int (64 bit), float, str, bytes, list and dict.
 #: Usually a dict with ``role`` and ``content``; every field, known or not, comes back as it was given.
@@ -81,6 +83,18 @@ def check_id(value: object, what: str) -> str:
     if "\0" in value:
         raise InvalidId(f"{what} {value!r} has a NUL character")
     return value
+
+
+def check_choice(value: T, kind: Any, what: str, error: type[BufstoreError]) -> T:
+    """Return `value` if it is one of `kind`, an enum or a Literal. Raises `error`, which says what there is.
+
+    A member's value is none: what compares it with members by identity would take "strong" for any other level.
+    """
+    choices = list(kind) if isinstance(kind, enum.EnumMeta) else get_args(kind)
+    if any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        return value
+    names = [f"{kind.__name__}.{c.name}" if isinstance(c, enum.Enum) else repr(c) for c in choices]
+    raise error(f"{what} must be {', '.join(names[:-1])} or {names[-1]}, not {value!r}")
 
 
 def check_producer(producer: object, key: str | None = None) -> None:

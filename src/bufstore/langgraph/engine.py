@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
@@ -48,7 +48,7 @@ from bufstore.langgraph.recent import End, Recent
 from bufstore.langgraph.write import Appending, Overtaken
 from bufstore.nats.session import Nats, session_to
 from bufstore.newest import Newest
-from bufstore.types import Consistency, Receipt
+from bufstore.types import Consistency, Receipt, check_choice
 
 #: What becomes of a thread that the log does not show while Postgres is away: see docs/LANGGRAPH.md.
 NewThreads = Literal["ask", "assume"]
@@ -95,10 +95,9 @@ class CheckpointEngine:
         name: str = "bufstore-langgraph",
     ) -> None:
         """`name`: what NATS calls this process."""
-        if new_threads not in get_args(NewThreads):
-            raise ConfigError(f"new_threads is one of {', '.join(get_args(NewThreads))}, not {new_threads!r}")
-        if on_conflict not in get_args(OnConflict):
-            raise ConfigError(f"on_conflict is one of {', '.join(get_args(OnConflict))}, not {on_conflict!r}")
+        check_choice(consistency, Consistency, "consistency", ConfigError)
+        check_choice(new_threads, NewThreads, "new_threads", ConfigError)
+        check_choice(on_conflict, OnConflict, "on_conflict", ConfigError)
         #: The last entry of each thread, as it was read or written behind that: its position if it was written, else
         #: 0, and its id. None: nobody asks.
         self._seen: Newest[str, tuple[int, int]] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from bufstore.errors import ConfigError
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, versions_of
 from bufstore.langgraph.outlines import outline_of
+from bufstore.types import check_choice
 
 #: "all": every checkpoint. "run": of each run the newest one of a flush, and those where somebody may want to go back
 #: to. "latest": the newest one of a flush.
@@ -22,12 +23,9 @@ _SOURCES = frozenset({"input", "update", "fork"})
 _STOPS = frozenset({"__interrupt__", "__error__", "__resume__"})
 
 
-def check_history(history: str) -> History:
+def check_history(history: History) -> History:
     """`history` if it is one. Raises ConfigError."""
-    for known in get_args(History):
-        if history == known:
-            return known  # type: ignore[no-any-return]
-    raise ConfigError(f"history is one of {', '.join(get_args(History))}, not {history!r}")
+    return check_choice(history, History, "history", ConfigError)
 
 
 class _Metadata(msgspec.Struct):

@@ -26,7 +26,7 @@ from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_same, is_stal
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Interruption, MailboxThread, Status
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE, Done, Steps
-from bufstore.types import check_id
+from bufstore.types import check_choice, check_id
 
 Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
 
@@ -343,6 +343,8 @@ class MailboxStore:
         """The thread's dispatches, in the order of claims. Costs what is kept of the thread."""
         if limit < 0 or offset < 0:
             raise InvalidQuery("limit and offset must not be negative")
+        for status in statuses or ():
+            check_choice(status, Status, "a status", InvalidQuery)
         thread, found = await self.backend.all_of(check_id(thread_id, "thread_id"))
         shown = [as_seen(d, thread) for d in found] + ([thread.active] if thread.active is not None else [])
         wanted = [d for d in shown if statuses is None or d.status in statuses]

@@ -28,6 +28,7 @@ from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 from bufstore.tasks import end, spawn
+from bufstore.types import check_choice
 
 _log = logging.getLogger(__name__)
 
@@ -213,6 +214,8 @@ class NatsNotifier(Notifier):
         check_prefix(prefix)
         if not timeout_s > 0:
             raise ConfigError("timeout_s must be positive")
+        if not isinstance(hints, KeyValue):
+            check_choice(hints, Hints, "hints", ConfigError)
         link: Connection | Client
         api = NatsConfig(domain=domain).api
         if isinstance(nats, Client):

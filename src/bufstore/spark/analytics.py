@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from bufstore.errors import ConfigError
 from bufstore.spark.log_archive.entry_table import APPLIED
 from bufstore.spark.log_archive.tables_job import entries
+from bufstore.types import check_choice
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -161,6 +163,7 @@ def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> Data
     """
     from pyspark.sql import functions as F
 
+    check_choice(by, LagBy, "by", ConfigError)
     behind = entries.join(flushed.withColumnRenamed("position", "cursor"), "partition", "left").where(
         F.col("position") > F.coalesce("cursor", F.lit(0))
     )

@@ -15,9 +15,12 @@ from bufstore.postgres.connection.migrate import check_schema
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
-from bufstore.types import check_id
+from bufstore.types import check_choice, check_id
 
 _TIMEOUT_S = 30.0
+
+Mode = Literal["log", "postgres"]
+BadRows = Literal["fail", "quarantine"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -90,10 +93,10 @@ class SinkConfig(Deployment):
     app_id: str
     #: "log": through the log, as any writer. "postgres": past the log, for backfills of threads that have no other
     #: writer meanwhile (rows that need the log's checks go through it all the same).
-    mode: Literal["log", "postgres"] = "log"
+    mode: Mode = "log"
     #: What a row that cannot become a checkpoint does: "fail" ends the batch (when all other threads are written),
     #: "quarantine" puts it into the table ``spark_quarantine`` and goes on.
-    bad_rows: Literal["fail", "quarantine"] = "fail"
+    bad_rows: BadRows = "fail"
     #: Tasks that write at the same time; None: Spark's shuffle partitions.
     tasks: int | None = None
     #: Checkpoints on their way per task.
@@ -111,10 +114,8 @@ class SinkConfig(Deployment):
         super().__post_init__()
         check_whole(self)
         check_id(self.app_id, "app_id")
-        if self.mode not in ("log", "postgres"):
-            raise ConfigError("SinkConfig.mode must be 'log' or 'postgres'")
-        if self.bad_rows not in ("fail", "quarantine"):
-            raise ConfigError("SinkConfig.bad_rows must be 'fail' or 'quarantine'")
+        check_choice(self.mode, Mode, "SinkConfig.mode", ConfigError)
+        check_choice(self.bad_rows, BadRows, "SinkConfig.bad_rows", ConfigError)
         if self.in_flight < 1 or self.in_flight_bytes < 1 or (self.tasks is not None and self.tasks < 1):
             raise ConfigError("SinkConfig.in_flight, in_flight_bytes and tasks must be positive")
         if not self.outage_timeout_s >= 0:

@@ -18,7 +18,7 @@ from bufstore.buffer.operate.audit import Verification, verification_of_all
 from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, StoreUnavailable
+from bufstore.errors import ConfigError, InvalidQuery, StoreUnavailable
 from bufstore.nats.session import Nats
 from bufstore.threads import edits
 from bufstore.threads.behind import lanes_of
@@ -55,7 +55,7 @@ from bufstore.threads.queries import (
 from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
 from bufstore.threads.write import Call, call_of
-from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_id
+from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_choice, check_id
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class BufferedThreadStore(EditedStore):
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
         """
         config = config or BufferConfig()
+        check_choice(consistency, Consistency, "consistency", ConfigError)
         name = f"bufstore-{secrets.token_hex(8)}"
         lanes = lanes_of(store, nats, config, name=name, postgres=postgres, schema=schema)
         self = cls(store, lanes, consistency)
@@ -264,7 +265,8 @@ class BufferedThreadStore(EditedStore):
         self, run_id: str, *, consistency: Consistency | None = None, quarantined: Quarantined = "raise"
     ) -> Run | None:
         """A run as it was last saved. Errors as in `load_checkpoint`."""
-        return await self._runs.load(check_id(run_id, "run_id"), consistency or self._consistency, quarantined)
+        check_choice(quarantined, Quarantined, "quarantined", InvalidQuery)
+        return await self._runs.load(check_id(run_id, "run_id"), self._level(consistency), quarantined)
 
     async def latest_run(
         self,
@@ -306,19 +308,19 @@ class BufferedThreadStore(EditedStore):
         consistency: Consistency | None = None,
     ) -> MessagePage:
         """See `Queryable.query_messages`; for the levels and errors of all queries, `bufstore.threads.lists`."""
-        return await self._lists.messages(thread_id, query, limit, cursor, consistency or self._consistency)
+        return await self._lists.messages(thread_id, query, limit, cursor, self._level(consistency))
 
     async def load_message(
         self, thread_id: str, message_id: str, *, consistency: Consistency | None = None
     ) -> MessageRecord | None:
         """See `Queryable.load_message`."""
-        return await self._lists.message(thread_id, message_id, consistency or self._consistency)
+        return await self._lists.message(thread_id, message_id, self._level(consistency))
 
     async def load_message_range(
         self, thread_id: str, first: int, last: int, *, consistency: Consistency | None = None
     ) -> list[MessageRecord]:
         """See `Queryable.load_message_range`."""
-        return await self._lists.message_range(thread_id, first, last, consistency or self._consistency)
+        return await self._lists.message_range(thread_id, first, last, self._level(consistency))
 
     async def query_runs(
         self,
@@ -329,7 +331,7 @@ class BufferedThreadStore(EditedStore):
         consistency: Consistency | None = None,
     ) -> RunPage:
         """See `Queryable.query_runs`."""
-        return await self._lists.runs(query, limit, cursor, consistency or self._consistency)
+        return await self._lists.runs(query, limit, cursor, self._level(consistency))
 
     async def query_threads(
         self,
@@ -340,7 +342,7 @@ class BufferedThreadStore(EditedStore):
         consistency: Consistency | None = None,
     ) -> ThreadPage:
         """See `Queryable.query_threads`."""
-        return await self._lists.threads(query, limit, cursor, consistency or self._consistency)
+        return await self._lists.threads(query, limit, cursor, self._level(consistency))
 
     async def _state(
         self, thread_id: str, level: Consistency | None, at_least: Receipt | None, quarantined: Quarantined
@@ -348,8 +350,12 @@ class BufferedThreadStore(EditedStore):
         check_id(thread_id, "thread_id")
         if at_least is not None and at_least.thread_id != thread_id:
             raise ConfigError(f"the receipt is of thread {at_least.thread_id!r}, not {thread_id!r}")
+        check_choice(quarantined, Quarantined, "quarantined", InvalidQuery)
         needed = at_least.thread_seq if at_least is not None else 0
-        return await self.lanes.of(thread_id).reads.thread(thread_id, level or self._consistency, needed, quarantined)
+        return await self.lanes.of(thread_id).reads.thread(thread_id, self._level(level), needed, quarantined)
+
+    def _level(self, level: Consistency | None) -> Consistency:
+        return self._consistency if level is None else check_choice(level, Consistency, "consistency", InvalidQuery)
 
     # --- administration ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from bufstore.errors import InvalidQuery, LineageError, NotFound
 from bufstore.newest import Newest
 from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
-from bufstore.types import Receipt, check_id
+from bufstore.types import Receipt, check_choice, check_id
 
 #: Threads whose parent was found good.
 _REMEMBERED = 10_000
@@ -71,8 +71,7 @@ def new_parent(thread_id: str, parent_thread_id: str | None) -> LineageChange:
 
 def deletion(thread_id: str, children: Children) -> LineageChange:
     """See `ThreadRunStore.delete_thread`. Raises InvalidId, InvalidQuery."""
-    if not isinstance(children, Children):
-        raise InvalidQuery(f"children must be a Children, not {children!r}")
+    check_choice(children, Children, "children", InvalidQuery)
     return LineageChange(check_id(thread_id, "thread_id"), children=children)
 
 

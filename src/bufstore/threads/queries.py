@@ -17,7 +17,7 @@ import msgspec
 
 from bufstore.errors import InvalidId, InvalidQuery
 from bufstore.threads.model import Run, RunStatus, Thread, decode_message, id_of
-from bufstore.types import Message, check_id
+from bufstore.types import Message, check_choice, check_id
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -154,11 +154,11 @@ def check_query(query: Query) -> None:
             value = getattr(query, name)
             if value is not None and (type(value) is not int or not 0 <= value < 2**31):
                 raise InvalidQuery(f"{name} must be a position, not {value!r}")
-        if not isinstance(query.order, Order) or not isinstance(query.visibility, Visibility):
-            raise InvalidQuery("order must be an Order and visibility a Visibility")
+        check_choice(query.order, Order, "order", InvalidQuery)
+        check_choice(query.visibility, Visibility, "visibility", InvalidQuery)
     elif isinstance(query, RunQuery):
-        if query.status is not None and not isinstance(query.status, RunStatus):
-            raise InvalidQuery(f"status must be a RunStatus, not {query.status!r}")
+        if query.status is not None:
+            check_choice(query.status, RunStatus, "status", InvalidQuery)
     elif query.roots and query.parent_thread_id is not None:
         raise InvalidQuery("roots have no parent: ask for roots or for the children of a thread")
 

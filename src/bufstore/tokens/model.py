@@ -19,6 +19,7 @@ from bufstore.config import check_name, check_whole
 from bufstore.errors import ConfigError
 from bufstore.jetstream.buckets import last_values
 from bufstore.jetstream.ensure import seconds
+from bufstore.types import check_choice
 
 #: All workers use one durable consumer of this name.
 WORKERS = "workers"
@@ -26,6 +27,8 @@ NAMED = "the name of tokens or locks"
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 60.0
 #: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
 _RECORD_AGE_S = 7 * 24 * 3600
+
+Medium = Literal["file", "memory"]
 
 
 class Policy(enum.Enum):
@@ -44,7 +47,7 @@ class Storage:
     """Where a stream of tokens or locks is kept. Set by the operator."""
 
     replicas: int = 1
-    storage: Literal["file", "memory"] = "file"
+    storage: Medium = "file"
     #: The server's `placement`: ``{"cluster": …, "tags": […]}``.
     placement: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,8 +55,7 @@ class Storage:
         check_whole(self)
         if not 1 <= self.replicas <= 5:
             raise ConfigError("replicas must be 1 to 5")
-        if self.storage not in ("file", "memory"):
-            raise ConfigError("storage must be 'file' or 'memory'")
+        check_choice(self.storage, Medium, "storage", ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ class TokensConfig(Storage):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name(self.name, NAMED)
+        check_choice(self.policy, Policy, "TokensConfig.policy", ConfigError)
         if not 1 <= self.ttl_s <= 24 * 3600:
             raise ConfigError("TokensConfig.ttl_s must be 1 s to a day")
         if not self.timeout_s > 0:
