@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from bufstore.errors import BufstoreError, InvalidId, InvalidRecord
 
 T = TypeVar("T")
+Ids = TypeVar("Ids", bound=Iterable[str])
 
 #: One message of a conversation: any value built of None, bool, int (64 bit), float, str, bytes, list and dict.
 #: Usually a dict with ``role`` and ``content``; every field, known or not, comes back as it was given.
@@ -83,6 +85,13 @@ def check_id(value: object, what: str) -> str:
     if "\0" in value:
         raise InvalidId(f"{what} {value!r} has a NUL character")
     return value
+
+
+def check_ids(values: Ids, what: str) -> Ids:
+    """Return `values` if they can be several ids. Raises InvalidId for a str, which would be taken for its letters."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise InvalidId(f"{what} must be a list of ids, not {type(values).__name__}")
+    return values
 
 
 def check_choice(value: T, kind: Any, what: str, error: type[BufstoreError]) -> T:

@@ -1,4 +1,4 @@
-"""A str in the place of an enum's member, or one that is mistyped, is refused: it must not mean something else."""
+"""A str in the place of an enum's member or of a list, or one that is mistyped, must not mean something else."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bufstore import (
     BufferedThreadStore,
     ConfigError,
     Consistency,
+    InvalidId,
     InvalidQuery,
     MemoryThreadStore,
     MessageQuery,
@@ -114,3 +115,27 @@ def test_jobs_refuse_what_they_do_not_know() -> None:
         restore(cast(Any, None), "path", cast(Any, None), into=MISTYPED)
     with pytest.raises(ConfigError, match="by must be 'partition'"):
         lag(cast(Any, None), cast(Any, None), MISTYPED)
+
+
+def test_ids_are_a_list_and_not_the_letters_of_one() -> None:
+    async def main() -> None:
+        async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()) as store:
+            await store.append_messages("t", [{"id": "1"}, {"id": "2"}, {"id": "12"}])
+            for wrong in cast(list[Any], ["12", b"12", 12]):
+                with pytest.raises(InvalidId, match="message_ids must be a list of ids, not "):
+                    await store.delete_messages("t", wrong)
+                with pytest.raises(InvalidId, match="thread_ids must be a list of ids, not "):
+                    await store.bulk.learn_new(wrong)
+            assert await store.load_messages("t") == [{"id": "1"}, {"id": "2"}, {"id": "12"}]
+            await store.delete_messages("t", iter(["12"]))  # type: ignore[arg-type]
+            assert await store.load_messages("t") == [{"id": "1"}, {"id": "2"}]
+        saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
+        with pytest.raises(InvalidId, match="run_ids must be a list of ids, not str"):
+            await saver.adelete_for_runs("12")
+        with pytest.raises(InvalidId, match="thread_ids must be a list of ids, not str"):
+            await saver.aprune("12", strategy="delete")
+        await saver.aclose()
+
+    run(main())
+    with pytest.raises(InvalidId, match="threads must be a list of ids, not str"):
+        restore(cast(Any, None), "path", cast(Any, None), threads="12")

@@ -250,9 +250,10 @@ async def _never() -> float | None:
     return None
 
 
-async def test_waiting_ends_with_a_notification() -> None:
+@pytest.mark.parametrize("kinds", [["other", "kind"], "kind"])
+async def test_waiting_ends_with_a_notification(kinds: list[str] | str) -> None:
     async with MemoryNotifier() as notifier:
-        waiting = asyncio.ensure_future(wait_for_work(notifier, ["kind"], _never, poll_s=60))
+        waiting = asyncio.ensure_future(wait_for_work(notifier, kinds, _never, poll_s=60))
         await asyncio.sleep(0)
         async with asyncio.timeout(5):
             while not waiting.done():

@@ -40,7 +40,7 @@ from bufstore.langgraph.serialize import (
     writes_of,
 )
 from bufstore.nats.session import Nats
-from bufstore.types import Consistency
+from bufstore.types import Consistency, check_ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -255,7 +255,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         Raises like `aprune`; and ThreadQuarantined, when all else is deleted, if some are in quarantine: a replay would
         bring them back. Replay or discard those, and repeat the call.
         """
-        await self.engine.delete_for_runs(list(run_ids))
+        await self.engine.delete_for_runs(list(check_ids(run_ids, "run_ids")))
 
     async def acopy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy all of a thread's checkpoints and their writes. Raises like `alist` and `aput`."""
@@ -268,11 +268,9 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         whose value stands in earlier checkpoints; ConcurrentWriter for one to which others write all the time; and like
         `alist` and `aput`.
         """
-        if isinstance(thread_ids, str):
-            raise TypeError("thread_ids is a sequence of ids, not a str")
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")
-        threads = [thread_of(thread_id) for thread_id in thread_ids]
+        threads = [thread_of(thread_id) for thread_id in check_ids(thread_ids, "thread_ids")]
         if strategy == "delete":
             for thread_id in threads:
                 await self.engine.delete(thread_id)

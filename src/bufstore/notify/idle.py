@@ -69,8 +69,9 @@ async def wait_for_work(
 ) -> bool:
     """Wait until it is worth trying to get work, and return true; false as soon as `stopping` is set.
 
-    `due_in_s` looks how long it is until work is due: 0 now, None as far as it knows never. What it raises is raised
-    here. A worker that is called gets work until there is none, and only then waits again.
+    `kinds`: of work; a str is one. `due_in_s` looks how long it is until work is due: 0 now, None as far as it knows
+    never. What it raises is raised here. A worker that is called gets work until there is none, and only then waits
+    again.
     """
     called = asyncio.Event()
     scheduled: list[str] = []

@@ -103,8 +103,8 @@ class Notifier:
             await self._broker.publish(Event.SCHEDULED, pack("", kind))
 
     async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
-        """Call back with the kind when work of one of `kinds` is ready, until the result is called."""
-        wanted = [check_id(kind, "the kind") for kind in kinds]
+        """Call back with the kind when work of one of `kinds` (a str is one) is ready, until the result is called."""
+        wanted = [check_id(kind, "the kind") for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         if not wanted:
             raise InvalidQuery("name at least one kind to listen for")
         return await self._scheduled.subscribe(wanted, callback)

@@ -20,7 +20,7 @@ from bufstore.threads.lineage import LineageChange
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.runs import Runs
 from bufstore.threads.write import Call, call_after, call_of
-from bufstore.types import Message, ProducerSequence, Receipt
+from bufstore.types import Message, ProducerSequence, Receipt, check_ids
 
 
 class BulkCheckpoint(NamedTuple):
@@ -56,7 +56,9 @@ class BulkWriter:
 
         With a store other than PostgresThreadStore it does nothing. Raises Unavailable errors.
         """
-        await together(buffer.learn_new(some) for buffer, some in self._lanes.shared_out(thread_ids))
+        await together(
+            buffer.learn_new(some) for buffer, some in self._lanes.shared_out(check_ids(thread_ids, "thread_ids"))
+        )
 
     async def claim(self, runs: Iterable[Run]) -> None:
         """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`."""

@@ -24,7 +24,7 @@ from bufstore.threads.model import (
 )
 from bufstore.threads.payload import Edit, Removal
 from bufstore.threads.queries import check_message_id, record_of
-from bufstore.types import Message, check_id
+from bufstore.types import Message, check_id, check_ids
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ def append_messages(thread_id: str, messages: Sequence[Message], expected_versio
 def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> WantedEdit:
     """See `ThreadRunStore.delete_messages`."""
     check_id(thread_id, "thread_id")
-    wanted = None if message_ids is None else {check_message_id(i) for i in message_ids}
+    wanted = None if message_ids is None else {check_message_id(i) for i in check_ids(message_ids, "message_ids")}
 
     def decide(known: Known) -> Edit:
         _there(thread_id, known)

@@ -33,7 +33,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task, outcome
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
-from bufstore.types import check_choice
+from bufstore.types import check_choice, check_ids
 
 if TYPE_CHECKING:
     import pyarrow
@@ -80,6 +80,7 @@ def restore(
     from pyspark.sql import functions as F
 
     check_choice(into, Into, "into", ConfigError)
+    check_ids(threads or (), "threads")
     if until is not None and until.tzinfo is None:
         raise ConfigError("restore: until needs a time with its offset")
     began = time.perf_counter()
