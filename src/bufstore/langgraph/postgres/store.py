@@ -34,7 +34,7 @@ from bufstore.langgraph.protocol import Cursor, Outline, Part, Query
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, queries
-from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 
 R = TypeVar("R")
@@ -87,6 +87,8 @@ class PostgresCheckpointStore:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
         self._conninfo, self._timeout_s = conninfo, timeout_s
+        #: Whether a buffer has opened it, which closes it.
+        self._behind = False
         self.pool: Pool = new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
         buffer = sql.Identifier(buffer_schema).as_string()
         self._sql = {name: text.replace("{buffer}", buffer) for name, text in queries(_FOLDER, schema).items()}
@@ -96,6 +98,8 @@ class PostgresCheckpointStore:
 
     def behind(self, config: BufferConfig) -> tuple[PostgresLedger, Backing[Tail]]:
         """See `CheckpointStore.behind`."""
+        if self._behind:
+            raise ConfigError(f"this PostgresCheckpointStore is in use or was closed: {ANOTHER}")
         ledger = PostgresLedger(
             self._conninfo,
             self,
@@ -106,7 +110,7 @@ class PostgresCheckpointStore:
         return ledger, Backing(
             Kind(DOMAIN, f"{_KIND}{self.schema}"),
             self,
-            open=self.open,
+            open=self._open_behind,
             setup=self.setup,
             aclose=self.aclose,
         )
@@ -114,6 +118,10 @@ class PostgresCheckpointStore:
     async def open(self) -> None:
         """Open the pool. Returns at once: Postgres need not be up yet."""
         await self.pool.open(wait=False)
+
+    async def _open_behind(self) -> None:
+        self._behind = True
+        await self.open()
 
     async def aclose(self) -> None:
         """Close the pool. Idempotent."""

@@ -22,12 +22,14 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 from psycopg.waiting import Ready, Wait
-from psycopg_pool import AsyncConnectionPool, PoolTimeout
+from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.errors import map_errors
 from bufstore.tasks import spawn
 
+#: What to do when a store is opened again, or by another one.
+ANOTHER = "make one for each store that you open"
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
 #: When a call's time is over: how long the cancel request may take, and then the statement to end.
@@ -172,6 +174,13 @@ class Pool(AsyncConnectionPool[_Connection]):
             # Its own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
             reconnect_timeout=0,
         )
+
+    async def open(self, wait: bool = False, timeout: float = 30.0) -> None:
+        """Open it, if it is not open. Raises ConfigError when it was closed."""
+        try:
+            await super().open(wait, timeout)
+        except PoolClosed:
+            raise ConfigError(f"this store was closed: {ANOTHER}") from None
 
     async def close(self, timeout: float = _CLOSE_S) -> None:
         """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect."""

@@ -27,7 +27,7 @@ from bufstore.errors import (
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
-from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.edited_store import EditedStore
 from bufstore.threads.edits import WantedEdit
@@ -87,6 +87,8 @@ class PostgresThreadStore(ListedStore, EditedStore):
         self.schema = check_schema(schema)
         self.pool = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
         self._owns_pool = pool is None
+        #: Whether a buffer has opened it, which closes it.
+        self._behind = False
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
         self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
@@ -99,6 +101,10 @@ class PostgresThreadStore(ListedStore, EditedStore):
         """Open the pool. Returns at once: Postgres need not be up yet."""
         if self._owns_pool:
             await self.pool.open(wait=False)
+
+    async def _open_behind(self) -> None:
+        self._behind = True
+        await self.open()
 
     async def aclose(self) -> None:
         """Close the pool (unless it is another store's). Idempotent."""
@@ -128,6 +134,8 @@ class PostgresThreadStore(ListedStore, EditedStore):
         The ledger of another lane than the first has a schema beside it (`bufstore.buffer.lanes.ledger_schema`).
         `postgres`: another way to the same database, for the ledger's connections.
         """
+        if self._behind and self._owns_pool:
+            raise ConfigError(f"this PostgresThreadStore is in use or was closed: {ANOTHER}")
         dsn = postgres or str(self.pool.conninfo)
         schema = check_schema(ledger_schema(self.schema, config.log))
         reader = _SnapshotReader(self, schema)
@@ -142,7 +150,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         return ledger, Backing(
             kind_of(self),
             reader,
-            open=self.open,
+            open=self._open_behind,
             setup=self.setup,
             aclose=self.aclose,
             held=self.versions,
