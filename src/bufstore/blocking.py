@@ -113,7 +113,36 @@ class BlockingBulkWriter(_Part):
     delete = _blocking(BulkWriter.delete)
 
 
-class BlockingBufferedStore(BlockingThreadStore):
+class _BufferedCalls:
+    """The calls of a `BufferedThreadStore`.
+
+    Not assigned in the class itself: to type checkers, what a subclass assigns keeps the type of its base class.
+    """
+
+    checkpoint = _blocking(BufferedThreadStore.checkpoint)
+    checkpoint_append = _blocking(BufferedThreadStore.checkpoint_append)
+    load_checkpoint = _blocking(BufferedThreadStore.load_checkpoint)
+    load_thread = _blocking(BufferedThreadStore.load_thread)
+    load_messages = _blocking(BufferedThreadStore.load_messages)
+    load_run = _blocking(BufferedThreadStore.load_run)
+    latest_run = _blocking(BufferedThreadStore.latest_run)
+    load_thread_state = _blocking(BufferedThreadStore.load_thread_state)
+    query_messages = _blocking(BufferedThreadStore.query_messages)
+    load_message = _blocking(BufferedThreadStore.load_message)
+    load_message_range = _blocking(BufferedThreadStore.load_message_range)
+    query_runs = _blocking(BufferedThreadStore.query_runs)
+    query_threads = _blocking(BufferedThreadStore.query_threads)
+    erase = _blocking(BufferedThreadStore.erase, as_long_as_it_takes=True)
+    force_flush = _blocking(BufferedThreadStore.force_flush)
+    force_flush_all = _blocking(BufferedThreadStore.force_flush_all)
+    statistics = _blocking(BufferedThreadStore.statistics)
+    health = _blocking(BufferedThreadStore.health)
+    quarantined = _blocking(BufferedThreadStore.quarantined)
+    verify = _blocking(BufferedThreadStore.verify)
+    lag = _blocking(BufferedThreadStore.lag)
+
+
+class BlockingBufferedStore(_BufferedCalls, BlockingThreadStore):
     """A `BufferedThreadStore` whose calls block: with levels and receipts in the reads, and its administration."""
 
     def __init__(
@@ -137,23 +166,3 @@ class BlockingBufferedStore(BlockingThreadStore):
         """See `BufferedThreadStore.quarantine_of`."""
         store: Any = self._store
         return BlockingQuarantine(self, store.quarantine_of(thread_id))
-
-    load_checkpoint = _blocking(BufferedThreadStore.load_checkpoint)
-    load_thread = _blocking(BufferedThreadStore.load_thread)
-    load_messages = _blocking(BufferedThreadStore.load_messages)
-    load_run = _blocking(BufferedThreadStore.load_run)
-    latest_run = _blocking(BufferedThreadStore.latest_run)
-    load_thread_state = _blocking(BufferedThreadStore.load_thread_state)
-    query_messages = _blocking(BufferedThreadStore.query_messages)
-    load_message = _blocking(BufferedThreadStore.load_message)
-    load_message_range = _blocking(BufferedThreadStore.load_message_range)
-    query_runs = _blocking(BufferedThreadStore.query_runs)
-    query_threads = _blocking(BufferedThreadStore.query_threads)
-    erase = _blocking(BufferedThreadStore.erase, as_long_as_it_takes=True)
-    force_flush = _blocking(BufferedThreadStore.force_flush)
-    force_flush_all = _blocking(BufferedThreadStore.force_flush_all)
-    statistics = _blocking(BufferedThreadStore.statistics)
-    health = _blocking(BufferedThreadStore.health)
-    quarantined = _blocking(BufferedThreadStore.quarantined)
-    verify = _blocking(BufferedThreadStore.verify)
-    lag = _blocking(BufferedThreadStore.lag)
