@@ -312,6 +312,33 @@ async def test_a_cancelled_take_leaves_nothing_taken(opened: Open) -> None:
         await task.done()
 
 
+async def test_a_run_that_is_cancelled_as_it_takes_an_item_hands_it_back(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the end of a take and its worker's next turn: its key was held until the process ended."""
+    work, other = await opened(), await opened()
+    take, worked = work.take, list[str]()
+
+    async def handler(task: Task) -> None:
+        worked.append(task.key)
+
+    async def taken(wait_s: float = 5.0) -> Task | None:
+        task: Task | None = await take(wait_s)
+        asyncio.get_running_loop().call_soon(running.cancel)
+        return task
+
+    monkeypatch.setattr(work, "take", taken)
+    await other.submit("a")
+    running = asyncio.create_task(work.run(handler, asyncio.Event()))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not worked
+    async with asyncio.timeout(5):  # a sixth of its time
+        task = await took(other)
+    assert task.attempt == 1
+    await task.done()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("not yet"), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
 async def test_a_handler_that_fails_is_tried_again(
     opened: Open, caplog: pytest.LogCaptureFixture, error: BaseException

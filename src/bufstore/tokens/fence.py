@@ -230,10 +230,13 @@ class Keyed:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            ending = spawn(self._abandon(beginning))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            self._close_after(spawn(self._abandon(beginning)))
             raise
+
+    def _close_after(self, ending: asyncio.Future[None]) -> None:
+        """Nobody may wait for it any more, but `aclose` does."""
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def _abandon(self, beginning: asyncio.Future[H]) -> None:
         """The caller is gone: hand back what was taken for it."""

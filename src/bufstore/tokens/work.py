@@ -286,19 +286,26 @@ class ExclusiveWork(Keyed):
 
     async def _work_on(self, handler: Handler, dead_letter: Handler, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
-            taking = await _unless(stopping, self.take())
+            taking = spawn(self.take())
+            try:
+                await _unless(stopping, taking)
+            except asyncio.CancelledError:
+                self._close_after(spawn(self._abandon(taking)))  # it may just have ended
+                raise
             try:
                 task = None if taking.cancelled() else taking.result()
             except LogUnavailable as e:
                 _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
-                await _unless(stopping, asyncio.sleep(_PAUSE_S * (1 + random.random())))  # noqa: S311 - no secret
+                pause_s = _PAUSE_S * (1 + random.random())  # noqa: S311 - no secret
+                await _unless(stopping, spawn(asyncio.sleep(pause_s)))
                 continue
             if task is not None:
                 await self._handle(dead_letter if 0 < self._config.max_attempts < task.attempt else handler, task)
 
     async def _handle(self, handler: Handler, task: Task) -> None:
         async with task:
-            working = await _unless(task.lost, _called(handler, task))
+            working = spawn(_called(handler, task))
+            await _unless(task.lost, working)
             if working.cancelled():
                 return
             error = working.exception()
@@ -322,11 +329,10 @@ async def _called(handler: Handler, task: Task) -> None:
         await handler(task)
 
 
-async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.Future[Any]:
-    """What is waited for, ended; cancelled when `stopping` comes first."""
-    task, stop = spawn(waiting), spawn(stopping.wait())
+async def _unless(stopping: asyncio.Event, task: asyncio.Future[Any]) -> None:
+    """Wait for the end of `task`; it is cancelled when `stopping` comes first, and with the caller."""
+    stop = spawn(stopping.wait())
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
     finally:
         await end(task, stop)
-    return task
