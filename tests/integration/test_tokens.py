@@ -339,6 +339,35 @@ async def test_a_run_that_is_cancelled_as_it_takes_an_item_hands_it_back(
     await task.done()
 
 
+@pytest.mark.parametrize("cancels", [1, 2, 3])
+async def test_a_run_that_is_cancelled_hands_back_all_that_it_works_on(opened: Open, cancels: int) -> None:
+    """One cancel of `run` reached its workers twice, the second one in the middle of handing back."""
+    work, other, keys = await opened(), await opened(), [f"key {i}" for i in range(8)]
+    at_work = asyncio.Semaphore(0)
+
+    async def handler(task: Task) -> None:
+        at_work.release()
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(work.run(handler, asyncio.Event(), concurrency=len(keys)))
+    for key in keys:
+        await other.submit(key)
+    for _ in keys:
+        await at_work.acquire()
+    for _ in range(cancels):
+        running.cancel()
+        for _ in range(4):  # turns of the loop
+            await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await work.aclose()  # waits for what is still being handed back
+    async with asyncio.timeout(5):
+        tasks = [await took(other) for _ in keys]
+    assert sorted(task.key for task in tasks) == keys
+    for task in tasks:
+        await task.done()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("not yet"), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
 async def test_a_handler_that_fails_is_tried_again(
     opened: Open, caplog: pytest.LogCaptureFixture, error: BaseException

@@ -148,9 +148,12 @@ class ExclusiveWork(Keyed):
             raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
         workers = [spawn(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)]
         try:
-            await asyncio.gather(*workers)
+            await asyncio.gather(*map(asyncio.shield, workers))
         finally:  # when one has failed, none works on after this has ended
-            await end(*workers)
+            for worker in workers:
+                worker.cancel()  # once: a second time would stop it in the middle of handing back
+                self._close_after(worker)
+            await asyncio.gather(*map(asyncio.shield, workers), return_exceptions=True)
 
     # For people.
 
