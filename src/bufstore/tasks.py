@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from bufstore.errors import ConfigError
 
 T = TypeVar("T")
+
+#: What goes on whoever gives it up; asyncio itself keeps no task.
+_going_on: set[asyncio.Task[Any]] = set()
 
 
 class StrayCancelledError(Exception):
@@ -52,6 +55,33 @@ def spawn(work: Awaitable[T], *, name: str | None = None) -> asyncio.Task[T]:
 
 async def _result(work: Awaitable[T]) -> T:
     return await work
+
+
+async def to_the_end(work: Awaitable[T], *, name: str | None = None) -> T:
+    """The result. The work goes on to its end also when the caller is cancelled meanwhile, however often."""
+    return await asyncio.shield(_keep(work, name))
+
+
+class Closing:
+    """Closes to the end, also when a caller is cancelled meanwhile: nobody could close what it left open.
+
+    Who closes meanwhile waits for the same end. Later it is done again, and must find nothing to do.
+    """
+
+    _task: asyncio.Task[None] | None = None
+
+    async def __call__(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Raises what `close` raises."""
+        if self._task is None or self._task.done():
+            self._task = _keep(close(), "bufstore-close")
+        await asyncio.shield(self._task)
+
+
+def _keep(work: Awaitable[T], name: str | None) -> asyncio.Task[T]:
+    task = spawn(work, name=name)
+    _going_on.add(task)
+    task.add_done_callback(_going_on.discard)
+    return task
 
 
 async def end(*tasks: asyncio.Future[Any] | None) -> None:

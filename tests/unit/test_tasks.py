@@ -13,7 +13,7 @@ import pytest
 import bufstore
 from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore
 from bufstore.memory import MemoryNats
-from bufstore.tasks import StrayCancelledError, end, own_cancels_only, spawn, together
+from bufstore.tasks import Closing, StrayCancelledError, end, own_cancels_only, spawn, together
 from helpers import run_of
 
 #: Tasks that begin before whoever makes them goes on; there are none before Python 3.12.
@@ -87,6 +87,30 @@ async def test_a_cancel_of_something_else_is_an_error_and_one_of_the_task_ends_i
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await guarded(asyncio.Event().wait())
+
+
+async def test_a_closing_goes_on_whoever_is_cancelled_and_a_failed_one_is_tried_again() -> None:
+    began, may_end, closed = asyncio.Event(), asyncio.Event(), 0
+
+    async def close() -> None:
+        nonlocal closed
+        began.set()
+        await may_end.wait()
+        closed += 1
+        if closed == 1:
+            raise ValueError("at first")
+
+    closing = Closing()
+    first, second = spawn(closing(close)), spawn(closing(close))
+    await began.wait()
+    await end(first)
+    assert first.cancelled()
+    may_end.set()
+    with pytest.raises(ValueError, match="at first"):
+        await second
+    assert closed == 1
+    await closing(close)
+    assert closed == 2
 
 
 def _traced(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:

@@ -32,7 +32,7 @@ from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
-from bufstore.tasks import spawn
+from bufstore.tasks import Closing
 
 _Call = Callable[[], Awaitable[None]]
 
@@ -76,7 +76,7 @@ class Buffer(Generic[C, S, M]):
         self.eraser = Eraser(parts, self.waiter)
         #: How it is doing.
         self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
-        self._closing: asyncio.Task[None] | None = None
+        self._closing, self._closed = Closing(), False
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 
@@ -130,10 +130,8 @@ class Buffer(Generic[C, S, M]):
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
         `before_store`: what must end before the store is closed, beside all of this (the first caller's counts).
         """
-        if self._closing is None:
-            self._closing = spawn(self._close(before_store), name="bufstore-close")
-        # Shielded: a cancelled caller must not leave half of it open.
-        await asyncio.shield(self._closing)
+        if not self._closed:
+            await self._closing(lambda: self._close(before_store))
 
     async def _close(self, before_store: _Call | None) -> None:
         loop = asyncio.get_running_loop()
@@ -144,6 +142,7 @@ class Buffer(Generic[C, S, M]):
                 await self.force_flush_all()
         flusher_s = min(max(ends_at - loop.time(), 0), self.config.flush_timeout_s)
         await self.release(flusher_s, before_store=before_store)
+        self._closed = True
 
     async def release(self, flusher_s: float | None = None, *, before_store: _Call | None = None) -> None:
         """Stop and release everything, as `aclose` does, and flush nothing further.

@@ -42,7 +42,7 @@ from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.side_by_side import SideBySide
-from bufstore.tasks import check_loop, end, spawn
+from bufstore.tasks import Closing, check_loop, end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class Connection:
         self._reason = "not connected yet"
         #: Or not open yet.
         self._closed = True
+        self._closing = Closing()
         self._inbox = ""
         self._tokens = itertools.count()
         self._answers: dict[str, Question] = {}
@@ -122,6 +123,9 @@ class Connection:
 
     async def aclose(self) -> None:
         """Close the connection and stop watching it."""
+        await self._closing(self._close)
+
+    async def _close(self) -> None:
         self._closed = True
         self._reason = "closed"
         self._up.set()  # who waits for it hears of that

@@ -26,6 +26,7 @@ from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_same, is_stal
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Interruption, MailboxThread, Status
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE, Done, Steps
+from bufstore.tasks import Closing
 from bufstore.types import check_choice, check_id
 
 Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
@@ -51,6 +52,7 @@ class MailboxStore:
         self.config = config or MailboxConfig()
         self.backend = backend
         self.counters = Counters()
+        self._closing = Closing()
         self._steps = Steps(backend, self.counters, self.config.timeout_s)
         #: Threads whose expired claims could not be taken back, as far as they are still found.
         self._not_reclaimed: Set[str] = frozenset()
@@ -64,7 +66,7 @@ class MailboxStore:
 
     async def aclose(self) -> None:
         """Close the connections; what is stored stays. Later calls raise Closed."""
-        await self.backend.aclose()
+        await self._closing(self.backend.aclose)
 
     def statistics(self) -> MailboxStatistics:
         """Counters and timings of this instance."""

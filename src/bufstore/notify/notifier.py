@@ -17,7 +17,7 @@ from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
-from bufstore.tasks import end, own_cancels_only, spawn
+from bufstore.tasks import Closing, end, own_cancels_only, spawn
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class Notifier:
         )
         self._claims: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._closing = Closing()
         self._healthy = True
         #: What may not be listened to.
         self._refused: set[Event] = set()
@@ -140,6 +141,9 @@ class Notifier:
 
     async def aclose(self) -> None:
         """Stop listening and let go of what the notifier opened itself. May be called twice."""
+        await self._closing(self._close)
+
+    async def _close(self) -> None:
         self._closed = True
         for listener in (self._scheduled, self._completed, self._lost):
             await listener.aclose()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import lane_of
-from bufstore.tasks import check_loop, spawn, together
+from bufstore.tasks import Closing, check_loop, spawn, together
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import ThreadChange
 from bufstore.threads.state import ThreadState
@@ -30,7 +30,7 @@ class Lanes:
         self.config = self.first.config
         self._only = self.first if len(self.all) == 1 else None
         self._loop = asyncio.get_running_loop()
-        self._closing: asyncio.Task[None] | None = None
+        self._closing = Closing()
 
     def of(self, name: str) -> ThreadBuffer:
         """That of a thread; or the one whose shared state knows the thread of a run. By its id."""
@@ -60,8 +60,7 @@ class Lanes:
             await begin(self.first)  # which opens the store, and makes its tables
             await together(begin(buffer) for buffer in self.all[1:])
         except BaseException:
-            # Shielded: a caller who gives up twice must not leave some of them open.
-            await asyncio.shield(spawn(self._release(opened), name="bufstore-release-lanes"))
+            await self._closing(lambda: self._release(opened))
             raise
 
     async def _release(self, opened: Sequence[ThreadBuffer]) -> None:
@@ -75,10 +74,7 @@ class Lanes:
     async def aclose(self) -> None:
         """Close all. Idempotent."""
         check_loop(self._loop)
-        if self._closing is None:
-            self._closing = spawn(self._close(), name="bufstore-close-lanes")
-        # Shielded: a cancelled caller must not leave some of them open.
-        await asyncio.shield(self._closing)
+        await self._closing(self._close)
 
     async def _close(self) -> None:
         """All at once; the first one closes the store, after the others."""

@@ -29,7 +29,7 @@ from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
-from bufstore.tasks import spawn
+from bufstore.tasks import Closing, spawn
 from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
@@ -214,12 +214,16 @@ class Keyed:
         """`register`: of the records of keys, whose subjects begin with `prefix`."""
         self._connection, self._register, self._prefix = connection, register, prefix
         self._ending = set[asyncio.Future[None]]()
+        self._closing = Closing()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def aclose(self) -> None:
         """Disconnect. What is held goes to others when its time is over."""
+        await self._closing(self._close)
+
+    async def _close(self) -> None:
         while self._ending:
             await asyncio.gather(*self._ending, return_exceptions=True)
         await self._connection.aclose()

@@ -26,7 +26,7 @@ from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.errors import map_errors
-from bufstore.tasks import spawn
+from bufstore.tasks import Closing, spawn, to_the_end
 
 #: What to do when a store is opened again, or by another one.
 ANOTHER = "make one for each store that you open"
@@ -150,7 +150,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
-        self._returning: set[asyncio.Future[None]] = set()
+        self._closing = Closing()
         #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of them wait.
         self._lent = self._asking = 0
         #: Callers that wait for one of them. None: the place is free, the connection is gone.
@@ -184,7 +184,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     async def close(self, timeout: float = _CLOSE_S) -> None:
         """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect."""
-        await super().close(timeout)
+        await self._closing(partial(super().close, timeout))
 
     @asynccontextmanager
     async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
@@ -328,10 +328,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     async def _give_back(self, connection: _Connection) -> None:
         """Return a connection, even if the caller is cancelled meanwhile: otherwise the pool would lose it forever."""
-        returning = spawn(self.putconn(connection))
-        self._returning.add(returning)
-        returning.add_done_callback(self._returning.discard)
-        await asyncio.shield(returning)
+        await to_the_end(self.putconn(connection))
 
     def _raise_refusal(self) -> None:
         reason = self._failure.reason
