@@ -1,4 +1,4 @@
-"""`aclose` is cancelled at each of its steps, once and again at the next: nothing is left open."""
+"""`open` and `aclose` are cancelled at each of their steps, once and again at the next: nothing of them is left."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore
+from bufstore import BufferedThreadStore, LogUnavailable
 from bufstore.embedded import Servers
-from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore
+from bufstore.memory import MemoryNats
+from bufstore.memory.shared_state import MemorySharedState
 from bufstore.notify import NatsNotifier, PostgresNotifier
 from bufstore.tokens import ExclusiveWork, Locks, TokensConfig
 from conftest import Deployment
@@ -153,6 +155,22 @@ async def _nothing_left(before: set[Any], step: int) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
+async def test_an_open_that_is_given_up_leaves_nothing(servers: Servers, kind: str, times: int) -> None:
+    open_ = KINDS[kind](servers)
+    await (await open_()).aclose()
+    before = _there()
+    for step in count(1):
+        at = {step, step + times - 1}
+        opened = await _given_up(open_, at)
+        if opened is not None:
+            await opened.aclose()
+        await _nothing_left(before, step)
+        if step in at:
+            break
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_an_aclose_that_is_given_up_goes_on_to_its_end(servers: Servers, kind: str, times: int) -> None:
     open_ = KINDS[kind](servers)
     await (await open_()).aclose()
@@ -165,3 +183,18 @@ async def test_an_aclose_that_is_given_up_goes_on_to_its_end(servers: Servers, k
         await opened.aclose()
         if step in at:
             break
+
+
+async def test_a_saver_whose_open_fails_last_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, on_parked = count(1), MemorySharedState.on_parked
+
+    async def fails_last(shared: MemorySharedState, callback: Callable[[str], None]) -> None:
+        if next(calls) == 2:
+            raise LogUnavailable("the connection was lost")
+        await on_parked(shared, callback)
+
+    monkeypatch.setattr(MemorySharedState, "on_parked", fails_last)
+    before = _there()
+    with pytest.raises(LogUnavailable):
+        await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
+    await _nothing_left(before, 0)

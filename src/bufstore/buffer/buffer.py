@@ -90,7 +90,7 @@ class Buffer(Generic[C, S, M]):
         try:
             await self._start()
         except BaseException:
-            await self.release()
+            await self._closing(self.release)
             raise
         return self
 

@@ -19,6 +19,7 @@ from bufstore.config import mask_url
 from bufstore.errors import ConfigError
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.parser import MessageParser
+from bufstore.tasks import to_the_end
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +176,11 @@ def forget_unsent(client: Client) -> None:
 
 
 async def close_client(client: Client) -> None:
-    """Close it, within two seconds, whatever it says."""
+    """Close it, within two seconds, whatever it says, and whoever is cancelled meanwhile."""
+    await to_the_end(_close(client), name="bufstore-close-client")
+
+
+async def _close(client: Client) -> None:
     try:
         async with asyncio.timeout(2):
             await client.close()

@@ -125,7 +125,11 @@ class CheckpointEngine:
     async def open(self) -> Self:
         """See `bufstore.buffer.buffer.Buffer.open`."""
         await self.buffer.open()
-        await self.buffer.shared.on_parked(self._recent.forget)
+        try:
+            await self.buffer.shared.on_parked(self._recent.forget)
+        except BaseException:
+            await self.buffer.aclose()
+            raise
         return self
 
     async def aclose(self) -> None:
