@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import warnings
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,15 @@ async def test_a_store_works_where_tasks_are_eager() -> None:
         await store.force_flush("t0")
         for level in Consistency:
             assert len(await store.load_messages("t0", consistency=level) or ()) == 3
+
+
+async def test_a_look_at_health_that_is_cancelled_as_it_begins_leaves_nothing_that_never_began() -> None:
+    async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()) as store:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for turns in range(6):
+                looking = spawn(store.health())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await end(looking)
+        assert [str(w.message) for w in warned] == []

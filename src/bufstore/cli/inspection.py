@@ -132,7 +132,7 @@ class Inspection:
             trouble = str(e)
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
         fill, full_in_s = await FillForecast(lambda: look(self._log, self._shared, flushed)).measured()
-        nats_trouble, full = await asked(is_full(self._log))
+        nats_trouble, full = await asked(lambda: is_full(self._log))
         health = health_of(
             log=nats_trouble if why is None else str(LogRolledBack(why)),
             store=trouble,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -179,9 +179,9 @@ class Vitals:
         Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
         """
         (log, full), (store, waiting), (_, members) = await asyncio.gather(
-            asked(is_full(self._session.log)),
-            asked(self._waiting()),
-            asked(self._session.shared.members()),
+            asked(lambda: is_full(self._session.log)),
+            asked(self._waiting),
+            asked(self._session.shared.members),
         )
         if self._session.log.refused is not None:
             log = str(LogRolledBack(self._session.log.refused))
@@ -217,11 +217,11 @@ async def is_full(log: Log) -> str:
     return "" if used <= (1 - _FREE_MIN) * limit else f"the log is full: {used} of {limit} bytes"
 
 
-async def asked(question: Awaitable[Any]) -> tuple[str, Any]:
+async def asked(question: Callable[[], Awaitable[Any]]) -> tuple[str, Any]:
     """What is wrong with the part that is asked, and its answer; in two seconds at most."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            return "", await question
+            return "", await question()
     except TimeoutError:
         return f"no answer in {_TIMEOUT_S:g} s", None
     except (BufstoreError, AppendUnknown) as e:
