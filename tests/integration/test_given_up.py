@@ -101,8 +101,11 @@ KINDS: dict[str, Callable[[Servers], Open]] = {
 
 
 @types.coroutine
-def _cancelled(work: Coroutine[Any, Any, Any], at: set[int]) -> Generator[Any, Any, Any]:
-    """What `work` returns, whose task is cancelled when it waits for these times; they are taken from `at`."""
+def _cancelled(work: Coroutine[Any, Any, Any], at: set[int], late: bool) -> Generator[Any, Any, Any]:
+    """What `work` returns, whose task is cancelled when it waits for these times; they are taken from `at`.
+
+    `late`: when what it waits for is there, and it does not go on yet.
+    """
     task, resume, value = asyncio.current_task(), work.send, None
     assert task is not None
     for step in count(1):
@@ -112,21 +115,24 @@ def _cancelled(work: Coroutine[Any, Any, Any], at: set[int]) -> Generator[Any, A
             return e.value
         if step in at:
             at.remove(step)
-            asyncio.get_running_loop().call_soon(task.cancel)
+            if late and waited is not None:
+                waited.add_done_callback(lambda _: task.cancel())
+            else:
+                asyncio.get_running_loop().call_soon(task.cancel)
         try:
             resume, value = work.send, (yield waited)
         except BaseException as e:
             resume, value = work.throw, e
 
 
-async def _given_up(call: Open, at: set[int]) -> Any:
+async def _given_up(call: Open, at: set[int], *, late: bool = False) -> Any:
     """What the call returns, if it is not cancelled before."""
 
     async def work() -> Any:
         return await call()
 
     async def main() -> Any:
-        return await _cancelled(work(), at)
+        return await _cancelled(work(), at, late)
 
     with suppress(asyncio.CancelledError):
         return await asyncio.create_task(main())
@@ -198,3 +204,16 @@ async def test_a_saver_whose_open_fails_last_is_closed(monkeypatch: pytest.Monke
     with pytest.raises(LogUnavailable):
         await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
     await _nothing_left(before, 0)
+
+
+async def test_a_cancellation_is_not_swallowed_while_connecting(servers: Servers) -> None:
+    open_ = _locks(servers)
+    await (await open_()).aclose()
+    for step in count(1):
+        at = {step}
+        opened = await _given_up(open_, at, late=True)
+        if opened is not None:
+            await opened.aclose()
+        if at:
+            break
+        assert opened is None, f"cancelled at step {step}"

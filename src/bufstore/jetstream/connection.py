@@ -384,8 +384,13 @@ class Connection:
             raise ConfigError("a ws:// or wss:// URL of NATS needs aiohttp: install it, or use a nats:// or tls:// URL")
         client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
         try:
+            task = asyncio.current_task()
+            before = task.cancelling() if task is not None else 0
             async with asyncio.timeout(2 * self._config.connect_timeout_s):
                 await client.connect(servers=[bare], **self._options(client, user, password))
+            # nats-py, and Python's wait_for before 3.12, may swallow it.
+            if task is not None and task.cancelling() > before:
+                raise asyncio.CancelledError
             self._inbox = client.new_inbox()
             await client.listen(self._inbox + ".*", self._on_answer)
             frames.prepare(client)
