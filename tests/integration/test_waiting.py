@@ -182,6 +182,30 @@ async def test_a_deletion_that_waits_deletes_and_the_thread_can_be_made_again(
         assert await store.quarantined() == 0
 
 
+@pytest.mark.parametrize(
+    "lock", ["LOCK TABLE {schema}.messages IN ACCESS EXCLUSIVE MODE", "SELECT FROM {schema}.threads FOR UPDATE"]
+)
+async def test_what_waited_for_a_lock_is_flushed_as_ever_when_it_is_gone(deployment: Deployment, lock: str) -> None:
+    """VACUUM FULL, CREATE INDEX, a migration: seconds, after which entries were flushed eight at a time for good."""
+    threads = [fresh() for _ in range(10)]
+    async with deployment.store() as store:
+        for t in threads:
+            await store.checkpoint_append(t, [said(0)], run_of(t))
+        await store.force_flush_all()
+        async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as other:
+            await other.execute(lock.format(schema=deployment.name))  # type: ignore[call-overload]
+            for n in range(1, 41):
+                await asyncio.gather(*(store.checkpoint_append(t, [said(n)], run_of(t)) for t in threads))
+            await wait_in_ledger(deployment, 400)
+            await other.rollback()
+        before = (await store.statistics()).flusher.transactions
+        await store.force_flush_all(timeout_s=20)
+        assert (await store.statistics()).flusher.transactions - before < 25, "not entry by entry"
+        for t in threads:
+            assert await store.load_messages(t, consistency=Consistency.STRONG) == [said(n) for n in range(41)]
+        assert await store.quarantined() == 0
+
+
 def test_a_partition_may_have_a_share_of_the_log_waiting() -> None:
     config = BufferConfig()
     assert (1 - config.outage_reserve) * config.log.max_bytes / config.log.partitions == 64 << 20

@@ -148,6 +148,39 @@ def test_rows_that_are_held_cost_the_others_nothing() -> None:
     bench(main)
 
 
+def test_what_a_lock_had_wait_is_flushed_as_ever_when_it_is_gone() -> None:
+    """Some are tried while it may still be there; who has passed is tried whole, with all others who have."""
+
+    async def main(it: Bench) -> None:
+        locked, threads = True, [f"t{n}" for n in range(40)]
+        failing(it, lambda c: refused("55P03") if locked and c.thread_id in threads else None)
+        await it.start()
+        for n in range(20):
+            await write(it, threads, str(n))
+        await asyncio.sleep(10)
+        assert len(it.ledger.waiting.entries) == 800
+        asked = transactions(it)
+        await asyncio.sleep(60)
+        assert max(asked) <= 8, "a lock that stays costs no more, however many wait for it"
+        asked.clear()
+        locked = False
+        assert await it.flushed(*threads, within_s=9.0)
+        assert len(asked) < 20, "not entry by entry"
+        await write(it, threads, "more")
+        assert await it.flushed(*threads, within_s=1.0)
+        assert state_of(it).trouble == ""
+        # What has passed once is set aside again like any other.
+        locked = True
+        for n in range(20):
+            await write(it, threads, str(n))
+        await asyncio.sleep(10)
+        asked.clear()
+        await asyncio.sleep(60)
+        assert max(asked) <= 8
+
+    bench(main)
+
+
 # --- what is too much -------------------------------------------------------------------------------------------
 
 

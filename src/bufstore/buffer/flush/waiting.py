@@ -48,7 +48,7 @@ class Waiting:
         return self._waits[thread_id].since
 
     def cause(self, thread_id: str | None) -> str:
-        """What the thread waits for, as given to `add`."""
+        """What the thread waits for, as given to `add`; nothing once a part of it was settled."""
         return self._waits[thread_id].cause
 
     def reason(self, thread_id: str | None) -> str:
@@ -96,11 +96,14 @@ class Waiting:
                 self._waits.pop(thread_id, None)
 
     def progress(self, thread_ids: Iterable[str | None], now: float) -> None:
-        """Make these threads due: a part of what waits of them was settled. Their next failure is the first one."""
+        """Make these threads due: a part of what waits of them was settled.
+
+        Their next failure is the first one, and what they waited for is over: its cause is theirs no more.
+        """
         self._not_before = min(self._not_before, now)
         for thread_id in thread_ids:
             old = self._waits.pop(thread_id)
-            self._waits[thread_id] = _Wait(now, now, _FIRST_S / 2, 0, old.reason, old.cause, alone=False)
+            self._waits[thread_id] = _Wait(now, now, _FIRST_S / 2, 0, old.reason, cause="", alone=False)
 
     def due(self, now: float) -> list[str | None]:
         """The threads whose time is over, in the order in which they were told to wait."""
