@@ -859,3 +859,43 @@ async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) ->
             assert len(await cursor.fetchall()) == 1
             await cursor.execute(scans)
             assert await cursor.fetchall() == [(0,)]
+
+
+_PARTITIONED = """
+ALTER TABLE {schema}.messages RENAME TO before;
+CREATE TABLE {schema}.messages (LIKE {schema}.before, PRIMARY KEY (thread_id, seq)) PARTITION BY HASH (thread_id);
+CREATE TABLE {schema}.messages_0 PARTITION OF {schema}.messages FOR VALUES WITH (MODULUS 2, REMAINDER 0);
+CREATE TABLE {schema}.messages_1 PARTITION OF {schema}.messages FOR VALUES WITH (MODULUS 2, REMAINDER 1);
+"""
+_INHERITED = "CREATE TABLE {schema}.more () INHERITS ({schema}.messages)"
+
+
+@pytest.mark.parametrize("shape", [_PARTITIONED, _INHERITED], ids=["partitioned", "inherited"])
+async def test_a_thread_that_is_shortened_takes_nothing_from_others(server: PostgresServer, shape: str) -> None:
+    """A ctid is a row's only within one table, and `messages` may be made of several."""
+    async with ready(server.dsn, schema=fresh("shape")) as store:
+        for statement in shape.strip().split(";"):
+            await rows(store, statement)
+        threads = [fresh() for _ in range(20)]
+        await apply_to(store, *(change(t, 0, [1, 2, 3], run_of(t)) for t in threads))
+        if shape is _INHERITED:
+            move = "WITH m AS (DELETE FROM ONLY {schema}.messages WHERE thread_id = ANY (%s) RETURNING *) "
+            await rows(store, move + "INSERT INTO {schema}.more SELECT * FROM m", [threads[10:]])
+        await apply_to(store, change(threads[0], 0, [9], run_of(threads[0])))
+        assert await store.load_messages(threads[0]) == [9]
+        for t in threads[1:]:
+            assert await store.load_messages(t) == [1, 2, 3]
+
+
+async def test_messages_are_cut_in_one_pass_also_where_threads_are_short(server: PostgresServer) -> None:
+    """Statistics that expect a row or two made the planner look for each row of a long thread in the array of all."""
+    async with ready(server.dsn, schema=fresh("short")) as store:
+        insert = "INSERT INTO {schema}.messages (thread_id, seq, payload) SELECT 't' || n, 0, '' "
+        await rows(store, insert + "FROM generate_series(1, 50000) AS n")
+        await rows(store, "ANALYZE {schema}.messages")
+        async with store.pool.lend(10) as connection:
+            cursor = arrays.ArrayCursor(connection)
+            cut: Any = "EXPLAIN (COSTS OFF) " + store._sql["apply_cut"]
+            await cursor.execute(cut, (arrays.texts(["t1"]), arrays.ints([0])))
+            plan = "\n".join(line for (line,) in await cursor.fetchall())
+        assert "Tid Scan on messages" in plan

@@ -49,8 +49,11 @@ ON CONFLICT (thread_id) DO UPDATE SET
 
 -- name: apply_cut
 -- Messages beyond the new end of their thread. OFFSET 0 and ctid leave the planner one way, through the index: with no
--- or old statistics it would read the whole table for a few threads.
-DELETE FROM {schema}.messages WHERE ctid = ANY (ARRAY(
+-- or old statistics it would read the whole table for a few threads. The row itself says whether it goes: in a table
+-- that is partitioned or inherited, rows of other threads have the same ctid. (|| '': otherwise it might go through the
+-- index once more, and look for each row in the whole array.)
+DELETE FROM {schema}.messages AS m USING unnest($1::text[], $2::int[]) AS s (thread_id, version)
+WHERE m.thread_id || '' = s.thread_id AND m.seq >= s.version AND m.ctid = ANY (ARRAY(
     SELECT beyond.ctid
     FROM unnest($1::text[], $2::int[]) AS s (thread_id, version)
     CROSS JOIN LATERAL (
