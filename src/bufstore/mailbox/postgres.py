@@ -19,7 +19,7 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.errors import BufstoreError, Closed, MalformedEntry
+from bufstore.errors import BufstoreError, Closed, MalformedEntry, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
@@ -30,7 +30,7 @@ from bufstore.mailbox.store import MailboxStore
 from bufstore.notify.idle import WhileIdle
 from bufstore.notify.notifier import Notifier
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.errors import NoAnswer
+from bufstore.postgres.connection.errors import NoAnswer, Unconfirmed
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.tasks import end, spawn
@@ -110,9 +110,11 @@ class PostgresBackend(Backend):
             return await arrays.rows_of(connection, self._sql[name], parameters)
 
     async def _step(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """The same for a write: without an answer it may have been done. Raises AppendUnknown."""
+        """The same for a write: without an answer it may have been done. Raises AppendUnknown, StepUnknown."""
         try:
             return await self._run(name, *parameters)
+        except Unconfirmed as e:  # a look would find it, and prove nothing
+            raise StepUnknown(f"no answer came to the step: {e}") from e
         except NoAnswer as e:
             raise AppendUnknown(str(e)) from e
 

@@ -21,6 +21,17 @@ class NoAnswer(StoreUnavailable):
     """
 
 
+class Unconfirmed(NoAnswer):
+    """The statement was cancelled when its time was over, and ended without an error.
+
+    So it may be a commit that waited for a synchronous standby. This server shows it, the standby may lack it: only the
+    next write that is answered tells that it has it, a look does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("no answer from Postgres: the time ran out (a synchronous standby may be away)")
+
+
 #: SQLSTATE (or its beginning) -> what it means here. Looked up longest first.
 _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
     "08": NoAnswer,  # connection failure

@@ -25,7 +25,7 @@ from psycopg.waiting import Ready, Wait
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
-from bufstore.postgres.connection.errors import map_errors
+from bufstore.postgres.connection.errors import Unconfirmed, map_errors
 from bufstore.tasks import Closing, spawn, to_the_end
 
 #: What to do when a store is opened again, or by another one.
@@ -211,6 +211,9 @@ class Pool(AsyncConnectionPool[_Connection]):
                     # A session may stay so after the server is not, and the address may lead to another one by now.
                     await connection.close()
                 raise
+            else:
+                if alarm.rung:
+                    raise Unconfirmed
             finally:
                 connection.alarm = None
                 if alarm.off():
@@ -408,7 +411,9 @@ class Alarm:
     """Ends the connection's statement when its time is over.
 
     Not by cancelling our task: psycopg would then wait for the server up to ten seconds. And a statement that the
-    server has cancelled certainly did nothing, but an abandoned one may have done it.
+    server ends with an error certainly did nothing, but an abandoned one may have done it. One that it ends without an
+    error says nothing any more: a commit that waits for a synchronous standby, and is cancelled, counts as done on this
+    server alone.
     """
 
     def __init__(self, connection: AsyncConnection[Any], deadline: float) -> None:
@@ -422,12 +427,16 @@ class Alarm:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(seconds, self._ring)
 
+    @property
+    def rung(self) -> bool:
+        return self._task is not None
+
     def off(self) -> bool:
         """Disarm it; true when it has rung."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
-        return self._task is not None
+        return self.rung
 
     def _ring(self) -> None:
         self._task = spawn(self._end())
