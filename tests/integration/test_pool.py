@@ -18,7 +18,8 @@ from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.pool import Pool, check_conninfo, open_pool
 from fault_proxy.proxy import FaultProxy
-from helpers import eventually, query
+from helpers import eventually, fresh, query
+from transaction_pooler import TransactionPooler
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +236,33 @@ async def test_a_pipeline_that_ends_with_a_large_statement_sends_all_of_it(pool:
         async with connection.pipeline():
             found = await connection.execute("SELECT length(%s::text)", [large])
         assert await found.fetchall() == [(len(large),)]
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_no_default_of_a_role_makes_who_waits_for_a_row_fail(servers: Servers, level: str, pooled: bool) -> None:
+    role, table = fresh("role"), fresh("table")
+    await query(servers.postgres.dsn, f"CREATE ROLE \"{role}\" SUPERUSER LOGIN PASSWORD 'x'")
+    await query(servers.postgres.dsn, f"ALTER ROLE \"{role}\" SET default_transaction_isolation = '{level}'")
+    dsn = make_conninfo(servers.postgres.dsn, user=role, password="x")
+    async with contextlib.AsyncExitStack() as stack:
+        if pooled:
+            dsn = (await stack.enter_async_context(TransactionPooler(dsn, servers=3))).dsn
+        pool = await open_pool(dsn, size=3)
+        stack.push_async_callback(pool.close)
+
+        async def add() -> None:
+            async with pool.lend(10) as connection:
+                await connection.execute(f'UPDATE "{table}" SET n = n + 1')
+
+        async with pool.lend(10) as connection:
+            await connection.execute(f'CREATE TABLE "{table}" AS SELECT 0 AS n')
+        async with pool.lend(10) as connection, connection.transaction():
+            await connection.execute(f'UPDATE "{table}" SET n = n + 1')
+            waiting = [asyncio.create_task(add()) for _ in range(2)]
+            await eventually(lambda: query(servers.postgres.dsn, _WAITS, f'UPDATE "{table}" SET n = n + 1'))
+        await asyncio.gather(*waiting)
+    assert await query(servers.postgres.dsn, f'SELECT n FROM "{table}"') == [(3,)]
+
+
+_WAITS = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query = %s HAVING count(*) = 2"

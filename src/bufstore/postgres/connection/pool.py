@@ -93,10 +93,22 @@ class _Connection(AsyncConnection[TupleRow]):
             raise
         failure.reason = None
         _Connection.made += 1
-        # Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
+        # Of the transactions that psycopg begins; for the others see `own_isolation`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
+    async def own_isolation(self) -> None:
+        """Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
+
+        Where the default is another, psycopg begins a transaction for each loan. A setting of the session would be lost
+        behind a pooler, which also refuses one that comes with the connection.
+        """
+        if not self._looked:
+            found = await (await self.execute("SHOW default_transaction_isolation")).fetchone()
+            await self.set_autocommit(found == ("read committed",))
+            self._looked = True
+
+    _looked = False
     #: When it was last got from the pool.
     lent_at: float = 0.0
     #: Of the block that it is lent to.
@@ -205,6 +217,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             try:
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
                 async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
+                    await connection.own_isolation()
                     yield connection
             except Exception as e:
                 if _is_read_only(e):
