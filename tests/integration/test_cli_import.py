@@ -147,7 +147,7 @@ def test_bad_lines_are_reported_by_number_and_skipped(made: Deployment) -> None:
     ]
     first, last = lines_of([(good[0], ["a"])]), lines_of([(good[1], ["b"])]).rstrip(b"\n")
     result = bufstore_cli("import", "-", "--json", stdin=first + b"\n \n" + b"\n".join([*bad, last]), **where(made))
-    assert result.code == 0, result
+    assert result.code == 1, "a script must see that something was skipped"
     assert result.json["bad_lines"] == len(bad)
     assert (result.json["threads"], result.json["acknowledged"]) == (2, 2)
     reported = [line.partition(":")[0] for line in result.err.splitlines()]
@@ -157,7 +157,7 @@ def test_bad_lines_are_reported_by_number_and_skipped(made: Deployment) -> None:
 
 def test_many_bad_lines_are_counted_but_not_all_printed(made: Deployment) -> None:
     result = bufstore_cli("import", "-", "--json", stdin=b"{}\n" * 50, **where(made))
-    assert (result.code, result.json["bad_lines"]) == (0, 50)
+    assert (result.code, result.json["bad_lines"]) == (1, 50)
     assert len(result.err.splitlines()) == 21
     assert "30 more" in result.err
 

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 import click
 import msgspec
@@ -68,12 +67,6 @@ class ImportReport(msgspec.Struct, kw_only=True):
     seconds: float
 
 
-class _Outcome(NamedTuple):
-    report: ImportReport
-    comparison: Comparison
-    incomplete: bool
-
-
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True))
 @click.option("--overwrite", is_flag=True, help="Replace threads that exist, also earlier ones of the same file.")
@@ -87,7 +80,7 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     the buffer, and every message of every acknowledged checkpoint is compared with the input.
 
     A bad line is reported by its number and skipped. So is one whose thread exists, in the store or earlier in the
-    file, unless --overwrite; then, or when the input is damaged, the exit code is 1.
+    file, unless --overwrite. When a line was skipped, or the input is damaged, the exit code is 1.
 
     "lost" counts acknowledged checkpoints whose message Postgres does not have; "mismatched" counts messages that
     Postgres has and that are not exactly the input's (also any beyond its end); one of either makes the exit code 1.
@@ -95,12 +88,12 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     after the last flush. Do not write to the same threads meanwhile.
     """
     with closing(Input(file)) as source:
-        report, comparison, incomplete = options.run(lambda target: _import(target, source, overwrite))
-    wrong = incomplete or not comparison.ok
+        report, comparison = options.run(lambda target: _import(target, source, overwrite))
+    wrong = report.bad_lines or not comparison.ok
     options.answer(report, "import", problems=comparison.problems, code=EXIT_WRONG if wrong else 0)
 
 
-async def _import(target: Endpoints, source: Input, overwrite: bool) -> _Outcome:
+async def _import(target: Endpoints, source: Input, overwrite: bool) -> tuple[ImportReport, Comparison]:
     began = time.perf_counter()
     before = await count_transactions(target)
     with _Progress() as progress:
@@ -137,7 +130,7 @@ async def _import(target: Endpoints, source: Input, overwrite: bool) -> _Outcome
         append_p99_ms=writer.latencies.percentile_ms(99),
         seconds=round(seconds, 3),
     )
-    return _Outcome(report, comparison, importer.incomplete)
+    return report, comparison
 
 
 async def _expected(source: Input, importer: Importer) -> AsyncIterator[Expected]:
@@ -208,8 +201,6 @@ class Importer:
         self.writer = ConversationWriter(store)
         self.journal = Journal()
         self.threads = 0
-        #: True when something that should have been imported was not, for another reason than a bad line.
-        self.incomplete = False
 
     async def run(self, lines: Iterable[Line | BadLine]) -> None:
         """Write all threads. Returns when every checkpoint is acknowledged or reported."""
@@ -239,12 +230,10 @@ class Importer:
 
     def _why_not(self, line: Line | BadLine, taken: set[str]) -> str:
         if isinstance(line, BadLine):
-            self.incomplete |= line.end
             return line.reason
         first = self.journal.begin(line.thread_id)
         if self._overwrite or (first and line.thread_id not in taken):
             return ""
-        self.incomplete = True
         where = "exists" if first else "stands in an earlier line"
         return f"thread {line.thread_id!r} {where} (--overwrite replaces it)"
 
@@ -256,7 +245,6 @@ class Importer:
             self.journal.end(line, written)
             self.threads += 1
             if written.refused is not None:
-                self.incomplete = True
                 self._report(line.number, f"refused after {written.acknowledged} checkpoints: {written.refused}")
             _log.info(
                 "line %d: thread %r, %d checkpoints acknowledged", line.number, line.thread_id, written.acknowledged,

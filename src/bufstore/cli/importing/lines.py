@@ -20,7 +20,6 @@ from bufstore.types import check_id
 LINE_BYTES_MAX = 64 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _STDIN = 0
-_UNREADABLE = "cannot be read from here on"
 
 
 class Line(NamedTuple):
@@ -38,8 +37,6 @@ class BadLine(NamedTuple):
     number: int
     size: int
     reason: str
-    #: True when nothing can be read after it.
-    end: bool = False
 
 
 class Input:
@@ -90,13 +87,13 @@ def _split(raw: io.BufferedReader) -> Iterator[tuple[int, bytes | str]]:
                 line = stream.readline(LINE_BYTES_MAX)
             yield number, f"longer than {LINE_BYTES_MAX >> 20} MiB"
     except (EOFError, OSError, zlib.error) as e:
-        yield number + 1, f"{_UNREADABLE}: {e}"
+        yield number + 1, f"cannot be read from here on: {e}"
 
 
 def _parse(number: int, line: bytes | str) -> Iterator[Line | BadLine]:
     """The thread of a line, or why it has none; nothing for a blank one."""
     if isinstance(line, str):
-        yield BadLine(number, 0, line, end=line.startswith(_UNREADABLE))
+        yield BadLine(number, 0, line)
         return
     if not line.strip():
         return
