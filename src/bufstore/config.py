@@ -6,7 +6,7 @@ Each option says who sets it: *developer* (writes the app), *operator* (runs it)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -130,6 +130,8 @@ class NatsConfig(Secretive):
             object.__setattr__(self, "servers", (self.servers,))
         if not self.servers:
             raise ConfigError("NatsConfig.servers is empty")
+        if not all(isinstance(url, str) for url in self.servers):
+            raise ConfigError("NatsConfig.servers must be URLs")
         if (self.user is None) != (self.password is None):
             raise ConfigError("NatsConfig: user and password go together")
         ways = [n for n in ("credentials", "user", "token") if getattr(self, n) is not None]
@@ -296,4 +298,6 @@ def as_nats_config(value: ToNats) -> NatsConfig:
         return value
     if isinstance(value, Mapping):
         return NatsConfig(**value)
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"say where NATS is by a URL, several URLs or a NatsConfig, not {type(value).__name__}")
     return NatsConfig(servers=(value,) if isinstance(value, str) else tuple(value))

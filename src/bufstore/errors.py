@@ -111,10 +111,13 @@ class LineageError(Rejected):
 
 
 class TooLarge(Rejected):
-    """The entry is larger than ``max_entry_bytes``, or than a log of ``max_bytes`` can hold."""
+    """The entry is larger than ``max_entry_bytes``, or than a log of ``max_bytes`` can hold.
 
-    def __init__(self, size: int, limit: int) -> None:
-        super().__init__(f"the entry has {size} bytes, the limit is {limit} (LogConfig.max_entry_bytes, max_bytes)")
+    Or what is no entry is larger than one message, or one call, may be.
+    """
+
+    def __init__(self, size: int, limit: int, set_by: str = "LogConfig.max_entry_bytes, max_bytes") -> None:
+        super().__init__(f"{size} bytes are too many to be stored at once, the limit is {limit} ({set_by})")
         self.size = size
         self.limit = limit
 

@@ -121,7 +121,8 @@ def test_ids_are_a_list_and_not_the_letters_of_one() -> None:
     async def main() -> None:
         async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()) as store:
             await store.append_messages("t", [{"id": "1"}, {"id": "2"}, {"id": "12"}])
-            for wrong in cast(list[Any], ["12", b"12", 12]):
+            wrong: Any
+            for wrong in ("12", b"12", 12):
                 with pytest.raises(InvalidId, match="message_ids must be a list of ids, not "):
                     await store.delete_messages("t", wrong)
                 with pytest.raises(InvalidId, match="thread_ids must be a list of ids, not "):

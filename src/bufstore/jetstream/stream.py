@@ -110,7 +110,7 @@ class NatsStream:
         """Raise TooLarge for what no message can hold."""
         limit = self.message_bytes_max - _HEADERS_BYTES
         if len(body) > limit:
-            raise TooLarge(len(body), limit)
+            raise TooLarge(len(body), limit, "the NATS server's max_payload")
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return self._seq(await self._connection.write([message], "", timeout_s, doubt=self._doubt))

@@ -348,6 +348,8 @@ class BufferedThreadStore(EditedStore):
         self, thread_id: str, level: Consistency | None, at_least: Receipt | None, quarantined: Quarantined
     ) -> ThreadState:
         check_id(thread_id, "thread_id")
+        if at_least is not None and type(at_least) is not Receipt:
+            raise InvalidQuery(f"at_least must be a Receipt, not {type(at_least).__name__}")
         if at_least is not None and at_least.thread_id != thread_id:
             raise ConfigError(f"the receipt is of thread {at_least.thread_id!r}, not {thread_id!r}")
         check_choice(quarantined, Quarantined, "quarantined", InvalidQuery)

@@ -17,6 +17,7 @@ from bufstore.threads.model import (
     Thread,
     ThreadMetadata,
     check_run,
+    check_version,
     encode_messages,
     encode_metadata,
     encode_run,
@@ -91,6 +92,7 @@ def save_state(thread_id: str, state: Any) -> WantedEdit:
 def append_messages(thread_id: str, messages: Sequence[Message], expected_version: int | None) -> WantedEdit:
     """See `ThreadRunStore.append_messages`."""
     check_id(thread_id, "thread_id")
+    check_version(expected_version)
     encoded = encode_messages(messages)
     new = _ids(thread_id, encoded)
     if len(set(new)) < len(new):

@@ -59,7 +59,7 @@ class BufferedLists:
     ) -> MessagePage:
         """See `Queryable.query_messages`. Raises ReadNotFresh, and what the wrapped store raises."""
         check_id(thread_id, "thread_id")
-        check_query(query)
+        check_query(query, MessageQuery)
         check_limit(limit)
         if cursor is not None:
             read_cursor(cursor, query, thread_id, int)
@@ -99,7 +99,7 @@ class BufferedLists:
     async def runs(self, query: RunQuery, limit: int, cursor: str | None, level: Consistency) -> RunPage:
         """See `Queryable.query_runs`. Raises ConfigError if the wrapped store has no queries."""
         store = self._queryable
-        check_query(query)
+        check_query(query, RunQuery)
         check_limit(limit)
         read_position(cursor, query)
         await self._barrier(level, query.thread_id)
@@ -114,7 +114,7 @@ class BufferedLists:
     async def threads(self, query: ThreadQuery, limit: int, cursor: str | None, level: Consistency) -> ThreadPage:
         """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
         store = self._queryable
-        check_query(query)
+        check_query(query, ThreadQuery)
         check_limit(limit)
         read_position(cursor, query)
         await self._barrier(level)

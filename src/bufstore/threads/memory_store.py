@@ -23,6 +23,7 @@ from bufstore.threads.model import (
     Thread,
     ThreadChange,
     check_run,
+    check_version,
     decode_message,
     decode_run,
     encode_messages,
@@ -118,6 +119,7 @@ class MemoryThreadStore(EditedStore):
     ) -> Receipt:
         """See `ThreadRunStore.checkpoint_append`."""
         payloads, record = _encoded(thread_id, delta, run, idempotency_key)
+        check_version(expected_version)
         content = ("append", payloads, record)
         repeated = self._repeated(thread_id, idempotency_key, content)
         if repeated is not None:
@@ -236,7 +238,7 @@ class MemoryThreadStore(EditedStore):
 
     async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
         """See `Queryable.query_runs`."""
-        check_query(query)
+        check_query(query, RunQuery)
         behind = read_position(cursor, query) or (0, "")
         found = [
             ((self._created[run_id], run_id), run)
@@ -253,7 +255,7 @@ class MemoryThreadStore(EditedStore):
         self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
     ) -> ThreadPage:
         """See `Queryable.query_threads`."""
-        check_query(query)
+        check_query(query, ThreadQuery)
         position = read_position(cursor, query)
         found = [
             ((self._changed[t.thread_id], t.thread_id), t)

@@ -34,7 +34,7 @@ async def message_page(
     full. Raises InvalidId, InvalidQuery, and what `fetch` raises.
     """
     check_id(thread_id, "thread_id")
-    check_query(query)
+    check_query(query, MessageQuery)
     limit = check_limit(limit)
     newest_first = query.order is Order.NEWEST_FIRST
     low = (query.after or 0) + 1

@@ -81,6 +81,12 @@ def check_run(run: object, thread_id: str | None = None) -> None:
     run.check(check_id(run.thread_id, "thread_id") if thread_id is None else thread_id)
 
 
+def check_version(expected: object) -> None:
+    """Raise InvalidRecord unless `expected` can be the version that a thread is expected to have; None: any."""
+    if expected is not None and type(expected) is not int:
+        raise InvalidRecord(f"expected_version must be an int, not {expected!r}")
+
+
 class ThreadMetadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an app keeps with a thread, to find and show it."""
 
@@ -261,8 +267,18 @@ def encode_run(run: Run) -> bytes:
     except _NOT_ENCODABLE as e:
         raise InvalidRecord(f"run {run.run_id!r}: {_why(e)}") from None
     if not same:
-        raise InvalidRecord(f"run {run.run_id!r}: a field has another type than Run declares")
+        raise InvalidRecord(f"run {run.run_id!r}: {_changed_field(run, encoded)} has another type than Run declares")
     return encoded
+
+
+def _changed_field(run: Run, encoded: bytes) -> str:
+    """Which field does not come back as it was, and what it would be."""
+    back = _decode_run(encoded)
+    for name in run.__struct_fields__:
+        value, other = getattr(run, name), getattr(back, name, None)
+        if _encode(value) != _encode(other):
+            return f"{name} is {value!r}, would come back as {other!r}, and"
+    return "a field"
 
 
 def decode_run(data: bytes) -> Run:
@@ -372,7 +388,7 @@ def check_value(value: Any, where: str | int, depth: int = 0) -> None:
     if kind is dict:
         for key, item in value.items():
             if type(key) not in _PLAIN:
-                raise InvalidRecord(f"{_place(where)}: a key of type {type(key).__name__} would not come back")
+                raise InvalidRecord(f"{_place(where)}: a key of type {_named(type(key))} would not come back")
             if type(item) not in _PLAIN:
                 check_value(item, where, depth + 1)
     elif kind is list:
@@ -381,7 +397,7 @@ def check_value(value: Any, where: str | int, depth: int = 0) -> None:
                 check_value(item, where, depth + 1)
     else:
         raise InvalidRecord(
-            f"{_place(where)}: a value of type {kind.__name__} would not come back as it is; "
+            f"{_place(where)}: a value of type {_named(kind)} would not come back as it is; "
             "use None, bool, int, float, str, bytes, list and dict"
         )
 
@@ -392,6 +408,11 @@ _check_metadata = free_checker(ThreadMetadata, lambda _: "metadata")
 
 def _place(where: str | int) -> str:
     return f"messages[{where}]" if isinstance(where, int) else where
+
+
+def _named(kind: type) -> str:
+    """With its module: numpy has a bool, too."""
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _why(error: BaseException) -> str:

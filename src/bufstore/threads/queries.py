@@ -143,8 +143,10 @@ def check_limit(limit: int) -> int:
     return max(1, min(limit, LIMIT_MAX))
 
 
-def check_query(query: Query) -> None:
-    """Raise InvalidId or InvalidQuery for a query that makes no sense, before any I/O."""
+def check_query(query: Query, kind: Any = Query) -> None:
+    """Raise InvalidId or InvalidQuery for a query that is none of this kind or makes no sense, before any I/O."""
+    if not isinstance(query, kind):
+        raise InvalidQuery(f"the query must be a {getattr(kind, '__name__', kind)}, not {type(query).__name__}")
     for name in ("run_id", "thread_id", "resource_id", "parent_thread_id", "id_prefix"):
         value = getattr(query, name, None)
         if value is not None:

@@ -10,7 +10,7 @@ import msgspec
 from bufstore.buffer.append.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
-from bufstore.threads.model import Run, RunSave, check_run, encode_messages, encode_run
+from bufstore.threads.model import Run, RunSave, check_run, check_version, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 from bufstore.types import Message, ProducerSequence, check_id, check_producer
 
@@ -98,6 +98,7 @@ def call_of(
         check_id(key, "idempotency_key")
     if producer is not None:
         check_producer(producer, key)
+    check_version(expected_version)
     return _call(thread_id, messages, encode_run(run), save_of(run), expected_version)
 
 

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from bufstore.config import ToNats, as_nats_config
 from bufstore.errors import (
     ConfigError,
+    InvalidRecord,
     LogFull,
     LogUnavailable,
     MalformedEntry,
@@ -102,10 +103,12 @@ class ExclusiveWork(Keyed):
     async def submit(self, key: str, payload: bytes = b"") -> None:
         """Add an item of work for a key. When this returns it is stored, and will be worked on.
 
-        Raises TokenBusy or TokenQueueFull as `TokensConfig.policy` says, LogFull, TooLarge, InvalidId and
-        LogUnavailable: nothing was submitted then. SubmitUnknown: it may have been.
+        Raises TokenBusy or TokenQueueFull as `TokensConfig.policy` says, LogFull, TooLarge, InvalidId, InvalidRecord
+        and LogUnavailable: nothing was submitted then. SubmitUnknown: it may have been.
         """
         name = token(check_id(key, "the key"))
+        if type(payload) is not bytes:
+            raise InvalidRecord(f"payload must be bytes, not {type(payload).__name__}")
         self._items.check_size(payload)
         c = self._config
         try:

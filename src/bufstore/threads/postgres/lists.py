@@ -67,7 +67,7 @@ class ListedStore:
 
     async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
         """See `Queryable.query_runs`."""
-        check_query(query)
+        check_query(query, RunQuery)
         limit, position = check_limit(limit), read_position(cursor, query)
         status = query.status.value if query.status is not None else None
         rows = await self._read(
@@ -81,7 +81,7 @@ class ListedStore:
         self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
     ) -> ThreadPage:
         """See `Queryable.query_threads`."""
-        check_query(query)
+        check_query(query, ThreadQuery)
         limit, position = check_limit(limit), read_position(cursor, query)
         rows = await self._read(
             "query_threads",

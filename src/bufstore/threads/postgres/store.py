@@ -39,6 +39,7 @@ from bufstore.threads.model import (
     Thread,
     ThreadChange,
     check_run,
+    check_version,
     decode_message,
     decode_run,
     encode_messages,
@@ -192,6 +193,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         One round trip. Raises OutcomeUnknown like `checkpoint`.
         """
         call = _Call.of(thread_id, delta, run, idempotency_key)
+        check_version(expected_version)
         ids = [h for h in call.id_hashes if h is not None]
         if len(set(ids)) < len(ids):
             raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
@@ -400,7 +402,7 @@ class _Call(NamedTuple):
         record = encode_run(run)
         size = sum(map(len, payloads)) + len(record)
         if size > _CALL_BYTES:
-            raise TooLarge(size, _CALL_BYTES)
+            raise TooLarge(size, _CALL_BYTES, "of one call that writes to Postgres")
         hashes = [columns.id_hash(p) for p in payloads]
         return cls(thread_id, payloads, hashes, run.run_id, record, run.status, run.parent_thread_id, key)
 

@@ -1,0 +1,103 @@
+"""Arguments of another type are refused by name, before anything is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, cast
+
+import pytest
+
+from bufstore import (
+    BufferedThreadStore,
+    BufstoreError,
+    ConfigError,
+    InvalidQuery,
+    InvalidRecord,
+    MemoryThreadStore,
+    NatsConfig,
+    PostgresThreadStore,
+    Receipt,
+    Run,
+    RunQuery,
+    ThreadRunStore,
+    TooLarge,
+)
+from bufstore.jetstream.stream import NatsStream
+from bufstore.memory import MemoryNats
+from bufstore.threads.model import encode_messages, encode_run
+from bufstore.tokens import ExclusiveWork
+from helpers import run_of
+from unit.fake_log import run
+
+
+async def refused(call: Awaitable[object], kind: type[BufstoreError], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        await call
+
+
+def test_a_field_of_a_run_is_named() -> None:
+    with pytest.raises(InvalidRecord, match=r"created_at is 5, would come back as 5\.0"):
+        encode_run(Run(run_id="r", thread_id="t", agent_id="a", steps=1, created_at=5))
+    with pytest.raises(InvalidRecord, match="steps"):
+        encode_run(Run(run_id="r", thread_id="t", steps=cast(Any, 1.0)))
+
+
+def test_a_type_that_is_called_as_one_of_python_is_named_with_its_module() -> None:
+    like_numpys = type("bool", (), {"__module__": "numpy"})()
+    with pytest.raises(InvalidRecord, match=r"a value of type numpy\.bool"):
+        encode_messages([{"a": like_numpys}])
+    with pytest.raises(InvalidRecord, match=r"a key of type numpy\.bool"):
+        encode_messages([{like_numpys: 1}])
+    with pytest.raises(InvalidRecord, match="a value of type tuple"):
+        encode_messages([(1,)])
+
+
+def test_reads_and_writes_name_the_argument() -> None:
+    async def main() -> None:
+        wrong: Any
+        query: Any
+        memory = MemoryThreadStore()
+        async with await BufferedThreadStore.open(memory, nats=MemoryNats()) as store:
+            stores: list[ThreadRunStore] = [memory, store]
+            for each in stores:
+                for wrong in ("0", 0.0, True):
+                    said = f"expected_version must be an int, not {wrong!r}"
+                    append = each.checkpoint_append("t", [], run_of("t"), expected_version=wrong)
+                    await refused(append, InvalidRecord, said)
+                    await refused(each.append_messages("t", [], expected_version=wrong), InvalidRecord, said)
+                for query in (None, {"after": 1}, RunQuery()):
+                    await refused(each.query_messages("t", query), InvalidQuery, "must be a MessageQuery, not ")
+                await refused(each.query_runs(cast(Any, None)), InvalidQuery, "must be a RunQuery, not NoneType")
+                await refused(each.query_threads(cast(Any, {})), InvalidQuery, "must be a ThreadQuery, not dict")
+            said = "at_least must be a Receipt, not int"
+            await refused(store.load_messages("t", at_least=cast(Any, 5)), InvalidQuery, said)
+            assert await store.load_messages("t", at_least=Receipt("t", 0, 1, 0)) is None
+
+    run(main())
+
+
+def test_what_is_no_address_is_a_config_error() -> None:
+    nowhere: Any
+    for nowhere in (None, 5, [None]):
+        with pytest.raises(ConfigError, match="connection string must be a str"):
+            PostgresThreadStore(nowhere)
+        with pytest.raises(ConfigError, match="URL"):
+            asyncio.run(BufferedThreadStore.open(MemoryThreadStore(), nats=nowhere))
+        with pytest.raises(ConfigError, match="URL"):
+            asyncio.run(ExclusiveWork.open(nowhere))
+    with pytest.raises(ConfigError, match="URLs"):
+        NatsConfig(servers=cast(Any, [5]))
+
+
+def test_an_item_of_work_is_bytes_and_no_entry_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NatsStream, "message_bytes_max", 10_000)
+    items: Any = NatsStream.__new__(NatsStream)
+    work: Any = ExclusiveWork.__new__(ExclusiveWork)
+    work._items = items
+    with pytest.raises(InvalidRecord, match="payload must be bytes, not str"):
+        asyncio.run(work.submit("k", "text"))
+    with pytest.raises(TooLarge, match=r"20000 bytes .* max_payload") as found:
+        asyncio.run(work.submit("k", b"x" * 20_000))
+    assert "LogConfig" not in str(found.value)
+    assert "LogConfig.max_entry_bytes" in str(TooLarge(2, 1))
