@@ -361,9 +361,10 @@ async def a_cancelled_claim_burns_no_attempt(stores: Stores) -> None:
 
     async def cancelled(n: int, thread_id: str) -> None:
         task = asyncio.create_task(a.claim(thread_id, "w"))
-        for _ in range(n):  # at another moment each
-            await asyncio.sleep(0)
-        task.cancel()
+        for _ in range(1 + n % 3):  # also again, while what it took is handed back
+            for _ in range(n):  # at another moment each
+                await asyncio.sleep(0)
+            task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if not task.cancelled():
             claim = task.result()
@@ -373,6 +374,9 @@ async def a_cancelled_claim_burns_no_attempt(stores: Stores) -> None:
     for n, thread_id in enumerate(threads):
         await cancelled(n, thread_id)
     for thread_id in threads:
+        async with asyncio.timeout(10 + soon_s(a)):  # before its lease is over
+            while await a.list_dispatches(thread_id, {Status.CLAIMED}):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         (d,) = await a.list_dispatches(thread_id)
         assert d.attempts == 0
         assert d.status in (Status.QUEUED, Status.ACKED)

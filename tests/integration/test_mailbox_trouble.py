@@ -557,6 +557,8 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
         run = backend._run
 
         async def slow(name: str, *arguments: Any) -> list[Any]:
+            if name == "signal_nack":
+                pulling.cancel()  # once more, while it is handed back
             rows = await run(name, *arguments)
             if name == "pull" and rows:
                 took.set()
@@ -570,6 +572,7 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling
+        await a.aclose()  # waits for what is being handed back
         assert [s.thread_id for s in await b.pull_signals(timeout_s=0)] == [thread_id]
 
 

@@ -19,7 +19,7 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.errors import BufstoreError, Closed, MalformedEntry, StepUnknown
+from bufstore.errors import Closed, MalformedEntry, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
@@ -33,6 +33,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer, Unconfirmed
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.takes import Takes
 from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class PostgresBackend(Backend):
         #: The server's clock minus ours, which no step of the wall clock moves.
         self._offset_ms = 0
         self._open = False
+        self._takes = Takes()
 
     async def open(self) -> None:
         if self._owns_pool:
@@ -90,6 +92,7 @@ class PostgresBackend(Backend):
             raise
 
     async def aclose(self) -> None:
+        await self._takes.aclose()
         self._open = False
         self._news.set()
         await end(self._telling)
@@ -283,15 +286,13 @@ class PostgresBackend(Backend):
                     await self._news.wait()
 
     async def _pull(self, limit: int) -> list[Any]:
-        pulling = spawn(self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s)))
-        try:
-            return await asyncio.shield(pulling)
-        except asyncio.CancelledError:
-            # What it took would come to nobody until its time is over.
-            with suppress(BufstoreError):
-                for row in await pulling:
-                    await self.put_off(Signal(self, *row), 0)
-            raise
+        pulling = self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
+        return await self._takes.take(pulling, self._put_back)
+
+    async def _put_back(self, rows: list[Any]) -> None:
+        """What was pulled for nobody would come to nobody until its time is over."""
+        for row in rows:
+            await self.put_off(Signal(self, *row), 0)
 
     async def ack_signal(self, signal: Signal) -> bool:
         with suppress(NoAnswer):

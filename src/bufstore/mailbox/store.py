@@ -6,7 +6,6 @@ long it is tried is here.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
@@ -26,6 +25,7 @@ from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_same, is_stal
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Interruption, MailboxThread, Status
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE, Done, Steps
+from bufstore.takes import Takes
 from bufstore.tasks import Closing
 from bufstore.types import check_choice, check_id
 
@@ -56,6 +56,7 @@ class MailboxStore:
         self._steps = Steps(backend, self.counters, self.config.timeout_s)
         #: Threads whose expired claims could not be taken back, as far as they are still found.
         self._not_reclaimed: Set[str] = frozenset()
+        self._takes = Takes()
 
     async def __aenter__(self) -> Self:
         await self.backend.open()
@@ -66,7 +67,11 @@ class MailboxStore:
 
     async def aclose(self) -> None:
         """Close the connections; what is stored stays. Later calls raise Closed."""
-        await self._closing(self.backend.aclose)
+        await self._closing(self._close)
+
+    async def _close(self) -> None:
+        await self._takes.aclose()
+        await self.backend.aclose()
 
     def statistics(self) -> MailboxStatistics:
         """Counters and timings of this instance."""
@@ -199,17 +204,13 @@ class MailboxStore:
                 return None
             return await self._steps.write(thread, decisions.claim(thread, head, claiming), step_id, now)
 
+        async def release(after: MailboxThread) -> None:
+            if after.active is not None:
+                await self._as_holder(after.active, now, decisions.release)
+
         with self.counters.timed("claim"):
-            try:
-                after = await self._steps.tried(attempt)
-            except asyncio.CancelledError:
-                # It may have been done, or be on its way. Then nobody would know of the claim, and the end of its lease
-                # would count as an attempt. Another try finds it done or does it, and the claim goes back.
-                with suppress(BufstoreError):
-                    after = await self._steps.tried(attempt)
-                    if after is not None and after.active is not None:
-                        await self._as_holder(after.active, now, decisions.release)
-                raise
+            # Of a claim that is done for a cancelled caller nobody would know; the end of its lease is an attempt.
+            after = await self._takes.take(self._steps.tried(attempt), release)
         if after is None or after.active is None:
             self.counters.count("claims_empty")
             return None

@@ -29,7 +29,8 @@ from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
-from bufstore.tasks import Closing, spawn
+from bufstore.takes import Takes
+from bufstore.tasks import Closing
 from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
@@ -213,7 +214,7 @@ class Keyed:
     def __init__(self, connection: Connection, register: Register, prefix: str) -> None:
         """`register`: of the records of keys, whose subjects begin with `prefix`."""
         self._connection, self._register, self._prefix = connection, register, prefix
-        self._ending = set[asyncio.Future[None]]()
+        self._takes = Takes()
         self._closing = Closing()
 
     async def __aenter__(self) -> Self:
@@ -224,29 +225,12 @@ class Keyed:
         await self._closing(self._close)
 
     async def _close(self) -> None:
-        while self._ending:
-            await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._takes.aclose()
         await self._connection.aclose()
 
     async def _to_the_end(self, taking: Coroutine[Any, Any, H]) -> H:
         """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
-        beginning = spawn(taking)
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            self._close_after(spawn(self._abandon(beginning)))
-            raise
-
-    def _close_after(self, ending: asyncio.Future[None]) -> None:
-        """Nobody may wait for it any more, but `aclose` does."""
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-
-    async def _abandon(self, beginning: asyncio.Future[H]) -> None:
-        """The caller is gone: hand back what was taken for it."""
-        with suppress(Unavailable, TokenLost, TokenBusy):
-            if (held := await beginning) is not None:
-                await self._hand_back(held)
+        return await self._takes.take(taking, self._hand_back)
 
     async def _hand_back(self, held: Any) -> None:
         """Release what was taken."""

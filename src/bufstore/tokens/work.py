@@ -155,7 +155,7 @@ class ExclusiveWork(Keyed):
         finally:  # when one has failed, none works on after this has ended
             for worker in workers:
                 worker.cancel()  # once: a second time would stop it in the middle of handing back
-                self._close_after(worker)
+                self._takes.leave(worker)
             await asyncio.gather(*map(asyncio.shield, workers), return_exceptions=True)
 
     # For people.
@@ -296,7 +296,7 @@ class ExclusiveWork(Keyed):
             try:
                 await _unless(stopping, taking)
             except asyncio.CancelledError:
-                self._close_after(spawn(self._abandon(taking)))  # it may just have ended
+                self._takes.abandon(taking, self._hand_back)  # it may just have ended
                 raise
             try:
                 task = None if taking.cancelled() else taking.result()
