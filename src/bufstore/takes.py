@@ -13,6 +13,9 @@ from bufstore.tasks import spawn
 T = TypeVar("T")
 HandBack = Callable[[Any], Awaitable[object]]
 
+#: Steps have a time of their own; a handler that is cancelled and does not end has none.
+_PATIENCE_S = 20.0
+
 
 class Takes:
     """Whoever has it closes it first: what is handed back needs the connection."""
@@ -39,9 +42,11 @@ class Takes:
         ending.add_done_callback(self._ending.discard)
 
     async def aclose(self) -> None:
-        """Return when all is handed back, or cannot be."""
-        while self._ending:
-            await asyncio.wait(self._ending)  # who is cancelled here stops none of it
+        """Return when all is handed back, or cannot be for so long that it comes back when its time is over."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + _PATIENCE_S
+        while self._ending and (left_s := ends_at - loop.time()) > 0:
+            await asyncio.wait(self._ending, timeout=left_s)  # who is cancelled here stops none of it
 
 
 async def _hand_back(taking: asyncio.Future[Any], hand_back: HandBack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -156,3 +157,102 @@ async def test_that_there_is_nothing_to_do_is_not_said_of_a_step_that_may_be_don
     backend.then = lambda: other.interrupt("t")
     with pytest.raises(StepUnknown):
         await mailbox.supersede_claimed("t")
+
+
+class Gated(MemoryBackend):
+    """Writes wait for the gate."""
+
+    def __init__(self, shared: MemoryMailbox) -> None:
+        super().__init__(shared, time.time, 30.0)
+        self.gate, self.waits = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
+        if not self.gate.is_set():
+            self.waits.set()
+        await self.gate.wait()
+        return await super().write(before, step, now_ms)
+
+
+@pytest.mark.parametrize("cancels", [1, 2, 3])
+async def test_who_gives_up_closing_a_worker_leaves_nothing_claimed(cancels: int) -> None:
+    """Its handlers went on for good, and their claims were renewed as long as the mailbox was open."""
+    backend, began, ended = Gated(shared := MemoryMailbox()), asyncio.Event(), asyncio.Event()
+
+    async def handle(dispatch: Dispatch) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    mailbox = MailboxStore(backend, MailboxConfig())
+    worker = await Worker(mailbox, "w", handle).__aenter__()
+    d = await mailbox.enqueue("t", b"x")
+    await began.wait()
+    backend.gate.clear()
+    closing = asyncio.create_task(worker.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    async with asyncio.timeout(5):
+        await ended.wait()
+        await backend.waits.wait()
+    for _ in range(cancels - 1):
+        closing.cancel()
+        await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(backend.gate.set)
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await mailbox.aclose()
+    (found,) = await MemoryMailboxStore(shared).list_dispatches("t")
+    assert (found.dispatch_id, found.status, found.last_error) == (
+        d.dispatch_id,
+        Status.QUEUED,
+        "the worker was stopped",
+    )
+    assert not [task for task in asyncio.all_tasks() if (task.get_name() or "").startswith("bufstore-")]
+
+
+async def test_a_worker_that_is_closed_as_it_acks_has_acked() -> None:
+    """The ack was cancelled on its way: the claim stayed until its lease was over, and its work was done again."""
+    backend = Gated(shared := MemoryMailbox())
+
+    async def handle(dispatch: Dispatch) -> None:
+        backend.gate.clear()
+
+    mailbox = MailboxStore(backend, MailboxConfig())
+    async with asyncio.timeout(5):
+        worker = await Worker(mailbox, "w", handle).__aenter__()
+        await mailbox.enqueue("t", b"x")
+        await backend.waits.wait()
+        closing = asyncio.create_task(worker.aclose(drain_s=0))
+        for _ in range(20):  # turns of the loop
+            await asyncio.sleep(0)
+        backend.gate.set()
+        await closing
+    (found,) = await MemoryMailboxStore(shared).list_dispatches("t")
+    assert found.status is Status.ACKED
+
+
+async def test_a_handler_that_does_not_end_does_not_keep_the_mailbox_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bufstore.takes._PATIENCE_S", 0.05)
+    began, ends, mailbox = asyncio.Event(), asyncio.Event(), MemoryMailboxStore()
+
+    async def handle(dispatch: Dispatch) -> None:
+        began.set()
+        while not ends.is_set():
+            with suppress(asyncio.CancelledError):
+                await ends.wait()
+
+    worker = await Worker(mailbox, "w", handle).__aenter__()
+    await mailbox.enqueue("t", b"x")
+    await began.wait()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            closing = asyncio.create_task(worker.aclose(drain_s=0))
+            await asyncio.shield(closing)
+    closing.cancel()
+    async with asyncio.timeout(5):
+        await mailbox.aclose()
+        ends.set()
+        await asyncio.gather(closing, *worker._running, return_exceptions=True)

@@ -56,7 +56,8 @@ class MailboxStore:
         self._steps = Steps(backend, self.counters, self.config.timeout_s)
         #: Threads whose expired claims could not be taken back, as far as they are still found.
         self._not_reclaimed: Set[str] = frozenset()
-        self._takes = Takes()
+        #: What is taken, and ends, when whoever waited for it is gone.
+        self.takes = Takes()
 
     async def __aenter__(self) -> Self:
         await self.backend.open()
@@ -70,7 +71,7 @@ class MailboxStore:
         await self._closing(self._close)
 
     async def _close(self) -> None:
-        await self._takes.aclose()
+        await self.takes.aclose()
         await self.backend.aclose()
 
     def statistics(self) -> MailboxStatistics:
@@ -210,7 +211,7 @@ class MailboxStore:
 
         with self.counters.timed("claim"):
             # Of a claim that is done for a cancelled caller nobody would know; the end of its lease is an attempt.
-            after = await self._takes.take(self._steps.tried(attempt), release)
+            after = await self.takes.take(self._steps.tried(attempt), release)
         if after is None or after.active is None:
             self.counters.count("claims_empty")
             return None

@@ -30,6 +30,7 @@ _TURN_S = 0.2
 _AWAY_S = 5.0
 #: How often a worker looks whether it still holds what it works on.
 _WATCH_S = 0.5
+_STOPPED = "the worker was stopped"
 
 #: Does the work of a claimed dispatch. Returning acks it; raising hands it back, to be retried.
 Handler = Callable[[Dispatch], Awaitable[None]]
@@ -53,9 +54,9 @@ class Worker:
         self._running: set[asyncio.Task[None]] = set()
         #: What is worked on, by thread.
         #: By token: of a thread there may be one that is lost and still ends, and the next.
-        self._claims: dict[int, tuple[Dispatch, asyncio.Future[None]]] = {}
+        self._claims: dict[int, tuple[Dispatch, asyncio.Task[None]]] = {}
         self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
-        self._closing = False
+        self._closing = self._stopped = False
         #: Why no signals could be pulled; None when they could.
         self.trouble: str | None = None
 
@@ -68,12 +69,24 @@ class Worker:
         await self.aclose()
 
     async def aclose(self, drain_s: float = 10.0) -> None:
-        """Take nothing new; let what runs end for `drain_s`, then cancel it: its claims are handed back."""
+        """Take nothing new; let what runs end for `drain_s`, then cancel it: its claims are handed back.
+
+        Who is cancelled meanwhile gives up waiting: what runs is cancelled at once.
+        """
         self._closing = True
-        await end(self._pulling)
-        if self._running:
-            await asyncio.wait(self._running, timeout=drain_s)
-        await end(*self._running, self._watching)
+        try:
+            await end(self._pulling)
+            if self._running:
+                await asyncio.wait(self._running, timeout=drain_s)
+        finally:
+            self._stopped = True
+            for _, task in self._claims.values():
+                task.cancel()  # the handlers only: a claim that ends is acked or handed back
+            for thread in self._running:
+                self._mailbox.takes.leave(thread)
+            await end(self._watching)
+            if self._running:
+                await asyncio.wait(self._running)
 
     async def _pull(self) -> None:
         failures = 0
@@ -128,6 +141,8 @@ class Worker:
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = spawn(self._handler(claim))
+        if self._stopped:
+            task.cancel()  # it does not begin
         self._claims[claim.token] = claim, task
         c, began = self._config, asyncio.get_running_loop().time()
         holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))
@@ -136,7 +151,7 @@ class Worker:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             await end(task)
-            await self._mailbox.nack(claim, error="the worker was stopped")
+            await self._mailbox.nack(claim, error=_STOPPED)
             raise
         finally:
             del self._claims[claim.token]
@@ -147,8 +162,11 @@ class Worker:
         except StaleClaim as e:
             _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
 
-    async def _end(self, claim: Dispatch, task: asyncio.Future[None]) -> None:
+    async def _end(self, claim: Dispatch, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
+        if self._stopped and task.cancelling():
+            await self._mailbox.nack(claim, error=_STOPPED)
+            return
         if not task.cancelled() and error is None:
             await self._mailbox.ack(claim)
             return
@@ -159,7 +177,7 @@ class Worker:
         retry_at = self._mailbox.backend.now_ms() + round(1000 * delay)
         await self._mailbox.nack(claim, retry_at_ms=retry_at, error=text)
 
-    async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Future[None], holding: Holding) -> bool:
+    async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Task[None], holding: Holding) -> bool:
         began = asyncio.get_running_loop().time()
         try:
             await self._mailbox.extend_lease(claim)
@@ -188,8 +206,8 @@ class Worker:
                     if known and (token != claim.token or epoch > claim.epoch):
                         self._lost(task, "lost" if token != claim.token else "interrupted")
 
-    def _lost(self, task: asyncio.Future[None], how: str) -> None:
-        if isinstance(task, asyncio.Task) and task.cancelling():
+    def _lost(self, task: asyncio.Task[None], how: str) -> None:
+        if task.cancelling():
             return  # it is told once, and may take its time to end
         self._mailbox.counters.count(f"work_{how}")
         task.cancel()
