@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,8 @@ from bufstore import (
     StoreUnavailable,
 )
 from bufstore.embedded import NatsServer, PostgresServer, Servers
+from bufstore.langgraph.postgres.store import PostgresCheckpointStore
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 
@@ -167,6 +170,48 @@ async def _refused_and_mended(disturbed: Servers, fault: str) -> None:
             level = Consistency.EVENTUAL
             assert await store.load_messages(thread_id, consistency=level) == [said(i) for i in range(4)]
             assert await store.load_messages(new, consistency=level) == [said(0)]
+
+
+@pytest.mark.parametrize("tables", [["messages"], ["messages", "buffer_threads", "bufstore_migrations"]])
+async def test_row_level_security_that_hides_threads_is_said_and_a_policy_for_all_of_them_is_not(
+    servers: Servers, tables: list[str]
+) -> None:
+    deployment, dsn = Deployment(servers), servers.postgres.dsn
+    async with as_role(servers, deployment) as limited:
+        for table in tables:
+            await query(dsn, f"ALTER TABLE {deployment.name}.{table} ENABLE ROW LEVEL SECURITY")
+        hides = f"row level security hides rows of .*{tables[0]}"
+        with pytest.raises(StoreMisconfigured, match=hides):
+            async with PostgresThreadStore(limited, schema=deployment.name) as store:
+                await store.setup()
+        report = await asyncio.to_thread(
+            bufstore_cli, "doctor", "--json", **(where(deployment) | {"BUFSTORE_POSTGRES": limited})
+        )
+        assert [c["what"] for c in report.json["checks"] if re.search(hides, c["found"])] == ["looked at"]
+        async with PostgresThreadStore(dsn, schema=deployment.name) as owners:
+            await owners.setup()
+        for table in tables:
+            await query(dsn, f"CREATE POLICY everything ON {deployment.name}.{table} USING (true)")
+        async with deployment.store(PostgresThreadStore(limited, schema=deployment.name)) as ours:
+            await ours.checkpoint("t", [said(0)], run_of("t"))
+            await ours.force_flush_all()
+
+
+async def test_row_level_security_on_langgraphs_tables_is_said(servers: Servers) -> None:
+    dsn, name = servers.postgres.dsn, f"g{fresh()[-10:]}"
+    owners = PostgresCheckpointStore(dsn, schema=name)
+    await owners.open()
+    await owners.setup()
+    await owners.aclose()
+    await query(dsn, f"CREATE ROLE {name} LOGIN PASSWORD 'right'")
+    await query(dsn, f"GRANT USAGE ON SCHEMA {name} TO {name}")
+    await query(dsn, f"GRANT ALL ON ALL TABLES IN SCHEMA {name} TO {name}")
+    await query(dsn, f"ALTER TABLE {name}.checkpoint_migrations ENABLE ROW LEVEL SECURITY")
+    apps = PostgresCheckpointStore(psycopg.conninfo.make_conninfo(dsn, user=name, password="right"), schema=name)
+    await apps.open()
+    with pytest.raises(StoreMisconfigured, match="row level security hides rows of checkpoint_migrations"):
+        await apps.setup()
+    await apps.aclose()
 
 
 async def test_postgres_without_tls_is_refused_where_tls_is_asked_for(disturbed: Servers) -> None:

@@ -14,7 +14,15 @@ from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration, schema_of
-from bufstore.postgres.connection.migrate import UTF8_NEEDED, applied_migrations, encoding_of, newest, works_with
+from bufstore.postgres.connection.migrate import (
+    UTF8_NEEDED,
+    applied_migrations,
+    check_rows_shown,
+    encoding_of,
+    newest,
+    tables_of,
+    works_with,
+)
 from bufstore.postgres.connection.pool import new_pool
 from bufstore.threads.postgres.tables import folder_of
 
@@ -60,8 +68,10 @@ async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckRe
             if langgraphs is not None:
                 await _langgraph(notes, connection, langgraphs)
     except BufstoreError as e:
-        what = "looked at" if notes.checks else "reachable"
-        notes.say(what, Level.BAD, str(e), "see the address, the server and the login")
+        if notes.checks:
+            notes.say("looked at", Level.BAD, str(e))
+        else:
+            notes.say("reachable", Level.BAD, str(e), "see the address, the server and the login")
     finally:
         await pool.close()
     return [check for each in (notes, *of_lane) for check in each.checks]
@@ -89,6 +99,7 @@ async def _look_at_tables(
     notes: Notes, connection: AsyncConnection[Any], target: Endpoints, schema: str, log: SeenLog | None
 ) -> None:
     """`log`: the one whose ledger is in this schema, if it is known."""
+    await check_rows_shown(connection, schema, [t for part in _PARTS for t in tables_of(folder_of(part))])
     versions = await applied_migrations(connection, schema)
     if "buffer" not in versions:
         await _none(notes, "tables", connection, schema, named=log is not None and log.target is not None)
@@ -162,6 +173,7 @@ async def _langgraph(notes: Notes, connection: AsyncConnection[Any], schema: str
     notes.require("LangGraph permissions", lacking is None, may, "grant them to bufstore's user", Level.BAD)
     if lacking is not None:
         return
+    await check_rows_shown(connection, schema, PRIVILEGES)
     version = await _value(
         connection, sql.SQL("SELECT max(v) FROM {}.checkpoint_migrations").format(sql.Identifier(schema))
     )

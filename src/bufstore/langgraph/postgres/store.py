@@ -33,7 +33,7 @@ from bufstore.langgraph.postgres.columns import parameters
 from bufstore.langgraph.protocol import Cursor, Outline, Part, Query
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
-from bufstore.postgres.connection.migrate import check_schema, queries
+from bufstore.postgres.connection.migrate import check_rows_shown, check_schema, queries
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 
@@ -130,7 +130,8 @@ class PostgresCheckpointStore:
     async def setup(self) -> None:
         """Create LangGraph's tables where there are none; where there are, look whether they are those of this release.
 
-        None of LangGraph's migrations is run. Raises ConfigError for tables of another version.
+        None of LangGraph's migrations is run. Raises ConfigError for tables of another version, StoreMisconfigured when
+        row level security hides rows.
         """
         async with self.pool.lend(self._timeout_s) as connection, connection.transaction():
             if not (await self._on(connection, "has_migrations", self.schema))[0][0]:
@@ -140,6 +141,7 @@ class PostgresCheckpointStore:
                         await self._on(connection, "create_schema")
                     for name in _CREATE:
                         await self._on(connection, name)
+            await check_rows_shown(connection, self.schema, PRIVILEGES)
             version = (await self._on(connection, "version"))[0][0]
         check_migration(self.schema, version)
 

@@ -19,7 +19,7 @@ docs/OPERATIONS.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources.abc import Traversable
 from typing import Any, LiteralString
 
@@ -33,6 +33,17 @@ from bufstore.failpoints import Failpoint, reach
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
 #: What stands between blank lines in a file of statements.
 _STATEMENT = re.compile(r"-- name: ([a-z][a-z0-9_]*)\n((?:-- (?!name:).+\n)+)((?!--)(?:(?!-- name:)[^;])+);")
+_TABLE = re.compile(r"CREATE TABLE \{schema\}\.([a-z_]+)")
+#: Tables of which row level security may hide rows from this role: no policy lets it read all of them.
+_HIDING = """
+SELECT string_agg(c.relname, ', ' ORDER BY c.relname)
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = %s AND c.relname = ANY (%s) AND row_security_active(c.oid) AND NOT EXISTS (
+    SELECT FROM pg_policies AS p, unnest(p.roles) AS r (name)
+    WHERE (p.schemaname, p.tablename) = (n.nspname, c.relname) AND p.permissive = 'PERMISSIVE'
+        AND p.cmd IN ('ALL', 'SELECT') AND p.qual = 'true' AND (r.name = 'public' OR pg_has_role(r.name, 'USAGE'))
+)
+"""
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 #: The functions' bodies stand between these, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
@@ -90,10 +101,11 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
 
     All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
     DDL rights can start an app. Tables of a newer release are left alone; raises ConfigError when this release cannot
-    work with them, or there are none yet and the database is not in UTF-8; StoreUnavailable when another session held
-    a lock on the tables for too long: then nothing was changed.
+    work with them, or there are none yet and the database is not in UTF-8; StoreMisconfigured when row level security
+    hides rows; StoreUnavailable when another session held a lock on the tables for too long: then nothing was changed.
     """
     check_schema(schema)
+    await check_rows_shown(connection, schema, tables_of(folder))
     migrations = migrations_of(folder, schema)
     missing = await _missing(connection, schema, part, migrations)
     if not missing:
@@ -124,6 +136,16 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
         ) from e
     reach(Failpoint.MIGRATION_DONE)
     return applied
+
+
+async def check_rows_shown(connection: AsyncConnection[Any], schema: str, tables: Iterable[str]) -> None:
+    """Raise StoreMisconfigured when row level security hides rows of these tables: reads would find nothing."""
+    row = await (await connection.execute(_HIDING, [schema, list(tables)])).fetchone()
+    if row is not None and row[0] is not None:
+        raise StoreMisconfigured(
+            f"row level security hides rows of {row[0]} in schema {schema!r} from this role: as the tables' owner, "
+            "ALTER TABLE … DISABLE ROW LEVEL SECURITY on each, or CREATE POLICY … USING (true) for this role"
+        )
 
 
 async def encoding_of(connection: AsyncConnection[Any]) -> str:
@@ -171,6 +193,12 @@ def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
         for file in folder.iterdir()
         if (match := _NUMBERED.fullmatch(file.name))
     }
+
+
+def tables_of(folder: Traversable) -> list[str]:
+    """The tables that the folder's migrations make, and the one that tells of migrations."""
+    migrations = [file.read_text(encoding="utf-8") for file in folder.iterdir() if _NUMBERED.fullmatch(file.name)]
+    return ["bufstore_migrations", *(name for text in migrations for name in _TABLE.findall(text))]
 
 
 def newest(folder: Traversable) -> int:
