@@ -40,7 +40,8 @@ _CANCELLED_S = 1.0
 _CLOSE_S = 1.0
 #: A connection goes from caller to caller for so long; then the pool looks whether it is too old.
 _HANDED_ON_S = 60.0
-#: What the server says to a client that will never get in. Only its text says so: libpq gives no SQLSTATE here.
+#: What the server says to a client that will never get in. Only its text says so, if it is English: libpq gives no
+#: SQLSTATE here, and psycopg does not have it put into the text (PQsetErrorVerbosity).
 _REFUSED = re.compile(
     r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
     r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
