@@ -10,7 +10,8 @@ FROM (SELECT $1::text AS thread_id) AS s LEFT JOIN {buffer}.buffer_threads AS b 
 -- The newest checkpoint of a namespace with its blobs and writes, and the writes of later ones that are not there yet;
 -- of a checkpoint of an old version also what was sent to it, which stands with its parent. And the thread's
 -- namespaces, $3 of them at most: one step through the index for each, however many checkpoints it has. And what `state`
--- tells. One row, always.
+-- tells. One row, always. (in_order: where the database would take another checkpoint for the newest, the thread's are
+-- sorted.)
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
     c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*, (
         WITH RECURSIVE found (ns) AS (
@@ -35,7 +36,10 @@ FROM (SELECT $1::text AS thread_id) AS s
 LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
 LEFT JOIN LATERAL (
     SELECT n.checkpoint_id, n.parent_checkpoint_id, n.checkpoint, n.metadata FROM {schema}.checkpoints AS n
-    WHERE n.thread_id = $1::text AND n.checkpoint_ns = $2::text ORDER BY n.checkpoint_id DESC LIMIT 1
+    WHERE n.thread_id = $1::text AND n.checkpoint_ns = $2::text
+    ORDER BY CASE WHEN {in_order} THEN n.checkpoint_id END DESC,
+        CASE WHEN NOT {in_order} THEN n.checkpoint_id COLLATE "C" END DESC
+    LIMIT 1
 ) AS c ON true
 CROSS JOIN LATERAL (
     SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
@@ -48,7 +52,9 @@ CROSS JOIN LATERAL (
         array_agg(x.type), array_agg(x.blob), array_agg(x.task_path)
     FROM {schema}.checkpoint_writes AS x
     WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND (
-        x.checkpoint_id >= coalesce(c.checkpoint_id, '')
+        CASE WHEN {in_order} THEN x.checkpoint_id >= coalesce(c.checkpoint_id, '')
+            ELSE x.checkpoint_id COLLATE "C" >= coalesce(c.checkpoint_id, '')
+        END
         OR (
             (c.checkpoint ->> 'v')::int < 4 AND x.checkpoint_id = c.parent_checkpoint_id
             AND x.channel = '__pregel_tasks'
@@ -163,19 +169,24 @@ CROSS JOIN LATERAL (
 ) AS writes;
 
 -- name: page
--- The keys and rows of a list's next checkpoints, newest first; null stands for any.
+-- The keys and rows of a list's next checkpoints, newest first; null stands for any. (in_order: see latest.)
 SELECT c.thread_id, c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text
 FROM {schema}.checkpoints AS c
 WHERE ($1::text IS NULL OR c.thread_id = $1::text)
     AND ($2::text IS NULL OR c.checkpoint_ns = $2::text)
     AND ($3::text IS NULL OR c.checkpoint_id = $3::text)
     AND ($4::jsonb IS NULL OR c.metadata @> $4::jsonb)
-    AND ($5::text IS NULL OR c.checkpoint_id < $5::text)
-    AND (
-        $6::text IS NULL
-        OR (c.checkpoint_id, c.thread_id, c.checkpoint_ns) < ($6::text, $7::text, $8::text)
-    )
-ORDER BY c.checkpoint_id DESC, c.thread_id DESC, c.checkpoint_ns DESC
+    AND ($5::text IS NULL OR CASE
+        WHEN {in_order} THEN c.checkpoint_id < $5::text
+        ELSE c.checkpoint_id COLLATE "C" < $5::text
+    END)
+    AND ($6::text IS NULL OR CASE
+        WHEN {in_order} THEN (c.checkpoint_id, c.thread_id, c.checkpoint_ns) < ($6::text, $7::text, $8::text)
+        ELSE (c.checkpoint_id COLLATE "C", c.thread_id, c.checkpoint_ns) < ($6::text, $7::text, $8::text)
+    END)
+ORDER BY CASE WHEN {in_order} THEN c.checkpoint_id END DESC,
+    CASE WHEN NOT {in_order} THEN c.checkpoint_id COLLATE "C" END DESC,
+    c.thread_id DESC, c.checkpoint_ns DESC
 LIMIT $9::bigint;
 
 -- name: blobs_of
