@@ -9,6 +9,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -194,6 +195,29 @@ async def test_an_outage_is_not_told_by_the_log_of_the_pool(
     caplog.clear()
     logging.getLogger("psycopg.pool").warning("error connecting in %r: %s", "another pool", "reason")
     assert len(caplog.records) == 1, "other pools of the app are heard"
+
+
+async def test_a_refusal_in_a_pipeline_is_an_error_and_no_warning(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refused(connection: psycopg.AsyncConnection[Any]) -> None:
+        async with connection.pipeline():
+            await connection.execute("SELECT 1 / 0")
+            while True:  # until it is heard of: what was sent behind it is refused, too
+                await connection.execute("SELECT 1")
+
+    pool = await open_pool(servers.postgres.dsn, size=1)
+    try:
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            async with pool.lend(20) as connection:
+                await refused(connection)
+    finally:
+        await pool.close()
+    assert [r.getMessage() for r in caplog.records if r.name == "psycopg"] == []
+    async with await psycopg.AsyncConnection.connect(servers.postgres.dsn, autocommit=True) as other:
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            await refused(other)
+    assert len([r for r in caplog.records if r.name == "psycopg"]) == 1, "other connections of the app are heard"
 
 
 async def test_who_would_rather_know_is_told_soon_that_postgres_is_away(own_servers: Servers) -> None:

@@ -57,20 +57,27 @@ _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
 class _Quiet(logging.Filter):
-    """While Postgres is away psycopg's pool warns of each attempt and each lost connection of ours.
+    """What psycopg warns of about our connections is for debugging: it is in the error that a caller gets.
 
-    The callers' errors say it, and the flusher and the reads say it once; the attempts are for debugging.
+    While Postgres is away its pool warns of each attempt and each lost connection; a pipeline in which a statement was
+    refused, that what was behind it was refused, too. The flusher and the reads say it once.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Some of its messages name the pool, some the connection.
         args = record.args if isinstance(record.args, tuple) else ()
-        ours = any(arg == _POOL_NAME if isinstance(arg, str) else isinstance(arg, _Connection) for arg in args)
-        return not ours or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+        return not any(map(_is_ours, args)) or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+
+def _is_ours(arg: object) -> bool:
+    # Some messages name the pool, some the connection, some its pipeline.
+    if isinstance(arg, str):
+        return arg == _POOL_NAME
+    return isinstance(arg._conn if isinstance(arg, AsyncPipeline) else arg, _Connection)
 
 
 _POOL_NAME = "bufstore"
-logging.getLogger("psycopg.pool").addFilter(_Quiet())
+for _name in ("psycopg", "psycopg.pool"):
+    logging.getLogger(_name).addFilter(_Quiet())
 
 
 class _Failure:
