@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,12 @@ async def test_any_text_is_a_key_and_any_bytes_a_payload(opened: Open) -> None:
     for key in keys:
         async with await took(work) as task:
             assert (task.key, task.payload) == (key, key.encode() + b"\0\xff")
+            await task.done()
+    alike: Any
+    for alike in (bytearray(b"ab"), memoryview(b"ab")):
+        await work.submit("a", alike)
+        async with await took(work) as task:
+            assert task.payload == b"ab"
             await task.done()
     for bad in ("", "\0", "\ud800"):
         with pytest.raises(InvalidId):

@@ -614,6 +614,25 @@ def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: p
     run(main())
 
 
+def test_a_close_that_failed_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one flushed anew, on parts that were closed."""
+
+    async def main() -> None:
+        store = await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=CONFIG)
+        close = store.buffer.session.aclose
+
+        async def stubborn() -> None:
+            await close()
+            raise ValueError("a store of an app's own")
+
+        monkeypatch.setattr(store.buffer.session, "aclose", stubborn)
+        with pytest.raises(ValueError, match="an app's own"):
+            await store.aclose()
+        await store.aclose()
+
+    run(main())
+
+
 @pytest.mark.parametrize("children", [Children.DETACH, Children.CASCADE])
 def test_what_is_written_is_recognized_though_its_parent_is_gone(children: Children) -> None:
     """A pipeline that does its work again: the parent was deleted behind it, maybe by itself."""

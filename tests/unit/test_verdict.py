@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.flush.verdict import Verdict, verdict, verdict_of_app
-from bufstore.errors import Closed, ConfigError, NotFound, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import (
+    Closed,
+    ConfigError,
+    LogFull,
+    NotFound,
+    OutcomeUnknown,
+    StepUnknown,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +75,9 @@ def test_only_data_and_constraint_errors_may_ever_park(state: str) -> None:
         (Closed("x"), Verdict.RETRY),
         (ConnectionRefusedError(), Verdict.RETRY),
         (TimeoutError(), Verdict.RETRY),
+        (LogFull("x"), Verdict.RETRY),
+        (OutcomeUnknown("t", "k"), Verdict.RETRY),
+        (StepUnknown("x"), Verdict.RETRY),
         (StoreMisconfigured("x"), Verdict.DENIED),
         (ConfigError("x"), Verdict.SUSPECT),
         (NotFound("x"), Verdict.SUSPECT),

@@ -90,6 +90,15 @@ def test_what_is_no_address_is_a_config_error() -> None:
         NatsConfig(servers=cast(Any, [5]))
 
 
+def test_a_connection_string_may_be_of_a_class_below_str() -> None:
+    """As settings of pydantic are."""
+
+    class Dsn(str):
+        __slots__ = ()
+
+    assert PostgresThreadStore(Dsn("postgresql://somewhere/db")).schema
+
+
 def test_an_item_of_work_is_bytes_and_no_entry_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NatsStream, "message_bytes_max", 10_000)
     items: Any = NatsStream.__new__(NatsStream)

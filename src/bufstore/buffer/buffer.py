@@ -141,8 +141,8 @@ class Buffer(Generic[C, S, M]):
             with contextlib.suppress(BufstoreError):
                 await self.force_flush_all()
         flusher_s = min(max(ends_at - loop.time(), 0), self.config.flush_timeout_s)
-        await self.release(flusher_s, before_store=before_store)
         self._closed = True
+        await self.release(flusher_s, before_store=before_store)
 
     async def release(self, flusher_s: float | None = None, *, before_store: _Call | None = None) -> None:
         """Stop and release everything, as `aclose` does, and flush nothing further.

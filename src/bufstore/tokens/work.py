@@ -107,8 +107,9 @@ class ExclusiveWork(Keyed):
         and LogUnavailable: nothing was submitted then. SubmitUnknown: it may have been.
         """
         name = token(check_id(key, "the key"))
-        if type(payload) is not bytes:
+        if not isinstance(payload, (bytes, bytearray, memoryview)):
             raise InvalidRecord(f"payload must be bytes, not {type(payload).__name__}")
+        payload = bytes(payload)
         self._items.check_size(payload)
         c = self._config
         try:

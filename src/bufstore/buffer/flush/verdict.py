@@ -9,7 +9,19 @@ from __future__ import annotations
 
 import enum
 
-from bufstore.errors import StoreMisconfigured, Unavailable
+from bufstore.errors import (
+    CallTimeout,
+    FlushTimeout,
+    LogFull,
+    OutcomeUnknown,
+    StepUnknown,
+    StoreMisconfigured,
+    SubmitUnknown,
+    Unavailable,
+)
+
+#: What passes by itself when an app's apply() calls a server, or another store of bufstore's.
+_PASSING = (Unavailable, OSError, LogFull, OutcomeUnknown, StepUnknown, SubmitUnknown, CallTimeout, FlushTimeout)
 
 
 class Verdict(enum.Enum):
@@ -82,6 +94,6 @@ def verdict(sqlstate: str | None) -> Verdict:
 
 def verdict_of_app(error: Exception) -> Verdict:
     """The verdict for what an app's code raised, of which Postgres says nothing."""
-    if isinstance(error, (Unavailable, OSError)):
+    if isinstance(error, _PASSING):
         return Verdict.RETRY
     return Verdict.DENIED if isinstance(error, StoreMisconfigured) else Verdict.SUSPECT

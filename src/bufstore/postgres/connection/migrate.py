@@ -34,14 +34,14 @@ _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
 #: What stands between blank lines in a file of statements.
 _STATEMENT = re.compile(r"-- name: ([a-z][a-z0-9_]*)\n((?:-- (?!name:).+\n)+)((?!--)(?:(?!-- name:)[^;])+);")
 _TABLE = re.compile(r"CREATE TABLE \{schema\}\.([a-z_]+)")
-#: Tables of which row level security may hide rows from this role: no policy lets it read all of them.
+#: Tables of which row level security hides every row from this role: no policy lets it read any of them.
 _HIDING = """
 SELECT string_agg(c.relname, ', ' ORDER BY c.relname)
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE n.nspname = %s AND c.relname = ANY (%s) AND row_security_active(c.oid) AND NOT EXISTS (
     SELECT FROM pg_policies AS p, unnest(p.roles) AS r (name)
     WHERE (p.schemaname, p.tablename) = (n.nspname, c.relname) AND p.permissive = 'PERMISSIVE'
-        AND p.cmd IN ('ALL', 'SELECT') AND p.qual = 'true' AND (r.name = 'public' OR pg_has_role(r.name, 'USAGE'))
+        AND p.cmd IN ('ALL', 'SELECT') AND (r.name = 'public' OR pg_has_role(r.name, 'USAGE'))
 )
 """
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
@@ -139,11 +139,11 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
 
 
 async def check_rows_shown(connection: AsyncConnection[Any], schema: str, tables: Iterable[str]) -> None:
-    """Raise StoreMisconfigured when row level security hides rows of these tables: reads would find nothing."""
+    """Raise StoreMisconfigured when row level security hides all rows of one of these tables: reads would find none."""
     row = await (await connection.execute(_HIDING, [schema, list(tables)])).fetchone()
     if row is not None and row[0] is not None:
         raise StoreMisconfigured(
-            f"row level security hides rows of {row[0]} in schema {schema!r} from this role: as the tables' owner, "
+            f"row level security hides the rows of {row[0]} in schema {schema!r} from this role: as the tables' owner, "
             "ALTER TABLE … DISABLE ROW LEVEL SECURITY on each, or CREATE POLICY … USING (true) for this role"
         )
 

@@ -379,7 +379,7 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
 
 def check_conninfo(conninfo: str) -> dict[str, Any]:
     """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
-    if type(conninfo) is not str:
+    if not isinstance(conninfo, str):
         raise ConfigError(f"the Postgres connection string must be a str, not {type(conninfo).__name__}")
     if dialect := _DIALECT.match(conninfo):
         raise ConfigError(
