@@ -105,9 +105,10 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     hides rows; StoreUnavailable when another session held a lock on the tables for too long: then nothing was changed.
     """
     check_schema(schema)
-    await check_rows_shown(connection, schema, tables_of(folder))
     migrations = migrations_of(folder, schema)
-    missing = await _missing(connection, schema, part, migrations)
+    async with connection.transaction():  # one instead of four, for each part of each process that starts
+        await check_rows_shown(connection, schema, tables_of(folder))
+        missing = await _missing(connection, schema, part, migrations)
     if not missing:
         return []
     # Not where tables are: they serve an app whose ids the encoding has, which is not to be shut out.

@@ -101,22 +101,10 @@ class _Connection(AsyncConnection[TupleRow]):
             raise
         failure.reason = None
         _Connection.made += 1
-        # Of the transactions that psycopg begins; for the others see `own_isolation`.
+        # Of the transactions that psycopg begins; for the others see `Pool._read_committed`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
-    async def own_isolation(self) -> None:
-        """Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
-
-        Where the default is another, psycopg begins a transaction for each loan. A setting of the session would be lost
-        behind a pooler, which also refuses one that comes with the connection.
-        """
-        if not self._looked:
-            found = await (await self.execute("SHOW default_transaction_isolation")).fetchone()
-            await self.set_autocommit(found == ("read committed",))
-            self._looked = True
-
-    _looked = False
     #: When it was last got from the pool.
     lent_at: float = 0.0
     #: Of the block that it is lent to.
@@ -171,6 +159,8 @@ class Pool(AsyncConnectionPool[_Connection]):
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
         self._closing = Closing()
+        #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet.
+        self._autocommit: bool | None = None
         #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of them wait.
         self._lent = self._asking = 0
         #: Callers that wait for one of them. None: the place is free, the connection is gone.
@@ -225,7 +215,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             try:
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
                 async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
-                    await connection.own_isolation()
+                    await self._read_committed(connection)
                     yield connection
             except Exception as e:
                 if _is_read_only(e):
@@ -241,6 +231,18 @@ class Pool(AsyncConnectionPool[_Connection]):
                     # The cancel request may still be under way: it must not hit the next one's statement.
                     await connection.close()
                 await self._end_loan(connection)
+
+    async def _read_committed(self, connection: _Connection) -> None:
+        """Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
+
+        Where the default is another, psycopg begins a transaction for each loan. A setting of the session would be lost
+        behind a pooler, which also refuses one that comes with the connection.
+        """
+        if self._autocommit is None:
+            found = await (await connection.execute("SHOW default_transaction_isolation")).fetchone()
+            self._autocommit = found == ("read committed",)
+        if connection.autocommit is not self._autocommit:
+            await connection.set_autocommit(self._autocommit)
 
     async def _borrow(self, deadline: float, away_at: float) -> _Connection:
         """A place among those lent to, and a live connection; `away_at`: see `_live`."""
