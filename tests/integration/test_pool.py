@@ -9,7 +9,6 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
 
 import psycopg
 import pytest
