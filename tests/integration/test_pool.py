@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import psycopg
@@ -94,6 +95,32 @@ async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -
         proxy.heal()
         assert await backend(pool) not in (0, before), "what was left there is nobody's"
         await pool.close()
+
+
+@pytest.mark.parametrize("late_s", [0.1, 1.0])
+async def test_what_has_been_answered_is_done_however_late_the_loop_reads_it(servers: Servers, late_s: float) -> None:
+    lock = random.getrandbits(62)
+    waits = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND pid = %s"
+    works = "SELECT 1 FROM pg_stat_activity WHERE state = 'active' AND pid = %s"
+    pool = await open_pool(servers.postgres.dsn, size=1)
+    pid = await backend(pool)
+
+    async def call() -> None:
+        async with pool.lend(2) as connection:
+            await connection.execute("SELECT pg_advisory_xact_lock(%s)", [lock])
+
+    with psycopg.connect(servers.postgres.dsn, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(%s)", [lock])
+        called, over = asyncio.create_task(call()), time.monotonic() + 2
+        await eventually(lambda: query(servers.postgres.dsn, waits, pid))
+        # From here on the loop stands still.
+        other.execute("SELECT pg_advisory_unlock(%s)", [lock])
+        while other.execute(works, [pid]).fetchone():
+            pass
+        time.sleep(over + late_s - time.monotonic())  # noqa: ASYNC251 - that is the fault
+    await called
+    assert await backend(pool) == pid, "nothing was to be cancelled"
+    await pool.close()
 
 
 async def test_who_waits_too_long_is_told_and_the_others_go_on(pool: Pool) -> None:

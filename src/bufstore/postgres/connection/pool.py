@@ -32,7 +32,9 @@ from bufstore.tasks import Closing, spawn, to_the_end
 ANOTHER = "make one for each store that you open"
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
-#: When a call's time is over: how long the cancel request may take, and then the statement to end.
+#: When a call's time is over: how long what has arrived by then is still read, in so many steps.
+_READ_S, _READ_STEPS = 0.05, 10
+#: Then: how long the cancel request may take, and then the statement to end.
 _GRACE_S = 0.25
 #: How long the statement of a caller who was cancelled may take to end.
 _CANCELLED_S = 1.0
@@ -211,10 +213,11 @@ class Pool(AsyncConnectionPool[_Connection]):
         deadline = loop.time() + timeout_s
         with map_errors():
             connection = await self._borrow(deadline, deadline if away_s is None else loop.time() + away_s)
-            alarm = connection.alarm = Alarm(connection, deadline)
+            # The alarm ends the statement; the limit is for what else the block may wait for.
+            limit = asyncio.timeout(None)
+            alarm = connection.alarm = Alarm(connection, deadline, limit)
             try:
-                # The alarm ends the statement; the timeout is for what else the block may wait for.
-                async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
+                async with limit, connection:
                     await self._read_committed(connection)
                     yield connection
             except Exception as e:
@@ -439,22 +442,24 @@ class Alarm:
     server ends with an error certainly did nothing, but an abandoned one may have done it. One that it ends without an
     error says nothing any more: a commit that waits for a synchronous standby, and is cancelled, counts as done on this
     server alone.
+
+    On a loop that stood still past the deadline, the answer may have come in time: it is read first.
     """
 
-    def __init__(self, connection: AsyncConnection[Any], deadline: float) -> None:
+    def __init__(self, connection: AsyncConnection[Any], deadline: float, limit: asyncio.Timeout | None = None) -> None:
+        """`limit`: ends the block, when it goes on though its statement was ended."""
         self._connection = connection
+        self._limit = limit
         self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
         self._task: asyncio.Task[None] | None = None
+        #: Whether a cancel request was sent: what ends without an error after that says nothing.
+        self.rung = False
 
     def ring_in(self, seconds: float) -> None:
         """Ring so soon, if it has not rung."""
         if self._task is None:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(seconds, self._ring)
-
-    @property
-    def rung(self) -> bool:
-        return self._task is not None
 
     def off(self) -> bool:
         """Disarm it; true when it has rung."""
@@ -465,8 +470,15 @@ class Alarm:
 
     def _ring(self) -> None:
         self._task = spawn(self._end())
+        if self._limit is not None:
+            # From now on, and not from the deadline: a loop that stood still has yet to read.
+            self._limit.reschedule(asyncio.get_running_loop().time() + 3 * _GRACE_S)
 
     async def _end(self) -> None:
+        # A commit may follow what is read, and be answered at once. In steps: the loop may stand still again.
+        for _ in range(_READ_STEPS):
+            await asyncio.sleep(_READ_S / _READ_STEPS)
+        self.rung = True
         with suppress(psycopg.Error):
             await self._connection.cancel_safe(timeout=_GRACE_S)
             await asyncio.sleep(_GRACE_S)
