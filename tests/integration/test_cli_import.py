@@ -16,13 +16,17 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from bufstore import RunStatus
+from bufstore.cli.connect import Endpoints
+from bufstore.cli.conversations import transactions
 from bufstore.cli.conversations.comparison import Comparison, Expected, compare
+from bufstore.config import NatsConfig
 from bufstore.embedded import Servers
 from command_line import COMMAND, ENVIRONMENT, bufstore_cli, generate, lines_of, stored, where
 from conftest import Deployment
-from helpers import fresh, query, run_of, said
+from helpers import eventually, fresh, query, run_of, said
 
 REPORT = {
     "threads", "checkpoints", "acknowledged", "flushed", "lost", "mismatched", "quarantined", "bad_lines",
@@ -80,6 +84,29 @@ def test_transactions_are_those_that_the_server_counts(made: Deployment) -> None
         report = json.load(process.stdout)
     assert process.returncode == 0
     assert 100 < report["postgres_transactions"] < 1000  # the import itself looks about as long as it takes
+
+
+@pytest.mark.parametrize("level", ["read committed", "repeatable read"])
+async def test_transactions_are_counted_as_soon_as_our_sessions_have_ended(
+    made: Deployment, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """Also when that takes longer than one question may."""
+    monkeypatch.setattr(transactions, "_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(transactions, "_SESSION_END_S", 60.0)
+    dsn, role = made.servers.postgres.dsn, fresh("role")
+    await query(dsn, f"CREATE ROLE \"{role}\" SUPERUSER LOGIN PASSWORD 'x'")
+    await query(dsn, f"ALTER ROLE \"{role}\" SET default_transaction_isolation = '{level}'")
+    own = make_conninfo(dsn, user=role, password="x")
+    target = Endpoints(nats=NatsConfig(), postgres=own, schema=made.name, stream="S", bucket="b")
+    looks = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s AND query LIKE %s"
+    session = await psycopg.AsyncConnection.connect(make_conninfo(own, application_name=target.session))
+    async with session, asyncio.timeout(30):
+        counted = asyncio.create_task(transactions.count_transactions(target))
+        await eventually(lambda: query(dsn, looks, target.session, "%pg_stat_activity%"))
+        ended, _ = await asyncio.wait([counted], timeout=2.5)
+        assert not ended, "longer than one question may take"
+        await session.close()
+        assert await counted > 0
 
 
 def test_messages_of_any_shape_come_back_exactly(made: Deployment, tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, LiteralString
 
 from bufstore.cli.connect import Endpoints
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 _TIMEOUT_S = 5.0
 #: How long a session that we have closed may take to end.
 _SESSION_END_S = 5.0
+_OTHERS = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s AND pid <> pg_backend_pid()"
+_ENDED = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
 
 
 async def count_transactions(target: Endpoints) -> int:
@@ -17,20 +21,19 @@ async def count_transactions(target: Endpoints) -> int:
     All of them, also other clients' and those of this question. A session reports what it did at most once a second
     and when it ends: so this waits until our closed sessions are gone. Other clients' last second may be missing.
     """
-    async with target.plain(pool_size=1) as store, store.pool.lend(_TIMEOUT_S) as connection:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    async with target.plain(pool_size=1) as store:
         deadline = loop.time() + _SESSION_END_S
+        # Each look is a loan of its own: it has time of its own, and within a transaction it would never see a change.
         while loop.time() < deadline:
-            cursor = await connection.execute(
-                "SELECT FROM pg_stat_activity WHERE application_name = %s AND pid <> pg_backend_pid()",
-                [target.session],
-            )
-            if not cursor.rowcount:
+            if not await _ask(store, _OTHERS, target.session):
                 break
             await asyncio.sleep(0.02)
-        cursor = await connection.execute(
-            "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
-        )
-        row = await cursor.fetchone()
+        return int(await _ask(store, _ENDED))
+
+
+async def _ask(store: PostgresThreadStore, question: LiteralString, *parameters: str) -> Any:
+    async with store.pool.lend(_TIMEOUT_S) as connection:
+        row = await (await connection.execute(question, parameters)).fetchone()
         assert row is not None
-        return int(row[0])
+        return row[0]
