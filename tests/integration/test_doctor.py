@@ -16,7 +16,7 @@ import pytest
 from bufstore.cli.doctor.diagnosis import Level
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, ConfigError
 from bufstore.nats.setup import out_of_service
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -129,6 +129,37 @@ async def test_a_log_that_a_repair_has_taken_out_of_service_is_diagnosed(deploym
     assert "a repair" in checks["NATS log settings"]["found"]
     assert "NATS permissions" not in checks, "they cannot be tried"
     assert checks["Postgres reachable"]["level"] == "ok", "the rest is looked at all the same"
+
+
+@pytest.mark.parametrize("of_bucket", [False, True])
+async def test_a_mirror_answers_no_read_unnoticed(deployment: Deployment, of_bucket: bool) -> None:
+    """The server makes it answer half of all reads, with what it has."""
+    name, thread_id = f"COPY-{deployment.name}", fresh()
+    mirrored = f"KV_{deployment.log.bucket}" if of_bucket else deployment.log.stream
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        api = store.buffer.session.stream.api
+        made = {"name": name, "storage": "memory", "mirror": {"name": mirrored}}
+        assert (await api(f"STREAM.CREATE.{name}", made))["config"]["mirror_direct"]
+
+        async def read() -> None:
+            if of_bucket:
+                assert await store.buffer.session.shared.thread_of_run(run_of(thread_id).run_id, 5) == thread_id
+                return
+            async with deployment.store(flusher=False) as reader:
+                assert await reader.load_messages(thread_id) == [said(0)]
+
+        # It answers once it has caught up.
+        with pytest.raises(ConfigError, match=f"{name} mirrors {mirrored} .*nats stream rm"):
+            async with asyncio.timeout(20):
+                while True:
+                    await read()
+        code, checks = await doctor(deployment)
+        assert (code, checks["NATS mirrors"]["level"]) == (2, "bad")
+        assert name in checks["NATS mirrors"]["found"]
+        await api(f"STREAM.DELETE.{name}")
+        for _ in range(5):
+            await read()  # nothing has to be started again
 
 
 @pytest.mark.parametrize("answer", ["[]", '"x"', "null", '{"jetstream": []}', '{"jetstream": {"config": "x"}}', "{"])

@@ -29,6 +29,16 @@ class StreamTaken(ConfigError):
     """There is a stream of this name, with other settings."""
 
 
+class Mirrored(ConfigError):
+    """A mirror has answered a read: it may lag, or have less. No outage, because only who made it ends it."""
+
+    def __init__(self, stream: str, by: str | None) -> None:
+        super().__init__(
+            f"stream {by} mirrors {stream} and answers its reads, without having all: remove {by} "
+            f"(`nats stream rm {by}`); for a copy, make a stream that has {stream} as a source"
+        )
+
+
 class ConsumerMissing(LogUnavailable):
     """The consumer does not exist (any more)."""
 

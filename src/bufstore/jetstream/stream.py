@@ -17,7 +17,7 @@ from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import ApiError, MessageMissing, TooManyResults, to_error
+from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
     AppendUnknown,
@@ -284,7 +284,7 @@ class NatsStream:
         """One direct get. `partly`: what has come when the time is over is an answer, too."""
         client = self._connection.client()
         token = str(next(self._tokens))
-        get = self._gets[token] = _Get()
+        get = self._gets[token] = _Get(self.name)
         try:
             await frames.post(
                 client, f"{self._api}.DIRECT.GET.{self.name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
@@ -317,9 +317,10 @@ def _is_refused(answer: bytes) -> bool:
 
 
 class _Get:
-    """The answers to one direct get, until its end."""
+    """The answers to one direct get of a stream, until its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
         self.done: asyncio.Future[Shown] = asyncio.get_running_loop().create_future()
         self._messages: list[StoredMessage] = []
         #: Of the last message.
@@ -334,6 +335,9 @@ class _Get:
         # A stored message may have a status of its own, because anybody may publish. Only the server adds a sequence.
         seq = added(headers, b"Nats-Sequence")
         if seq is not None:
+            # All come from one stream. The server lets a mirror answer, too, and it may lag, or have less.
+            if not self._messages and (by := added(headers, b"Nats-Stream")) != self._stream:
+                self.fail(Mirrored(self._stream, by))
             subject = added(headers, b"Nats-Subject") or ""
             self._messages.append(StoredMessage(subject, int(seq), entry_header(headers), data))
             self._headers = headers

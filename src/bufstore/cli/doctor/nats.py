@@ -16,10 +16,10 @@ from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog
 from bufstore.cli.output import lasting
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
+from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogRolledBack, LogUnavailable
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.errors import Mirrored, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.permissions import Role, permissions
@@ -33,6 +33,8 @@ _TIMEOUT_S = 2.0
 #: No subject ever has this last sequence.
 _IMPOSSIBLE = (1 << 62) + 1
 _FULL = 0.95
+#: Who answers one is drawn by lot.
+_READS = 20
 #: Above this, what is flushed has given way as far as it may: the rest is not flushed, or may be needed again.
 _PRESSED = 0.7
 
@@ -94,8 +96,11 @@ async def _look(
     _copies(notes, info)
     bucket = await _bucket(notes, stream, config, account)
     session = NatsSession(target.nats, BufferConfig.fitting(config, flusher=False), target.session)
+    shared = NatsStream(session.connection, target.nats.api, bucket_stream(config), 1)
     await session.open()
     try:
+        for each in session.stream, shared:
+            await _mirrors(notes, each)
         await _headroom(notes, session)
         await _permissions(notes, session, target.nats.api, config, role, bucket=bucket)
         await _flushers(notes, session.shared)
@@ -188,6 +193,17 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
         notes.say("replicas", Level.OK, f"{replicas}, all up to date")
     if info["config"].get("persist_mode") == "async":
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
+
+
+async def _mirrors(notes: Notes, stream: NatsStream) -> None:
+    try:
+        with contextlib.suppress(LogUnavailable):  # it is missing, which is said elsewhere
+            for _ in range(_READS):
+                await stream.read(">", 0, _TIMEOUT_S, 1)
+    except Mirrored as e:
+        notes.say("mirrors", Level.BAD, str(e), "as it says; see What must be configured in docs/OPERATIONS.md")
+    except ConfigError:
+        pass  # not permitted: said below
 
 
 async def _headroom(notes: Notes, session: NatsSession) -> None:
