@@ -88,6 +88,7 @@ def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
         (10164, "wrong last sequence", Conflict),
         (10077, "maximum messages per subject exceeded", SubjectFull),
         (10077, "maximum bytes exceeded", LogFull),
+        (10002, "resource limits exceeded for account", LogFull),
         (10047, "insufficient storage resources", LogFull),
         (10023, "insufficient resources", LogFull),
         (10037, "no message found", MessageMissing),

@@ -81,6 +81,7 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10164: lambda e: Conflict(e.description),  # wrong last sequence, another write in flight
     10077: _store_failed,
     10005: _not_placed,
+    10002: lambda e: LogFull(f"the NATS account has no storage left: {e.description}"),
     10047: lambda e: LogFull(f"the NATS account has no storage left: {e.description}"),
     10023: lambda e: LogFull(f"NATS lacks resources: {e.description}"),
     10054: lambda e: ConfigError(f"the stream has a max_msg_size: {e.description}"),
