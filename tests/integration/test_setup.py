@@ -69,6 +69,35 @@ async def test_a_stream_that_differs_is_named_with_both_values(
     assert "nats stream edit" in caught.value.way_out
 
 
+@pytest.mark.parametrize(
+    ("change", "way_out"),
+    [
+        ({"no_ack": True}, "nats stream edit"),
+        ({"subject_transform": {"src": ">", "dest": "archive.>"}}, "nats stream edit"),
+        ({"sealed": True}, "nats stream rm"),
+    ],
+    ids=["no_ack", "subject_transform", "sealed"],
+)
+async def test_a_stream_that_takes_no_writes_is_refused(
+    deployment: Deployment, change: dict[str, Any], way_out: str
+) -> None:
+    deployment.verified = False
+    ((field, value),) = change.items()
+    async with deployment.store(flusher=False) as store:
+        api = store.buffer.session.stream.api
+        made = (await api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        await api(f"STREAM.UPDATE.{deployment.log.stream}", made | change)
+        with pytest.raises(ConfigDrift) as caught:
+            async with deployment.store():
+                pass
+        assert (caught.value.field, caught.value.found) == (field, value)
+        assert way_out in caught.value.way_out
+        assert "LogConfig" not in caught.value.way_out
+        if field != "sealed":
+            await api(f"STREAM.UPDATE.{deployment.log.stream}", made)
+            await works(deployment, deployment.servers.nats.url)
+
+
 async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         name = f"KV_{deployment.log.bucket}"

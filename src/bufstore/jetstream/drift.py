@@ -9,7 +9,11 @@ from bufstore.errors import ConfigDrift
 
 
 def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:
-    """Raise ConfigDrift for the first field that differs, with both values and both ways out."""
+    """Raise ConfigDrift for the first field that differs, with both values and both ways out.
+
+    `ours`: where these fields are configured; empty where nobody may choose them.
+    """
+    here = f" or in the configuration ({ours})" if ours else ""
     for field, expected in wanted.items():
         value = found.get(field, type(expected)())  # the server leaves out what is zero, false or empty
         if value != expected:
@@ -20,5 +24,5 @@ def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: 
                 field,
                 expected=expected,
                 found=value,
-                way_out=f"Change it on the server (`{edit}`{when}) or in the configuration ({ours}).",
+                way_out=f"Change it on the server (`{edit}`{when}){here}.",
             )

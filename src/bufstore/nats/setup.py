@@ -29,6 +29,9 @@ _TARGET = ("domain", "store", "target")
 #: How entries stand in the stream: many in one message (docs/adr/0027). Before, each was a message of its own.
 _FORM = "groups"
 
+#: With these no write is answered, or none arrives where it is looked for.
+_UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
+
 
 def epoch_of(found: Mapping[str, Any]) -> int:
     """The generation of an existing log."""
@@ -169,8 +172,9 @@ def check_owner(config: LogConfig, found: Mapping[str, Any]) -> None:
 def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
     """Compare an existing shared-state bucket with the configuration. Raises ConfigDrift."""
     check_owner(config, found)
-    wanted = bucket(config.bucket, config, max_bytes=-1)
-    check(f"bucket {config.bucket}", wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
+    what, wanted = f"bucket {config.bucket}", bucket(config.bucket, config, max_bytes=-1)
+    check(what, _UNSET, found, "", f"nats stream edit {wanted['name']}")
+    check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
 
 def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
@@ -197,6 +201,17 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     check_lanes(config, metadata)
     check_bucket(config, metadata)
     windows_of(config, metadata).check(config)
+    if found.get("sealed"):  # which sets other fields, too
+        raise ConfigDrift(
+            what,
+            "sealed",
+            expected=False,
+            found=True,
+            way_out="Nothing can be written to it any more, and the server does not take that back. Let what runs "
+            f"flush it; what is not flushed is lost when you remove the stream (`nats stream rm {config.stream}`) and "
+            "begin a new log by `bufstore repair --apply`.",
+        )
+    check(what, _UNSET, found, "", f"nats stream edit {config.stream}")
     wanted = stream_config(config, epoch_of(found))
     for field in ("first_seq", "metadata"):
         wanted.pop(field)

@@ -191,6 +191,8 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
         notes.say("replicas", Level.OK, "1: what its disk loses is lost, and while it is down nothing is accepted")
     else:
         notes.say("replicas", Level.OK, f"{replicas}, all up to date")
+    if info["config"].get("deny_delete"):
+        notes.say("deletes", Level.WARNING, "denied", "`erase` cannot work; the server does not take it back")
     if info["config"].get("persist_mode") == "async":
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
 
