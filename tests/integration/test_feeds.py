@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import psycopg
 
@@ -111,3 +113,21 @@ async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Ca
                         return not owned.unsettled
 
                     await eventually(all_acknowledged)
+
+
+async def test_a_paused_consumer_is_replaced(deployment: Deployment) -> None:
+    """Or one that is led by a node which lags: all its partitions were given to it again, for ever."""
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+        client, stream = store.buffer.session.connection.client(), deployment.log.stream
+
+        async def api(verb: str, body: object = None) -> Any:
+            return json.loads((await client.request(f"$JS.API.{verb}", json.dumps(body or {}).encode())).data)
+
+        paused = (await api(f"CONSUMER.NAMES.{stream}"))["consumers"]
+        for name in paused:
+            assert (await api(f"CONSUMER.PAUSE.{stream}.{name}", {"pause_until": "2100-01-01T00:00:00Z"}))["paused"]
+        await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+        await store.force_flush("t", timeout_s=15)
+        assert not set(paused) & set((await api(f"CONSUMER.NAMES.{stream}"))["consumers"])

@@ -624,6 +624,35 @@ def test_who_has_not_looked_when_a_lost_delivery_is_ended_is_served_by_another()
     run(main())
 
 
+def test_a_doubt_about_one_partition_replaces_what_delivers_to_all_once() -> None:
+    """Opened again it was given to the same delivery, which stayed as it was."""
+
+    async def main() -> None:
+        server = Server(["012"] * 3)
+        feeds = [await server.open(p) for p in range(3)]
+        await settled()
+        for feed in feeds:
+            await feed.ack(taken(feed)[-1])
+        made = len(server.sources)
+        for feed in feeds:
+            feed.doubt("nothing arrives")
+        server.write("012")
+        await settled()
+        assert [(feed.lost, taken(feed)) for feed in feeds] == [("nothing arrives", [])] * 3
+        again = []
+        for old in feeds:
+            again.append(await server.open(old.partition, old.acked + 1))
+            old.doubt("nothing arrives still")
+            await old.close()
+        await settled()
+        assert [taken(feed) for feed in again] == [[place(4, p)] for p in range(3)]
+        assert len(server.sources) == made + 1
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
 def test_who_is_set_aside_again_while_a_consumer_is_removed_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The task that had served it was still busy, and left it out as one whose turn had come."""
 

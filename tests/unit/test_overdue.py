@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bufstore.buffer.flush.overdue import Overdue
 from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.places import place
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.jetstream.messages import StoredMessage
+from unit.fake_log import run
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, FeedServer, bench
 
 PARTITION = SUBJECTS.partition("t")
@@ -48,10 +52,20 @@ class LaggingLog(FeedLog):
         self._stream.looks += any(filter_.endswith("*") for filter_ in filters)  # not of one thread, as reads ask
         return await super().ends(filters, timeout_s)
 
+    async def _follow(self, seq: int, wake: Callable[[], None]) -> Any:
+        consumer = await super()._follow(seq, wake)
+        self._stream.consumers += 1
+        if self._stream.paused:
+            consumer.take = list  # type: ignore[method-assign]
+        return consumer
+
 
 class LaggingServer(FeedServer):
     kind = LaggingLog
     lagging = 0
+    #: Whether new consumers deliver nothing at all, and how many were made.
+    paused = False
+    consumers = 0
     #: Feeds of the partition, and questions where partitions end.
     made = 0
     looks = 0
@@ -176,3 +190,79 @@ def test_a_leader_that_does_not_answer_changes_nothing(monkeypatch: pytest.Monke
         assert await it.ask_until_flushed(10.0)
 
     world(main, monkeypatch)
+
+
+async def _paused_with_all_partitions_written(it: World) -> tuple[list[str], asyncio.Task[None]]:
+    """Every consumer delivers nothing, and somebody waits for each partition; gives the threads, and who asks."""
+    threads = {SUBJECTS.partition(f"t{n}"): f"t{n}" for n in range(20)}
+    await it.start()
+    await asyncio.sleep(1)
+    for consumer in it.log.stream.feeds:
+        consumer.take = list  # type: ignore[method-assign]
+    for thread_id in threads.values():
+        await it.writer.append([1], thread_id)
+
+    async def ask() -> None:
+        while it.flusher is not None:
+            for partition in threads:
+                it.flusher.ask(partition)
+                await asyncio.sleep(0.05)
+
+    it.log.consumers = 0
+    return list(threads.values()), asyncio.create_task(ask())
+
+
+def test_a_consumer_that_delivers_nothing_is_replaced_once_for_all_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was given to the same consumer again, for ever."""
+
+    async def main(it: World) -> None:
+        threads, asking = await _paused_with_all_partitions_written(it)
+        assert await it.flushed(*threads, within_s=10.0)
+        await asyncio.sleep(60)
+        assert it.log.consumers <= 2, "they are opened side by side, and a second one may begin where the others are"
+        asking.cancel()
+
+    world(main, monkeypatch)
+
+
+def test_where_all_consumers_deliver_nothing_many_partitions_replace_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(it: World) -> None:
+        it.log.paused = True
+        threads, asking = await _paused_with_all_partitions_written(it)
+        assert not await it.flushed(*threads, within_s=60.0)
+        assert 3 <= it.log.consumers <= 10
+        it.log.paused = False
+        assert await it.flushed(*threads, within_s=60.0)
+        asking.cancel()
+
+    world(main, monkeypatch)
+
+
+def test_who_waits_behind_what_is_of_others_is_not_overdue_while_that_is_delivered() -> None:
+    """To begin anew would deliver all of that once more."""
+
+    class Ends:
+        async def ends(self, *_: Any) -> list[int]:
+            return [place(1000, 0)]
+
+    async def main() -> None:
+        doubts: list[str] = []
+        feed = SimpleNamespace(through=None, crowded=False, doubt=doubts.append)
+        owned: Any = SimpleNamespace(delivered=place(1, 0), feed=feed)
+        ends: Any = Ends()
+        overdue = Overdue(ends, SUBJECTS, {0: owned}, lambda: None)
+        await overdue._look({0})
+        for group in range(2, 60):
+            feed.through = SimpleNamespace(seq=place(group, 0))
+            overdue.judge()
+            assert not doubts
+            await asyncio.sleep(1)
+        for group in range(1000, 1003):
+            feed.through = SimpleNamespace(seq=place(group, 0))
+            overdue.judge()
+            await asyncio.sleep(1)
+        assert doubts, "it was left out"
+
+    run(main())

@@ -209,8 +209,8 @@ class Flusher:
             self._window_flusher.queues.adopt(self._loop.time())
             for owned in list(self._owned.values()):
                 owned.collect()
-            await self._idle.advance()
             self._overdue.judge()
+            await self._idle.advance()
             self.state.pending = sum(owned.unsettled for owned in self._owned.values())
             if not self.state.pending:
                 self._clear_trouble()

@@ -4,7 +4,8 @@ A consumer is led by one node of the cluster and delivers what that node has. A 
 again long before it has caught up with the log: until then it sends heartbeats and no messages, which looks as if the
 partition were idle. So when somebody asks for a flush that does not come, we ask the log where the partition
 ends; for feeds that have been still we also ask now and then on our own. When nothing arrives for a while although the
-partition goes on, it is taken again, with a new consumer that another node may lead.
+partition goes on, its feed is doubted: all that the same consumer serves are taken again, with a new one that another
+node may lead. A consumer that is on its way to the end through what is of others is left alone.
 """
 
 from __future__ import annotations
@@ -145,13 +146,22 @@ class Overdue:
             elif owned.delivered >= awaited.end:
                 del self._awaited[partition]
                 self._patience.pop(partition, None)
-            elif owned.delivered > awaited.delivered or owned.feed.crowded:
+            elif (reached := _reached(owned, awaited.end)) > awaited.delivered or owned.feed.crowded:
                 # It delivers, or has no space to.
-                awaited.delivered, awaited.since = owned.delivered, now
-            elif now - awaited.since >= (patience := self._patience.get(partition, _PATIENCE_S)):
+                awaited.delivered, awaited.since = reached, now
+            elif now - awaited.since >= (patience := self._common_patience()):
                 del self._awaited[partition]
                 self._patience[partition] = min(patience * _PATIENCE_GROWS, _PATIENCE_MAX_S)
-                owned.doubt = (
+                owned.feed.doubt(
                     f"nothing behind {owned.delivered} arrives, and the log holds entries of it up to {awaited.end}"
                 )
-                self._wake()
+
+    def _common_patience(self) -> float:
+        """A new consumer is one for all partitions: that of the one which it has not helped for longest."""
+        return max((self._patience[p] for p in self._patience.keys() & self._owned.keys()), default=_PATIENCE_S)
+
+
+def _reached(owned: OwnedPartition, end: int) -> int:
+    """Up to where everything was delivered, of other partitions too, but no further than `end`."""
+    through = owned.feed.through
+    return max(owned.delivered, min(through.seq, end) if through is not None else 0)

@@ -102,6 +102,12 @@ class Delivery:
             self._lost = self._groups.lost
         return self._lost
 
+    def lose(self, reason: str) -> None:
+        """Deliver no more, and have all that it serves lost: no doubt about this one is held against the next."""
+        self._lost = self._lost or reason
+        for feed in self.feeds.values():
+            feed.lose(reason)
+
     def has_just_begun(self, first: int) -> bool:
         """Whether to begin anew at this sequence brings little more than what is on its way, once more."""
         return self._began is not None and self._began - first <= _BEHIND_MAX

@@ -94,6 +94,11 @@ class PartitionFeed:
             self._lost = reason
             self.wake()
 
+    def doubt(self, reason: str) -> None:
+        # Another feed alone would come from the same delivery.
+        if self.delivery is not None:
+            self.delivery.lose(reason)
+
     def set_aside(self) -> None:
         """Deliver nothing more until everything is passed that was delivered."""
         self.aside, self.delivery = True, None

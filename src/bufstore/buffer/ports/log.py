@@ -87,6 +87,10 @@ class Feed(Protocol):
         """The same, and tell the server."""
         ...
 
+    def doubt(self, reason: str) -> None:
+        """Nothing arrives although the log goes on: it is lost, and so are all that the same consumer delivers to."""
+        ...
+
     async def close(self) -> None:
         """Stop and remove the consumer."""
         ...
