@@ -27,7 +27,9 @@ class Silent:
     """A client that calls none of its methods."""
 
 
-@pytest.mark.parametrize("name", ["_process_msg", "_process_headers", "_connect_command", "_flush_pending"])
+@pytest.mark.parametrize(
+    "name", ["_process_msg", "_process_headers", "_process_err", "_connect_command", "_flush_pending"]
+)
 def test_a_method_that_was_renamed_changed_or_is_called_no_more_is_noticed(name: str) -> None:
     assert hooks.changed(without(name)) == [name]
 

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 #: What the server says when a user may not publish or subscribe; nats-py passes it on in lower case.
 _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 _ERRORS_KEPT = 100
+#: With less nothing works.
+_TAKEN_BYTES_MIN = 1024
 
 #: Called with subject, reply subject, payload and raw headers; its result is awaited.
 Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
@@ -42,6 +44,12 @@ class ListeningClient(Client):
         self._listeners: dict[int, Listener] = {}
         #: The last ones; nats-py itself keeps one.
         self.errors: deque[Exception] = deque(maxlen=_ERRORS_KEPT)
+        #: At most so large was the message for which the server ended the connection; None: it did not.
+        self.refused_bytes: int | None = None
+
+    def take_at_most(self, size: int) -> None:
+        """Send no larger messages than this, whatever the server said."""
+        self._max_payload = min(self._max_payload, size)
 
     async def listen(self, subject: str, heard: Listener) -> Subscription:
         """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
@@ -92,6 +100,12 @@ class ListeningClient(Client):
     def heard(self) -> None:
         """What was sent is on its way; the answer to a PING behind it need not be here yet."""
         self._pings_outstanding = 0
+
+    async def _process_err(self, err_msg: str) -> None:
+        # Noted here: an end of the connection that was read with it replaces nats-py's last error.
+        if "maximum payload violation" in err_msg.lower():
+            self.refused_bytes = frames.largest_sent(self)
+        await super()._process_err(err_msg)
 
     def _remove_sub(self, sid: int, *limit: int) -> None:
         # Unsubscribed. Messages on their way still come, and are dropped like those of any unknown subscription.
@@ -145,6 +159,13 @@ async def round_trip(client: Client, timeout_s: float = 10) -> None:
     await client._send_ping(pong)
     if not (await asyncio.wait([pong], timeout=timeout_s))[0]:
         raise nats.errors.FlushTimeoutError
+
+
+def taken_bytes(told: int, refused: int | None) -> int:
+    """The largest message that a server takes, as far as is known: it told one limit, and refused a message of some
+    size. An account's limit is not told; if that of the server explains the refusal, it is believed.
+    """
+    return told if refused is None or told < refused else max(refused // 2, _TAKEN_BYTES_MIN)
 
 
 def violation(error: Exception | None) -> tuple[str, str] | None:

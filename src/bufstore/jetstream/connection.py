@@ -31,6 +31,7 @@ from bufstore.jetstream.client import (
     forget_unsent,
     refusal,
     round_trip,
+    taken_bytes,
     text_of,
     violation,
 )
@@ -76,6 +77,8 @@ class Connection:
         self._forbidden: set[str] = set()
         self._on_lost: list[Callable[[], None]] = []
         self._choice = ServerChoice(count := len(config.servers), secrets.randbelow(count))
+        #: `ListeningClient.refused_bytes` of an earlier client.
+        self._refused_bytes: int | None = None
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
 
@@ -391,6 +394,7 @@ class Connection:
             # nats-py, and Python's wait_for before 3.12, may swallow it.
             if task is not None and task.cancelling() > before:
                 raise asyncio.CancelledError
+            client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
             self._inbox = client.new_inbox()
             await client.listen(self._inbox + ".*", self._on_answer)
             frames.prepare(client)
@@ -467,6 +471,8 @@ class Connection:
         if client is not None:
             self._past[0] += client.stats["out_msgs"]
             self._past[1] += client.stats["in_msgs"]
+            if client.refused_bytes is not None:
+                self._refused_bytes = client.refused_bytes
             if self._lost.is_set() and frames.supported:
                 forget_unsent(client)
             await close_client(client)

@@ -8,7 +8,7 @@ any other the public path does the same, slower (tests run both).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -30,6 +30,8 @@ _FRAME = len("NATS/1.0\r\n" + "\r\n")
 #: A batch of more bytes than this is sent in parts.
 _PART_BYTES = 1 << 20
 _LOOK_S = 0.5
+#: In a client's `stats`: the body of the largest message that was sent.
+_LARGEST = "largest_out_bytes"
 
 
 def _unwatched(size: int) -> None:
@@ -53,6 +55,15 @@ def prepare(client: Client) -> None:
         transport._io_writer.transport.set_write_buffer_limits(0)
 
 
+def largest_sent(client: Client) -> int:
+    """The size of the largest message, headers apart."""
+    return client.stats.get(_LARGEST, 0)
+
+
+def _note(client: Client, messages: Iterable[Outgoing]) -> None:
+    client.stats[_LARGEST] = max(largest_sent(client), *(len(m.body) for m in messages))
+
+
 async def send(
     client: Client,
     messages: Sequence[Outgoing],
@@ -70,6 +81,7 @@ async def send(
         raise nats.errors.OutboundBufferLimitError
     last = len(messages)
     data = framed(messages, batch, reply, bytes_max=client.max_payload)
+    _note(client, messages)
     if supported:
         if len(data) <= _PART_BYTES:
             await _write(client, data, last)
@@ -86,10 +98,13 @@ async def send(
 
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
     """Send one message without headers, the answer to `reply`. Raises what nats-py's publish does."""
-    if not supported or len(payload) > client.max_payload or not client.is_connected:
-        await client.publish(subject, payload, reply=reply)
-    else:
-        await _write(client, framed([Outgoing(subject, payload)], "", reply), 1)
+    if client.is_connected and len(payload) <= client.max_payload:
+        message = [Outgoing(subject, payload)]
+        _note(client, message)
+        if supported:
+            await _write(client, framed(message, "", reply), 1)
+            return
+    await client.publish(subject, payload, reply=reply)
 
 
 async def send_each(
@@ -102,6 +117,7 @@ async def send_each(
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
     frames = [framed([m], "", reply, bytes_max=client.max_payload) for m, reply in zip(messages, replies, strict=True)]
+    _note(client, messages)
     data = b"".join(frames)
     if len(data) <= _PART_BYTES:
         await _write(client, data, len(messages))

@@ -19,6 +19,7 @@ from bufstore.jetstream import frames
 _HOOKS = {
     "_process_msg": ["self", "sid", "subject", "reply", "data", "headers"],
     "_process_headers": ["self", "headers"],
+    "_process_err": ["self", "err_msg"],
     "_connect_command": ["self"],
     "_flush_pending": ["self", "force_flush"],
 }
@@ -39,6 +40,8 @@ def concerns() -> list[str]:
         found.append("bufstore was not checked with it: every message takes a slower way")
     if "_process_headers" in (gone := changed()):
         found.append("it parses headers in another way: one message with invalid headers may end the connection")
+    if "_process_err" in gone:
+        found.append("it tells errors in another way: an account's max_payload below the server's stops all writes")
     if "_flush_pending" in gone:
         found.append("it waits for a link that stalls in another way: calls may take longer than they should")
     if GUARD in gone:
