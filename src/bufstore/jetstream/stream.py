@@ -28,6 +28,7 @@ from bufstore.jetstream.messages import (
     StoredMessage,
 )
 from bufstore.jetstream.questions import Doubt
+from bufstore.jetstream.server_version import check_version
 from bufstore.shared_call import SharedCall
 
 _SUBJECTS_PER_GET = 1000
@@ -90,6 +91,7 @@ class NatsStream:
         connection.on_forbidden(self._forbid_gets)
 
     async def _subscribe(self, client: ListeningClient) -> None:
+        check_version(client)
         self._inbox = client.new_inbox()
         await client.listen(self._inbox + ".*", self._on_reply)
 

@@ -21,13 +21,13 @@ from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import Mirrored, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.server_version import VERSION_MIN, text_of, version_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.permissions import Role, permissions
 from bufstore.nats.session import NatsSession
 from bufstore.nats.setup import bucket_stream, check_shared_state, check_stream, target_of, windows_of
 from bufstore.nats.shared_state import NatsSharedState
 
-_VERSION_MIN = (2, 14, 0)
 _VERSION_ADVISED = (2, 15, 1)
 _TIMEOUT_S = 2.0
 #: No subject ever has this last sequence.
@@ -110,11 +110,10 @@ async def _look(
 
 
 def _version(notes: Notes, connection: Connection) -> None:
-    version = connection.client().connected_server_version
-    numbers = (version.major, version.minor, version.patch)
-    text = ".".join(map(str, numbers))
-    if numbers < _VERSION_MIN:
-        notes.say("version", Level.BAD, text, "nats-server 2.14 or later is needed")
+    numbers = version_of(connection.client())
+    text = text_of(numbers)
+    if numbers < VERSION_MIN:
+        notes.say("version", Level.BAD, text, f"nats-server {text_of(VERSION_MIN)} or later is needed")
     else:
         advice = "2.15.1 or later is advised: earlier ones have known data-loss bugs"
         notes.require("version", numbers >= _VERSION_ADVISED, text, advice)
