@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import ssl
 import sys
 import time
@@ -106,6 +107,28 @@ async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
     with pytest.raises(ConfigDrift, match=r"bucket .* max_age"):
         async with deployment.store():
             pass
+
+
+async def test_an_account_that_requires_max_bytes_has_a_bucket_made_by_hand(servers: Servers, tmp_path: Path) -> None:
+    """The bucket is the one that OPERATIONS tells to make."""
+    account = "A { jetstream: { max_file: 1GB, max_bytes_required: true }, users: [ { user: a, password: a } ] }"
+    server = NatsServer(tmp_path / "nats", extra_config=f"accounts {{ {account} }}")
+    server.start()
+    deployment = Deployment(servers, max_bytes=64 << 20)
+    text = (Path(__file__).parent.parent.parent / "docs" / "OPERATIONS.md").read_text()
+    (told,) = re.findall(r"`(\{\"name\": \"KV_thread-hot.*?\})`", text, re.DOTALL)
+    made = told.replace("thread-hot", deployment.log.bucket)
+    try:
+        url = f"nats://a:a@127.0.0.1:{server.port}"
+        with pytest.raises(ConfigError, match="max bytes"):
+            await works(deployment, url)
+        client = await nats.connect(url)
+        answer = await client.request(f"$JS.API.STREAM.CREATE.KV_{deployment.log.bucket}", made.encode())
+        assert "error" not in json.loads(answer.data)
+        await client.close()
+        await works(deployment, url)
+    finally:
+        server.stop()
 
 
 async def test_the_bucket_of_another_log_is_refused(deploy: Any) -> None:

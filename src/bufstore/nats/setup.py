@@ -173,6 +173,7 @@ def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
     """Compare an existing shared-state bucket with the configuration. Raises ConfigDrift."""
     check_owner(config, found)
     what, wanted = f"bucket {config.bucket}", bucket(config.bucket, config, max_bytes=-1)
+    del wanted["max_bytes"]  # some accounts want it to have one, and then it was made by hand
     check(what, _UNSET, found, "", f"nats stream edit {wanted['name']}")
     check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
