@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
 
 from bufstore import Consistency, ThreadQuery
 from bufstore.config import as_nats_config
+from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream.messages import Outgoing
 from bufstore.nats.feed import consumer_config, open_feed
 from conftest import Deployment
@@ -131,3 +134,30 @@ async def test_a_paused_consumer_is_replaced(deployment: Deployment) -> None:
         await store.checkpoint("t", [said(0), said(1)], run_of("t"))
         await store.force_flush("t", timeout_s=15)
         assert not set(paused) & set((await api(f"CONSUMER.NAMES.{stream}"))["consumers"])
+
+
+@contextlib.contextmanager
+def _limited(folder: Path, limits: str) -> Iterator[str]:
+    """The URL of a server with these limits."""
+    server = NatsServer(folder)
+    server.extra_config = f"jetstream {{ store_dir: {json.dumps(str(folder))}, limits {{ {limits} }} }}"
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+async def test_an_account_that_lets_too_little_be_unacknowledged_is_named(servers: Servers, tmp_path: Path) -> None:
+    """The flusher asked for the consumer that was not made, and said that it is not found."""
+    deployment = Deployment(servers)
+    with _limited(tmp_path, "max_ack_pending: 1000") as url:
+        async with deployment.store(nats=url) as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+
+            async def told() -> bool:
+                return "raise max_ack_pending" in (await store.health()).flush_trouble
+
+            await eventually(told)
+        async with deployment.store(nats=url, flush_max_entries=1000) as store:
+            await store.force_flush_all()

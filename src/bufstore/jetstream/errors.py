@@ -107,6 +107,7 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10098: lambda e: ConfigError(f"a work queue needs explicit acks: {e.description}"),
     10099: lambda e: ConfigError(f"the work queue has another consumer: {e.description}"),
     10100: lambda e: ConfigError(f"the work queue has another consumer for these subjects: {e.description}"),
+    10121: lambda e: ConfigError(f"raise max_ack_pending of the server or the account: {e.description}"),
     10148: lambda e: ConfigError(f"a consumer of this name has other settings: {e.description}"),
     10165: lambda e: ConfigError(f"a time to live must be whole seconds, at least one: {e.description}"),
     10166: lambda e: ConfigError(f"the stream allows no time to live per message: {e.description}"),

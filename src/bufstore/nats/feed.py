@@ -9,6 +9,7 @@ owner takes the partition again from the cursor. Nothing is ever asked for twice
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import deque
@@ -229,7 +230,7 @@ async def open_feed(
     leave: Callable[[str], None],
     made_within_s: float,
 ) -> NatsFeed:
-    """Create the consumer, or check the existing one, and follow it. Raises ConfigDrift, LogUnavailable."""
+    """Create the consumer, or check the existing one, and follow it. Raises ConfigError, LogUnavailable."""
     name = config["name"]
     client = connection.client()
     try:
@@ -239,9 +240,11 @@ async def open_feed(
             timeout_s=made_within_s,
         )
     except ConfigError:
-        # No two owners have the same term, so a consumer of this name is not ours: say how it differs.
-        found = await stream.api(f"CONSUMER.INFO.{stream_name}.{name}")
-        check(f"consumer {name}", config, found["config"], "it is not ours", f"nats consumer rm {stream_name} {name}")
+        # No two owners have the same term, so a consumer of this name is not ours: say how it differs. If there is
+        # none, the server does not want such a consumer, and has said why.
+        with contextlib.suppress(LogUnavailable):
+            found = (await stream.api(f"CONSUMER.INFO.{stream_name}.{name}"))["config"]
+            check(f"consumer {name}", config, found, "it is not ours", f"nats consumer rm {stream_name} {name}")
         raise
     reach(Failpoint.TAKE_NEW_MADE)
     if not made.get("num_pending"):
