@@ -161,3 +161,13 @@ async def test_an_account_that_lets_too_little_be_unacknowledged_is_named(server
             await eventually(told)
         async with deployment.store(nats=url, flush_max_entries=1000) as store:
             await store.force_flush_all()
+
+
+async def test_no_more_is_asked_for_than_a_server_allows(servers: Servers, tmp_path: Path) -> None:
+    """It refused each request, and consumers were made and removed without end; nothing told of it."""
+    with _limited(tmp_path, "max_request_batch: 8") as url:
+        async with Deployment(servers).store(nats=url) as store:
+            for n in range(20):
+                await store.checkpoint_append("t", [said(n)], run_of("t"))
+            await store.force_flush_all()
+            assert (await store.statistics()).flusher.takeovers == store.buffer.subjects.partitions

@@ -157,3 +157,25 @@ async def test_a_message_larger_than_a_read_asks_for_at_once_is_read(tmp_path: P
     finally:
         await reader.aclose()
         server.stop()
+
+
+async def test_no_more_is_asked_for_at_once_than_the_server_allows(tmp_path: Path) -> None:
+    """A refusal was taken for the end of a request, and the next one was refused, too."""
+    server = NatsServer(tmp_path / "nats")
+    limits = "limits { max_request_batch: 8 }"
+    server.extra_config = f'jetstream {{ store_dir: "{server.data}", {limits} }}'
+    server.start()
+    reader = LogReader(as_nats_config(server.url), "LOG")
+    try:
+        client = await nats.connect(server.url)
+        wanted = {"name": "LOG", "subjects": ["log.groups.0"], "metadata": {"bufstore.partitions": "1"}}
+        await ask(client, "STREAM.CREATE.LOG", wanted)
+        for _ in range(50):
+            await client.jetstream().publish("log.groups.0", b"x")
+        await client.close()
+        await reader.open()
+        async with asyncio.timeout(20), aclosing(reader.read(1, 51, ["log.groups.0"])) as found:
+            assert [read.message.seq async for part in found for read in part] == list(range(1, 51))
+    finally:
+        await reader.aclose()
+        server.stop()

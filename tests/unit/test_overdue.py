@@ -55,6 +55,8 @@ class LaggingLog(FeedLog):
     async def _follow(self, seq: int, wake: Callable[[], None]) -> Any:
         consumer = await super()._follow(seq, wake)
         self._stream.consumers += 1
+        if self._stream.end_reason:
+            asyncio.get_running_loop().call_later(0.01, consumer.lose, self._stream.end_reason)
         if self._stream.paused:
             consumer.take = list  # type: ignore[method-assign]
         return consumer
@@ -66,6 +68,8 @@ class LaggingServer(FeedServer):
     #: Whether new consumers deliver nothing at all, and how many were made.
     paused = False
     consumers = 0
+    #: Why new consumers end at once.
+    end_reason = ""
     #: Feeds of the partition, and questions where partitions end.
     made = 0
     looks = 0
@@ -266,3 +270,25 @@ def test_who_waits_behind_what_is_of_others_is_not_overdue_while_that_is_deliver
         assert doubts, "it was left out"
 
     run(main())
+
+
+def test_a_feed_that_ends_at_once_again_and_again_is_told_and_made_seldom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(it: World) -> None:
+        it.log.end_reason = "409 Exceeded Something"
+        await it.start()
+        assert it.flusher is not None
+        await it.writer.append([1])
+        await asyncio.sleep(2)
+        for _ in range(100):
+            assert "409 Exceeded Something" in it.flusher.state.trouble, "all the time"
+            await asyncio.sleep(0.1)
+        assert it.log.consumers <= 2 * 12 / 0.5
+        assert [r.levelname for r in caplog.records if getattr(r, "action", "") == "flush_failed"] == ["WARNING"]
+        it.log.end_reason = ""
+        assert await it.ask_until_flushed(10.0)
+        await asyncio.sleep(5)
+        assert not it.flusher.state.trouble
+
+    world(main, monkeypatch)

@@ -25,3 +25,8 @@ def test_a_message_too_large_for_a_pull_is_asked_for_alone(ends: list[int], then
     for came in ends:
         sizes.ended(came)
     assert [sizes.next(9) for _ in then] == then
+
+
+def test_no_pull_asks_for_more_messages_than_the_server_allows() -> None:
+    sizes = PullSizes(100, batch_max=4)
+    assert [sizes.next(batch)["batch"] for batch in (9, 3)] == [4, 3]

@@ -73,9 +73,10 @@ class NatsFeed:
         config: dict[str, Any],
         wake: Callable[[], None],
         bytes_max: int,
+        batch_max: int,
         leave: Callable[[str], None],
     ) -> None:
-        """`leave`: have a consumer removed that could not be removed now."""
+        """`batch_max`: see `PullSizes`. `leave`: have a consumer removed that could not be removed now."""
         self._connection = connection
         self._stream = stream
         self._api = api
@@ -83,7 +84,7 @@ class NatsFeed:
         self._name: str = config["name"]
         self._wake = wake
         self._messages_max: int = config["max_ack_pending"]
-        self._sizes = PullSizes(bytes_max)
+        self._sizes = PullSizes(bytes_max, batch_max)
         self._leave = leave
         self._loop = asyncio.get_running_loop()
         self._client: ListeningClient | None = None
@@ -249,7 +250,9 @@ async def open_feed(
     reach(Failpoint.TAKE_NEW_MADE)
     if not made.get("num_pending"):
         await _check_not_behind(stream, stream_name, config)
-    feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max, leave)
+    # The server writes a limit of its own (max_request_batch) into the consumer, and refuses pulls that ask for more.
+    batch_max = made.get("config", {}).get("max_batch", 0)
+    feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max, batch_max, leave)
     await feed.start(client)
     return feed
 

@@ -15,6 +15,8 @@ class PullSizes:
     """Those of one consumer."""
 
     bytes_max: int
+    #: How many messages the server lets a pull ask for; 0: any number.
+    batch_max: int = 0
     #: How many messages had come when a pull ended for its bytes last.
     _ended_at: int = 0
     _alone: bool = False
@@ -24,7 +26,7 @@ class PullSizes:
         if self._alone:
             self._alone = False
             return {"batch": 1}
-        return {"batch": batch, "max_bytes": self.bytes_max}
+        return {"batch": min(batch, self.batch_max or batch), "max_bytes": self.bytes_max}
 
     def ended(self, came: int) -> None:
         """A pull ended for its bytes; so many messages have come by now, of all pulls."""

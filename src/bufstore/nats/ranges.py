@@ -217,7 +217,8 @@ class LogReader:
         )
         if not created["num_pending"]:
             return
-        inbox = _Inbox(end, PullSizes(max(_PULL_BYTES, 2 * client.max_payload)))
+        batch_max = created.get("config", {}).get("max_batch", 0)  # see `nats/feed.py`
+        inbox = _Inbox(end, PullSizes(max(_PULL_BYTES, 2 * client.max_payload), batch_max))
         subscription = await client.listen(reply := client.new_inbox(), inbox.heard)
         pull = {
             "expires": _EXPIRES_S * 1_000_000_000,

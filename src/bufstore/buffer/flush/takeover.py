@@ -34,6 +34,8 @@ _TAKE_RETRY_S = 0.5
 _HELD_RETRY_S = 0.1
 _HELD_SAID_S = 2.0
 _LOOK_S = 1.0
+#: A feed that is lost sooner than this after it was followed may be so each time: that is trouble.
+_AT_ONCE_LOST_S = 1.0
 _CLOSE_S = 10.0
 #: A request to flush what is already flushed makes us look into Postgres, but not more often than this.
 _COMPARE_S = 0.5
@@ -111,6 +113,10 @@ class Takeover:
         self._untakeable: dict[int, float] = {}
         #: Partitions whose rows somebody else holds, and since when.
         self._held: dict[int, float] = {}
+        #: When each partition was followed last.
+        self._followed_at: dict[int, float] = {}
+        #: Until when a feed that was lost at once is trouble: as long as the next one may be lost at once.
+        self._doomed_until = float("-inf")
         #: The term that each partition had when it was ours last.
         self._terms: dict[int, int] = {}
         #: Partitions that are ours in Postgres already, on their way into `shares`.
@@ -125,8 +131,8 @@ class Takeover:
 
     @property
     def complete(self) -> bool:
-        """Whether all our partitions are followed, as far as was tried."""
-        return self._wanted.isdisjoint(self._untakeable)
+        """Whether all our partitions are followed, as far as was tried, and not only for a moment."""
+        return self._wanted.isdisjoint(self._untakeable) and self._loop.time() >= self._doomed_until
 
     def want(self, partitions: frozenset[int]) -> None:
         """Set the partitions that are ours from now on; `keep` takes them."""
@@ -152,9 +158,17 @@ class Takeover:
         for partition, owned in list(self.owned_partitions.items()):
             lost = owned.feed.lost or owned.doubt
             if lost is not None:
+                self._note_lost_at_once(partition, lost)
                 self.drop(owned, lost)
             elif partition not in self._wanted:
                 self.drop(owned, "another member owns it")
+
+    def _note_lost_at_once(self, partition: int, reason: str) -> None:
+        now = self._loop.time()
+        if now - self._followed_at[partition] < _AT_ONCE_LOST_S:
+            self._untakeable[partition] = now + _TAKE_RETRY_S
+            self._doomed_until = now + _TAKE_RETRY_S + 2 * _AT_ONCE_LOST_S
+            self._state.report(LogUnavailable(f"nothing can be followed: {reason}"), stopped=False)
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Take what is ours, until `stopping`."""
@@ -261,6 +275,7 @@ class Takeover:
         queues = await self._ledger.waiting.queues(cursor.partition)
         feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
         owned = self.owned_partitions[cursor.partition] = OwnedPartition(cursor, feed, self._subjects, queues)
+        self._followed_at[cursor.partition] = self._loop.time()
         if cursor.seq:
             # Committed by now, whenever that was: retention counts from here.
             owned.passed.note(self._loop.time(), cursor.seq)
