@@ -70,13 +70,14 @@ async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> No
     async with deployment.store(picky(deployment), flush_interval_s=600) as store:
         await poisoned(store, fresh())
         config = (await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
-        config["max_age"] = 3_600_000_000_000
+        config |= {"max_age": 3_600_000_000_000, "deny_delete": True}
         await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", config)
         await query(deployment.servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = 3")
         code, checks = await doctor(deployment)
     assert code == 2
     assert checks["NATS log settings"]["level"] == "bad"
     assert "max_age" in checks["NATS log settings"]["found"]
+    assert checks["NATS deletes"]["level"] == "warning"
     assert checks["Postgres quarantine"]["found"] == "3 entries"
     assert checks["Postgres log"]["level"] == "bad"
     assert "epoch" in checks["Postgres log"]["found"]
