@@ -624,6 +624,32 @@ def test_who_has_not_looked_when_a_lost_delivery_is_ended_is_served_by_another()
     run(main())
 
 
+def test_who_is_served_by_what_ends_at_once_is_lost() -> None:
+    """It waited for good, neither served nor lost: its turn had come."""
+
+    async def main() -> None:
+        server = Server(["01"])
+        follow = server.follow
+
+        async def lost_at_once(seq: int, wake: Callable[[], None]) -> Source:
+            source = await follow(seq, wake)
+            source.lose()
+            return source
+
+        server.feeds._follow = lost_at_once
+        feeds = [await server.open(p) for p in range(2)]
+        await settled()
+        assert all(feed.lost for feed in feeds)
+        server.feeds._follow = follow
+        again = await server.open(0)
+        await settled()
+        assert taken(again) == [place(1, 0)]
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
 def test_a_doubt_about_one_partition_replaces_what_delivers_to_all_once() -> None:
     """Opened again it was given to the same delivery, which stayed as it was."""
 

@@ -243,7 +243,9 @@ class Feeds:
                     self._tried.add(feeds[0])
                     try:
                         await self._serve(feeds[0])
-                        continue
+                        if self._late is not None or feeds[0] not in self._tried.intersection(self._unserved()):
+                            continue
+                        reason = "the groups cannot be followed: what was to deliver them ended at once"
                     except (BufstoreError, AppendUnknown) as e:
                         reason = f"the groups cannot be followed: {e}"
                     except Exception as e:
