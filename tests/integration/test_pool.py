@@ -106,12 +106,12 @@ async def test_what_has_been_answered_is_done_however_late_the_loop_reads_it(ser
     pid = await backend(pool)
 
     async def call() -> None:
-        async with pool.lend(2) as connection:
+        async with pool.lend(4) as connection:
             await connection.execute("SELECT pg_advisory_xact_lock(%s)", [lock])
 
     with psycopg.connect(servers.postgres.dsn, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [lock])
-        called, over = asyncio.create_task(call()), time.monotonic() + 2
+        called, over = asyncio.create_task(call()), time.monotonic() + 4
         await eventually(lambda: query(servers.postgres.dsn, waits, pid))
         # From here on the loop stands still.
         other.execute("SELECT pg_advisory_unlock(%s)", [lock])
