@@ -268,7 +268,8 @@ HEADERS = [
     b"NATS/1.0\r\nBufstore-Entry: \xff\xfe\r\n\r\n",
     b"NATS/1.0\r\nBufstore-Entry: 1.0.\r\nBufstore-Entry: 1.0.\r\n\r\n",
     b"NATS/1.0\r\nNats-Sequence: 1\r\nNats-Subject: evil\r\n\r\n", b"NATS/1.0\r\nNats-Sequence: x\r\n\r\n",
-    b"NATS/1.0\r\n" + b"X: y\r\n" * 500 + b"\r\n",
+    b"NATS/1.0\r\n" + b"X: y\r\n" * 500 + b"\r\n", b"NATS/1.0\r\nNats-Stream: evil\r\n\r\n",
+    b"NATS/1.0\r\nNats-Stream: evil\r\n", b"NATS/1.0\r\nNats-Stream: evil",
 ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class StreamTaken(ConfigError):
 class Mirrored(ConfigError):
     """A mirror has answered a read: it may lag, or have less. No outage, because only who made it ends it."""
 
-    def __init__(self, stream: str, by: str | None) -> None:
+    def __init__(self, stream: str, by: str) -> None:
         super().__init__(
             f"stream {by} mirrors {stream} and answers its reads, without having all: remove {by} "
             f"(`nats stream rm {by}`); for a copy, make a stream that has {stream} as a source"
