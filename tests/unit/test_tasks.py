@@ -124,7 +124,13 @@ def eager_task_factory(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("factory", [None, _traced, EAGER or eager_task_factory])
-async def test_a_spawned_task_begins_when_its_maker_has_it(factory: Any) -> None:
+def test_a_spawned_task_begins_when_its_maker_has_it(factory: Any) -> None:
+    # On a loop of its own: its factory would be that of the tests behind it.
+    with asyncio.Runner() as runner:
+        runner.run(_spawned(factory))
+
+
+async def _spawned(factory: Any) -> None:
     asyncio.get_running_loop().set_task_factory(factory)
     made: list[asyncio.Task[None]] = []
     found: list[asyncio.Task[None] | None] = []
@@ -140,6 +146,7 @@ async def test_a_spawned_task_begins_when_its_maker_has_it(factory: Any) -> None
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     future.set_result(1)
     assert await spawn(future) == 1
+    asyncio.get_running_loop().set_task_factory(None)  # what ends the loop makes tasks, too
 
 
 def test_tasks_are_made_in_one_place() -> None:
@@ -150,7 +157,11 @@ def test_tasks_are_made_in_one_place() -> None:
 
 
 @needs_eager
-async def test_a_store_works_where_tasks_are_eager() -> None:
+def test_a_store_works_where_tasks_are_eager() -> None:
+    asyncio.run(_eager_store())
+
+
+async def _eager_store() -> None:
     config = BufferConfig(flush_interval_s=0.05, lease_s=4)
     asyncio.get_running_loop().set_task_factory(EAGER)
     async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config) as store:
