@@ -183,7 +183,8 @@ class ConcurrentWriter(Rejected):
 class LogFull(Rejected):
     """The log is full of bytes that are not flushed or still needed; the message gives both numbers.
 
-    Nothing was stored. Slow down, retry later, or raise ``max_bytes``.
+    Nothing was stored. Slow down, retry later, or raise ``max_bytes``. Where NATS has no storage left for any stream,
+    the message says that instead, and where to make room.
     """
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from pathlib import Path
 
+import nats
 import pytest
 
-from bufstore import Consistency
-from bufstore.embedded import Servers
+from bufstore import Consistency, LogFull
+from bufstore.embedded import NatsServer, Servers
 from conftest import Deployment
-from helpers import run_of, said
+from helpers import eventually, run_of, said
 
 #: With servers of their own.
 pytestmark = pytest.mark.alone
@@ -31,3 +35,43 @@ async def test_a_max_payload_of_the_account_stops_no_write(size: int, caplog: py
                 found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
                 assert found == [said(0, size), *more]
         assert 1 <= [getattr(r, "action", "") for r in caplog.records].count("nats_lost") <= 6
+
+
+async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """The log has room, and more of it would not help."""
+    jetstream = f'jetstream {{ store_dir: "{tmp_path}/nats", sync_interval: always, max_file_store: 20MB }}'
+    server = NatsServer(tmp_path / "nats", extra_config=jetstream)
+    server.start()
+    client = await nats.connect(server.url)
+    try:
+        async with Deployment(servers, max_bytes=15 << 20).store(nats=server.url, append_timeout_s=5.0) as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            hog = json.dumps({"name": "HOG", "subjects": ["hog"], "storage": "file"}).encode()
+            await client.request("$JS.API.STREAM.CREATE.HOG", hog)
+            for _ in range(80):
+                if b"insufficient resources" in (await client.request("hog", b"x" * 500_000)).data:
+                    break
+            with pytest.raises(LogFull, match="NATS has no storage left") as caught:
+                await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+            assert "LogConfig.max_bytes" not in str(caught.value)
+            assert "max_file_store" in str(caught.value)
+            health = await store.health()
+            assert (health.can_write, health.write_trouble) == (False, str(caught.value))
+            with pytest.raises(LogFull, match="NATS has no storage left"):  # for the bucket, too
+                await store.delete_thread("t")
+            await client.request("$JS.API.STREAM.DELETE.HOG")
+
+            async def written() -> bool:
+                with contextlib.suppress(LogFull):
+                    await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+                    return True
+                return False
+
+            await eventually(written, 10)
+            await store.force_flush_all()
+            assert (await store.health()).ok
+    finally:
+        await client.close()
+        await asyncio.to_thread(server.stop)

@@ -51,6 +51,16 @@ class SubjectFull(LogFull):
     """The subject holds as many messages as it may."""
 
 
+class StorageFull(LogFull):
+    """NATS has no room for any stream: the room that a stream reserves is kept from other reservations only."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(
+            f"NATS has no storage left ({said}): other streams, or other files on its disk, have taken it. Make room "
+            "there, or raise the server's max_file_store or the account's storage."
+        )
+
+
 class MessageTooLarge(LogUnavailable):
     """The server takes no message of this size, headers included; by now, if it took one before."""
 
@@ -64,9 +74,11 @@ def _store_failed(e: ApiError) -> Exception:
     text = e.description.lower()
     if "per subject exceeded" in text:
         return SubjectFull(f"the subject is full: {e.description}")
-    if "exceeded" in text or "no space" in text:
-        return LogFull(f"the log is full: {e.description}")
-    return LogUnavailable(f"the log's storage failed: {e.description}")
+    if "no space" in text:
+        return StorageFull(e.description)
+    if "exceeded" in text:
+        return LogFull(f"the stream is full: {e.description}")
+    return LogUnavailable(f"the stream's storage failed: {e.description}")
 
 
 def _not_placed(e: ApiError) -> Exception:
@@ -81,9 +93,9 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10164: lambda e: Conflict(e.description),  # wrong last sequence, another write in flight
     10077: _store_failed,
     10005: _not_placed,
-    10002: lambda e: LogFull(f"the NATS account has no storage left: {e.description}"),
-    10047: lambda e: LogFull(f"the NATS account has no storage left: {e.description}"),
-    10023: lambda e: LogFull(f"NATS lacks resources: {e.description}"),
+    10002: lambda e: StorageFull(e.description),
+    10047: lambda e: StorageFull(e.description),
+    10023: lambda e: StorageFull(e.description),
     10054: lambda e: ConfigError(f"the stream has a max_msg_size: {e.description}"),
     10174: lambda e: ConfigError(f"the stream does not allow atomic batches: {e.description}"),
     10175: lambda e: BatchRefused(e.description),  # sequence missing

@@ -41,6 +41,7 @@ from bufstore.errors import (
     StoreUnavailable,
 )
 from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.errors import StorageFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.tasks import check_loop, end, spawn
 from bufstore.types import Receipt
@@ -85,7 +86,7 @@ class Appender(Generic[S, M]):
         self._on_end = self._ended
         self._explain = explain
         #: When the log was full last, and how many entries had been appended then.
-        self._full = (float("-inf"), 0)
+        self._full = (float("-inf"), 0, "")
         #: Grows when the log forgets who wrote to which thread.
         self._life = 0
         #: How often the log began anew, and forgot everything.
@@ -221,14 +222,16 @@ class Appender(Generic[S, M]):
         return receipts, await self._explained(error) if isinstance(error, LogFull) else error
 
     @property
-    def refused(self) -> bool:
-        """Whether the log was full when it was last written to, not long ago."""
-        at, appended = self._full
-        return appended == self.appended and self._loop.time() - at < _FULL_FOR_S
+    def refused(self) -> str:
+        """Why there was no room for what was last written, not long ago; else empty."""
+        at, appended, why = self._full
+        return why if appended == self.appended and self._loop.time() - at < _FULL_FOR_S else ""
 
     async def _explained(self, error: LogFull) -> LogFull:
-        self._full = self._loop.time(), self.appended
-        return error if self._explain is None else await self._explain(error)
+        elsewhere = isinstance(error, StorageFull)  # then what is in the log explains nothing
+        why = str(error) if elsewhere else "the log is full: it has just refused a write"
+        self._full = self._loop.time(), self.appended, why
+        return error if elsewhere or self._explain is None else await self._explain(error)
 
     def _enter(self, thread_id: str, writes: list[Write[M]]) -> None:
         """Queue writes, in a list that nobody else has."""

@@ -185,13 +185,11 @@ class Vitals:
         )
         if self._session.log.refused is not None:
             log = str(LogRolledBack(self._session.log.refused))
-        if not full and self._appender.refused:
-            full = "the log is full: it has just refused a write"
         return health_of(
             log=log,
             store=store,
             flusher=self._flusher.state.trouble if self._flusher is not None else "",
-            full=full or "",
+            full=full or self._appender.refused,
             flushers=self._flusher is not None or bool(members),
             waiting=waiting,
         )
