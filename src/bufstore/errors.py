@@ -184,7 +184,7 @@ class LogFull(Rejected):
     """The log is full of bytes that are not flushed or still needed; the message gives both numbers.
 
     Nothing was stored. Slow down, retry later, or raise ``max_bytes``. Where NATS has no storage left for any stream,
-    the message says that instead, and where to make room.
+    or the shared-state bucket is full, the message says that instead, and where to make room.
     """
 
 

@@ -20,10 +20,10 @@ from bufstore.buffer.lanes import lane_logs
 from bufstore.buffer.ports.log import Floor
 from bufstore.buffer.ports.shared_state import RUN_TTL_S
 from bufstore.config import LogConfig
-from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.errors import LogFull, LogUnavailable, MalformedEntry
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.errors import StorageFull, StreamMissing
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
@@ -38,6 +38,12 @@ _TIMEOUT_S = 3.0
 _COPY_S = 0.05
 #: How many characters are kept of a flusher's trouble.
 _TROUBLE_MAX = 500
+#: This part of a bucket with a `max_bytes` is not for runs, but for what flushers write.
+_RESERVED = 8
+#: How full it is, is looked at when this part of the reserve has been added, or so many seconds later.
+_LOOKS, _LOOK_S = 16, 5.0
+#: What a run's record takes besides its subject and its body.
+_RUN_BYTES = 150
 
 
 class NatsSharedState:
@@ -59,6 +65,9 @@ class NatsSharedState:
         look_s = min(_TIMEOUT_S, claim_timeout_s)
         self._records = Lookups(lambda subjects: self._stream.last(subjects, look_s))
         self._subscriptions = Subscriptions(connection)
+        self._room = _Room(self._stream)
+        #: Whether the last new run found no room to be registered.
+        self._unregistered = False
         #: The position of each member record that this process has written.
         self._renewed: dict[str, int] = {}
 
@@ -68,7 +77,7 @@ class NatsSharedState:
                 check_owner(log, await found_bucket(self._stream, log))
 
     async def setup(self) -> None:
-        await ensure_bucket(self._stream, self._config)
+        self._room.limit = (await ensure_bucket(self._stream, self._config)).get("max_bytes", -1)
         reach(Failpoint.BUCKET_CREATED)
         self._writes.start()
 
@@ -106,8 +115,17 @@ class NatsSharedState:
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
+            if not await self._room.takes(len(message.subject) + len(message.body) + _RUN_BYTES):
+                raise LogFull(self._full("it takes no runs above seven eighths"))
             await self._submit(message)
+            self._unregistered = False
             return thread_id
+        except LogFull as e:
+            # As if the record were lost: that stops no write.
+            if not self._unregistered:
+                self._unregistered = True
+                _log.warning("new runs are not registered: %s", e, extra={"action": "runs_unregistered"})
+            return await self.thread_of_run(run_id, timeout_s) or thread_id
         except Conflict as e:
             # Claims that came together failed together, and what stands there was read for all of them.
             owner = _thread_in(e.last) if e.last is not None else await self.thread_of_run(run_id, timeout_s)
@@ -255,6 +273,16 @@ class NatsSharedState:
             # Maybe somebody removed the bucket. Correctness needs nothing in it: create a new one.
             await ensure_bucket(self._stream, self._config)
             return await self._writes.submit([message])
+        except StorageFull:
+            raise
+        except LogFull as e:
+            raise LogFull(self._full(str(e))) from None
+
+    def _full(self, why: str) -> str:
+        return (
+            f"the shared-state bucket {self._config.bucket} is full ({why}): raise its max_bytes "
+            f"(`nats stream edit KV_{self._config.bucket} --max-bytes BYTES`), see docs/OPERATIONS.md"
+        )
 
     async def _add_listener(self, subject: str, heard: Callable[[Msg], None]) -> None:
         async def on_message(msg: Msg) -> None:
@@ -265,6 +293,34 @@ class NatsSharedState:
                 _log.debug("ignoring a message that is not understood: %s", msg.subject, extra=what)
 
         await self._subscriptions.add(subject, on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+
+
+class _Room:
+    """Whether a bucket takes one more run. On one that runs had filled, no flusher could join or tell its progress."""
+
+    def __init__(self, stream: NatsStream) -> None:
+        self._stream = stream
+        #: The bucket's `max_bytes`; -1: none.
+        self.limit = -1
+        #: Bytes that were in it, by the last look, and that were added since by us.
+        self._held = self._added = 0
+        self._looked_at = float("-inf")
+        self._looking = asyncio.Lock()
+
+    async def takes(self, size: int) -> bool:
+        if self.limit <= 0:
+            return True
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if now - self._looked_at > _LOOK_S or self._added > self.limit // (_RESERVED * _LOOKS):
+                with contextlib.suppress(LogUnavailable):  # what is to be written meets the same
+                    info = await self._stream.info(_TIMEOUT_S)
+                    self.limit, self._held = info["config"]["max_bytes"], info["state"]["bytes"]
+                    self._added, self._looked_at = 0, now
+        if self._held + self._added + size > self.limit - self.limit // _RESERVED:
+            return self.limit <= 0
+        self._added += size
+        return True
 
 
 def _thread_in(record: StoredMessage) -> str | None:

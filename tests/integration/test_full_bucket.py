@@ -1,0 +1,102 @@
+"""A shared-state bucket with a `max_bytes`, as some accounts require it, that is full of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import pytest
+
+from bufstore import AlreadyExists, Consistency, LogFull, Run
+from bufstore.nats.setup import bucket_stream
+from conftest import Deployment
+from helpers import fresh, run_of, said
+
+LIMIT = 256 << 10
+
+
+class Bucket:
+    """The bucket of a deployment, seen by an operator."""
+
+    def __init__(self, client: Any, deployment: Deployment) -> None:
+        self._client = client
+        self._name = bucket_stream(deployment.log)
+        self._keys = f"$KV.{deployment.log.bucket}.run."
+
+    async def ask(self, verb: str, body: Any = None) -> Any:
+        """A request to the JetStream API."""
+        answer = await self._client.request(f"$JS.API.STREAM.{verb}.{self._name}", json.dumps(body).encode())
+        return json.loads(answer.data)
+
+    async def held(self) -> int:
+        """How many bytes are in it."""
+        return int((await self.ask("INFO"))["state"]["bytes"])
+
+    async def limit(self, max_bytes: int) -> None:
+        """Change its `max_bytes`."""
+        config = (await self.ask("INFO"))["config"]
+        assert "error" not in await self.ask("UPDATE", config | {"max_bytes": max_bytes})
+
+    async def put(self, size: int) -> bool:
+        """A run of somebody else's, of this size; False if there is no room for it."""
+        answer = await self._client.request(self._keys + fresh(), b"x" * size)
+        return b"error" not in answer.data
+
+
+@asynccontextmanager
+async def bucket_of(deployment: Deployment) -> AsyncIterator[Bucket]:
+    async with deployment.store(flusher=False):
+        pass
+    client = await nats.connect(deployment.servers.nats.url)
+    try:
+        bucket = Bucket(client, deployment)
+        await bucket.limit(LIMIT)
+        yield bucket
+    finally:
+        await client.close()
+
+
+async def test_runs_leave_room_for_flushers_and_go_on_unregistered(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment.verified = False  # an entry is parked in the end
+    async with bucket_of(deployment) as bucket:
+        assert await bucket.put(LIMIT - LIMIT // 8 - 10_000)
+        async with deployment.store(flusher=False) as writer:
+            threads = [f"t{number}" for number in range(400)]
+            for thread_id in threads:
+                await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            assert LIMIT * 3 // 4 < await bucket.held() < LIMIT * 15 // 16
+            assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
+            with pytest.raises(AlreadyExists, match="belongs to another thread"):
+                await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t0").run_id, thread_id="another"))
+            async with deployment.store() as flusher:
+                last = await flusher.load_run(run_of("t399").run_id, consistency=Consistency.READ_YOUR_WRITES)
+                assert last is not None
+                assert last.thread_id == "t399"
+                await flusher.force_flush_all()
+                for thread_id in threads:
+                    assert await flusher.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
+                await flusher.delete_thread("t1")
+                assert (await flusher.health()).ok
+                # Nobody but Postgres knows of a run that is not registered.
+                await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t398").run_id, thread_id="another"))
+                await flusher.force_flush_all()
+                assert await flusher.quarantined() == 1
+
+
+async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployment) -> None:
+    async with bucket_of(deployment) as bucket, deployment.store(flusher=False) as writer:
+        for size in 100_000, 10_000, 1000, 100, 1:
+            while await bucket.put(size):
+                pass
+        await writer.checkpoint("t", [said(0)], run_of("t"))
+        said_of_it = f"bucket {deployment.log.bucket} is full .*nats stream edit KV_{deployment.log.bucket} --max-bytes"
+        with pytest.raises(LogFull, match=said_of_it):
+            await writer.buffer.session.shared.renew_member("a-flusher", 2)
+        await bucket.limit(2 * LIMIT)
+        async with deployment.store() as flusher:
+            await flusher.force_flush_all()
