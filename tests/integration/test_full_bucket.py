@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 
 from bufstore import AlreadyExists, Consistency, LogFull, Run
 from bufstore.nats.setup import bucket_stream
+from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import fresh, run_of, said
+from helpers import eventually, fresh, run_of, said
 
 LIMIT = 256 << 10
 
@@ -97,6 +100,15 @@ async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployme
         said_of_it = f"bucket {deployment.log.bucket} is full .*nats stream edit KV_{deployment.log.bucket} --max-bytes"
         with pytest.raises(LogFull, match=said_of_it):
             await writer.buffer.session.shared.renew_member("a-flusher", 2)
-        await bucket.limit(2 * LIMIT)
         async with deployment.store() as flusher:
+
+            async def told() -> bool:
+                return re.search(said_of_it, (await flusher.health()).flush_trouble) is not None
+
+            await eventually(told)
+            report = await asyncio.to_thread(bufstore_cli, "doctor", "--json", **where(deployment))
+            (room,) = (c for c in json.loads(report.out)["checks"] if c["what"] == "bucket room")
+            assert room["level"] == "warning"
+            await bucket.limit(2 * LIMIT)
             await flusher.force_flush_all()
+            assert (await flusher.health()).ok

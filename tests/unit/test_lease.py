@@ -65,7 +65,15 @@ def world(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        await it.cut_off()
+        made, shared = await it.cut_off()
+        assert made.trouble == (
+            "cannot renew its lease, and takes no new partitions until it can: the hot bucket does not answer in time"
+        )
+        shared.away = False
+        await asyncio.sleep(2)
+        assert not made.trouble
+        shared.away = True
+        await asyncio.sleep(30)
         await it.writer.append([1])
         assert await it.flushed("t", within_s=5.0)
 

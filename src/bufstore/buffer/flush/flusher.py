@@ -134,6 +134,11 @@ class Flusher:
         """This flusher's name among the members."""
         return self._member
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing is flushed here, or not all that should be; empty when all is well."""
+        return self.state.trouble or self._lease.trouble
+
     def cursors(self) -> dict[int, int]:
         """The position up to which each partition of this flusher is flushed."""
         return {partition: owned.cursor.seq for partition, owned in self._owned.items()}

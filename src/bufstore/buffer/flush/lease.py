@@ -58,6 +58,8 @@ class Lease:
         self._pulse = Pulse(self._ttl_s, self._interval_s)
         self._until = 0.0
         self._announced = False
+        #: Why the record has run out, or is about to; empty when it has not.
+        self.trouble = ""
         self._changed = asyncio.Event()
 
     def members_changed(self) -> None:
@@ -71,6 +73,7 @@ class Lease:
             try:
                 reason = self._unable()
                 await (self._renew() if reason is None else self._withdraw(reason))
+                self.trouble = ""
             except (BufstoreError, AppendUnknown) as e:
                 _log.warning(
                     "cannot renew the lease; takes no new partitions until it can: %s",
@@ -79,6 +82,7 @@ class Lease:
                 )
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
                     self._hold()
+                    self.trouble = f"cannot renew its lease, and takes no new partitions until it can: {e}"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._changed.wait()

@@ -188,7 +188,7 @@ class Vitals:
         return health_of(
             log=log,
             store=store,
-            flusher=self._flusher.state.trouble if self._flusher is not None else "",
+            flusher=self._flusher.trouble if self._flusher is not None else "",
             full=full or self._appender.refused,
             flushers=self._flusher is not None or bool(members),
             waiting=waiting,

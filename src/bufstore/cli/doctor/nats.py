@@ -37,6 +37,8 @@ _FULL = 0.95
 _READS = 20
 #: Above this, what is flushed has given way as far as it may: the rest is not flushed, or may be needed again.
 _PRESSED = 0.7
+#: A little later runs are not registered any more.
+_BUCKET_FULL = 0.8
 
 
 async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], SeenLog | None]:
@@ -235,6 +237,12 @@ async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig, account: 
         notes.say("bucket", Level.BAD, str(e), "permit STREAM.INFO")
     else:
         _drift(notes, "bucket", lambda: check_shared_state(config, info["config"]))
+        used, limit = info["state"]["bytes"], info["config"].get("max_bytes", -1)
+        if limit > 0:
+            advice = (
+                f"raise it: `nats stream edit {bucket_stream(config)} --max-bytes BYTES`; nearly full, it takes no runs"
+            )
+            notes.require("bucket room", used <= _BUCKET_FULL * limit, f"{decimal(used)} of {decimal(limit)}", advice)
         return True
     return False
 
