@@ -41,17 +41,20 @@ demo: $(DEMO_READY) ## Run the demo: real servers, many writers, an outage of Po
 WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
 ALONE := -n 2 --dist loadfile
+# A third of the examples of each property; `make test-long` tries all.
+FEWER := BUFSTORE_THOROUGH=0.3
 # Without servers nothing waits: as many as there are cores.
 WITHOUT_SERVERS := -n logical --dist worksteal tests/unit
 
 .PHONY: test
 test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long and not leaders"
-	$(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
+	$(FEWER) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long and not leaders"
+	$(FEWER) $(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
 
 .PHONY: test-long
-test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (some minutes)
-	$(BIN)/python -m pytest -m long
+test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (half an hour)
+	$(BIN)/python -m pytest $(WITHOUT_SERVERS)
+	$(BIN)/python -m pytest $(ALONE) --ignore tests/unit -m long
 
 .PHONY: leaders
 leaders: $(READY) ## Check the whole contracts of mailbox and tokens on three replicas while leaders go (ten minutes)
@@ -73,7 +76,7 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers, with a third of their examples (about a minute)
-	BUFSTORE_THOROUGH=0.3 $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
+	$(FEWER) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
 
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
@@ -122,7 +125,7 @@ model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, eac
 
 TIMES ?= 10
 .PHONY: thorough
-thorough: $(READY) ## Try TIMES=10 as many examples of each property as `make test` (some minutes, no servers)
+thorough: $(READY) ## Try TIMES=10 as many examples of each property as `make test-long` (some minutes, no servers)
 	BUFSTORE_THOROUGH=$(TIMES) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -o faulthandler_timeout=3000
 
 .PHONY: storm

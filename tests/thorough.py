@@ -1,4 +1,4 @@
-"""How many examples a test of a property tries: fewer in `make unit`, and more in `make thorough`."""
+"""How many examples a test of a property tries: fewer in `make unit` and `make test`, more in `make thorough`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import settings
 
-#: How many times as many as in `make test`.
+#: How many times as many as in `make test-long`.
 FACTOR = float(os.environ.get("BUFSTORE_THOROUGH", "1"))
 #: Hypothesis's own number, for tests that name none.
 _USUAL = 100

@@ -127,6 +127,7 @@ def applier(store: Any, dsn: str) -> Applier:
     return Applier(store, apply)
 
 
+@pytest.mark.long  # the same contract; the least store is in the short ones
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_a_complete_app_store_behind_the_buffer(deployment: Deployment, app_dsn: str, check: Check) -> None:
     async with (

@@ -41,6 +41,7 @@ async def test_it_keeps_the_contract(deployment: Deployment, check: Check, inner
         await check(store)
 
 
+@pytest.mark.long  # the same contract, with other reads
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_strong_reads_keep_the_contract(deployment: Deployment, check: Check) -> None:
     async with deployment.store(consistency=Consistency.STRONG) as store:

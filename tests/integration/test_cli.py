@@ -156,6 +156,7 @@ async def test_a_flush_ends_in_its_time_while_postgres_hangs(deployment: Deploym
             assert (result.code, result.json["error"]) == (2, "FlushTimeout"), result
 
 
+@pytest.mark.long  # twenty seconds of timeouts
 async def test_a_flush_ends_in_its_time_when_postgres_hangs_in_the_middle(deployment: Deployment) -> None:
     """The statement that is on its way then holds nobody up, neither at the end of the time nor at Ctrl-C."""
     dsn, thread = deployment.servers.postgres.dsn, fresh()

@@ -206,6 +206,7 @@ async def test_a_node_that_was_wiped_rejoins_and_has_what_another_loses(servers:
         await store.aclose()
 
 
+@pytest.mark.long  # twenty seconds of elections
 async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_old(
     servers: Servers, cluster: Cluster
 ) -> None:

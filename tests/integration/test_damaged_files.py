@@ -38,7 +38,7 @@ def cut(block: Path, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut], ids=["flip", "cut"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 3))])
 async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
     own_servers: Servers, damage: Any, seed: int
 ) -> None:

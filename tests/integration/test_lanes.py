@@ -50,6 +50,7 @@ async def cli(deployment: Deployment, *arguments: object, stream: str | None = N
     return await asyncio.to_thread(bufstore_cli, *arguments, **(where(deployment) | named))
 
 
+@pytest.mark.long  # the same contract; without servers `test_lanes.py` of the units has it
 async def test_a_store_of_two_lanes_keeps_the_contract(laned: Deployment) -> None:
     async with laned.store() as store, laned.store(consistency=Consistency.STRONG, flusher=False) as strong:
         for check in CHECKS:

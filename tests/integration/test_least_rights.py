@@ -165,6 +165,7 @@ async def test_the_sql_that_is_printed_does_the_same(site: Site) -> None:
         await store.force_flush("t")
 
 
+@pytest.mark.long  # the same contract, with the rights of an app
 @pytest.mark.usefixtures("nothing_forbidden")
 async def test_an_app_beside_a_flusher_keeps_the_contract(site: Site) -> None:
     await site.set_up()

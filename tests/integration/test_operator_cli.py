@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import psycopg
+import pytest
 
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -66,6 +67,7 @@ async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> N
     assert (await cli(deployment, "quarantine", "replay")).code == 2
 
 
+@pytest.mark.long  # waits for locks until its time is up
 async def test_a_thread_that_somebody_holds_keeps_no_other_in_quarantine(deployment: Deployment) -> None:
     held, free, given_up = (f"{place}{fresh()}" for place in "abc")
     async with deployment.store(picky(deployment), flush_interval_s=600) as store:

@@ -124,6 +124,7 @@ async def test_batches(check: Check, shared: PostgresThreadStore) -> None:
     await check(applier(shared))
 
 
+@pytest.mark.long  # the same contract, through a pooler
 @pytest.mark.parametrize("check", CHECKS + APPLY_CHECKS, ids=str)
 async def test_behind_a_transaction_pooler(check: Check, server: PostgresServer) -> None:
     async with (

@@ -277,7 +277,7 @@ async def test_refused_logins_show_nothing(servers: Servers, heard: Everything) 
     assert hidden.leaked("\n".join([*said, *heard.lines])) == []
 
 
-@pytest.mark.parametrize("verbose", [(), ("-vv",)], ids=["quiet", "verbose"])
+@pytest.mark.parametrize("verbose", [pytest.param((), marks=pytest.mark.long), ("-vv",)], ids=["quiet", "verbose"])
 def test_the_command_line_shows_nothing(servers: Servers, verbose: Sequence[str]) -> None:
     hidden = Secrets()
     hidden.known += [u.partition("bufstore:")[2].partition("@")[0] for u in (servers.nats.url, servers.postgres.dsn)]

@@ -76,6 +76,7 @@ _CHECKS = [
 ]
 
 
+@pytest.mark.long  # the same promises on one server are in the short ones
 @pytest.mark.parametrize("check", _CHECKS, ids=lambda check: getattr(check, "func", check).__name__)
 async def test_on_three_replicas(check: Any, opened: Open) -> None:
     await check(opened)

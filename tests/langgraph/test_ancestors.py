@@ -60,7 +60,7 @@ async def _one_at_a_time(saver: AsyncBufferedSaver, at: Any, channels: list[str]
     return await BaseCheckpointSaver.aget_delta_channel_history(saver, config=at, channels=channels)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 4))])
 @pytest.mark.parametrize("flush", [0.0, 0.1, 1.0])
 async def test_it_is_what_one_ancestor_after_the_other_tells(
     place: Place, monkeypatch: pytest.MonkeyPatch, flush: float, seed: int

@@ -67,6 +67,7 @@ def far_east(spark: Any) -> Iterator[None]:
     spark.conf.set("spark.sql.session.timeZone", before)
 
 
+@pytest.mark.long  # several archives
 @pytest.mark.usefixtures("far_east")
 async def test_a_table_has_a_folder_for_each_day_of_utc(spark: Any, tmp_path: Path) -> None:
     times = [NOON.replace(hour=0), NOON, NOON.replace(hour=23, minute=59), NOON + timedelta(hours=12)]

@@ -374,6 +374,7 @@ async def test_an_archive_of_an_earlier_version_is_gone_on_with(
     assert await come_back(spark, deployment, path, threads) == {t: list(range(4)) for t in threads}
 
 
+@pytest.mark.long  # several archives
 async def test_two_streams_with_the_same_numbers_do_not_come_into_one_archive(
     spark: Any, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:

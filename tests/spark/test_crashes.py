@@ -24,6 +24,7 @@ from helpers import fresh
 from spark.jobs import ended, environment, frame, held, job, prepared, put, rows_of, settings_of, stream
 
 
+@pytest.mark.long  # two Javas
 async def test_a_driver_killed_between_the_sink_and_sparks_commit(
     spark: Any, deployment: Deployment, config: SinkConfig, tmp_path: Path
 ) -> None:

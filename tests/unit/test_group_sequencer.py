@@ -437,7 +437,7 @@ class Away(Faulty):
         return lambda *what: asyncio.get_running_loop().call_later(self.way_s, tell, *what)
 
 
-@pytest.mark.parametrize("way_s", [0.05, 0.1, 0.15])
+@pytest.mark.parametrize("way_s", [0.05, *(pytest.param(s, marks=pytest.mark.long) for s in (0.1, 0.15))])
 def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_are_near(way_s: float) -> None:
     async def main() -> None:
         world = World(random.Random(1))
@@ -464,7 +464,7 @@ def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_
     run(main())
 
 
-@pytest.mark.parametrize("ways_s", [[0.001] * 8, [0.001] * 7 + [0.01]])
+@pytest.mark.parametrize("ways_s", [pytest.param([0.001] * 8, marks=pytest.mark.long), [0.001] * 7 + [0.01]])
 def test_writers_at_the_same_time_take_turns_and_nobody_asks_what_was_faster(ways_s: Sequence[float]) -> None:
     async def main() -> None:
         world = World(random.Random(1))
