@@ -74,6 +74,21 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 	.venv-spark/bin/python -m pytest -rA -q -W default -k "$(SPARK_TESTS)" $(SPARK_FILES:%=tests/spark/test_%.py); \
 		found=$$?; rm -rf .venv-spark; exit $$found
 
+# What the lowest versions that pyproject.toml allows might lack.
+LOWEST := tests/unit tests/integration/test_buffered_store.py tests/integration/test_faults.py \
+	tests/integration/test_cli.py tests/integration/test_tokens.py tests/integration/test_mailbox.py \
+	tests/integration/test_notify.py tests/langgraph/test_conformance.py
+.PHONY: lowest
+lowest: $(READY) ## Run some tests with the lowest versions of what bufstore needs (ten minutes)
+	rm -rf .venv-lowest && $(BIN)/python -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		$$($(BIN)/python tests/lowest_versions.py pyproject.toml)
+	@# All else as it is in $(VENV), behind the packages of its own.
+	@echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages)')" \
+		> "$$(ls -d .venv-lowest/lib/python*/site-packages)/rest.pth"
+	.venv-lowest/bin/python -m pytest $(SIDE_BY_SIDE) -W default -m "not long" $(LOWEST); \
+		found=$$?; rm -rf .venv-lowest; exit $$found
+
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers, with a third of their examples (about a minute)
 	$(FEWER) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"

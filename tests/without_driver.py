@@ -107,6 +107,15 @@ async def ask_for(*names: str) -> None:
             print(e)
 
 
+async def spark_session() -> None:
+    from bufstore.spark import session
+
+    try:
+        session()
+    except ImportError as e:
+        print(e)
+
+
 if __name__ == "__main__":
     part, refused, *arguments = sys.argv[1:]
     sys.meta_path.insert(0, Refuse(refused.split(",")))

@@ -19,6 +19,7 @@ _INSTALL = {
     "redis": "'bufstore[redis]'",
     "langgraph": "'bufstore[langgraph]'",
     "langchain_core": "'bufstore[langgraph]'",
+    "pyarrow": "'bufstore[spark]'",
 }
 
 

@@ -60,3 +60,7 @@ async def test_a_name_whose_driver_is_missing_says_what_to_install() -> None:
     assert "bufstore.notify.RedisNotifier needs redis: pip install 'bufstore[redis]'" in said
     said = await _run("ask_for", "langgraph,langchain_core", "bufstore.langgraph.AsyncBufferedSaver")
     assert "bufstore.langgraph.AsyncBufferedSaver needs langchain_core: pip install 'bufstore[langgraph]'" in said
+    said = await _run("ask_for", "pyarrow", "bufstore.spark.tabulate")
+    assert "bufstore.spark.tabulate needs pyarrow: pip install 'bufstore[spark]'" in said
+    said = await _run("spark_session", "pyspark")
+    assert "bufstore.spark.session needs pyspark: pip install 'bufstore[spark]'" in said

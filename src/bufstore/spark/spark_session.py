@@ -31,9 +31,13 @@ def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> S
     ``local[*,4]``: all cores, and four attempts of a task, as on a cluster.
 
     ``sc://host``: Spark Connect, which needs no Java here. `conf`: settings of Spark: ``**{"spark.ui.port": "4041"}``,
-    or with ``_`` for each ``.`` in a name that has none (``spark_ui_port="4041"``). Raises ConfigError without a Java.
+    or with ``_`` for each ``.`` in a name that has none (``spark_ui_port="4041"``). Raises ConfigError without a Java,
+    ImportError without PySpark.
     """
-    from pyspark.sql import SparkSession
+    try:
+        from pyspark.sql import SparkSession
+    except ModuleNotFoundError as e:
+        raise ImportError("bufstore.spark.session needs pyspark: pip install 'bufstore[spark]'", name=e.name) from e
 
     if master.startswith("sc://"):
         return _configured(SparkSession.builder.remote(master), _PUSHING | _named(conf))

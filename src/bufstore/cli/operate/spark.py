@@ -25,7 +25,7 @@ _MASTER = click.option(
 _TASKS = click.option("--tasks", type=click.IntRange(min=1), help="Tasks at the same time. Default: Spark's.")
 
 
-class Time(click.ParamType[datetime]):
+class Time(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
     """A time, as text that says it with its offset from UTC; without one, of this machine's zone."""
 
     name = "time"

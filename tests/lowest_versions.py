@@ -1,0 +1,27 @@
+"""Prints the lowest version of each package that bufstore needs, as pip takes them: `lowest_versions.py pyproject.toml`.
+
+Without extras for development, and without Spark's: `make spark-version` tries other versions of that.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+_EXTRAS = ("cli", "nkeys", "redis", "langgraph", "uvloop")
+_FLOOR = re.compile(r"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)")
+
+
+def main(path: str) -> None:
+    project = tomllib.loads(Path(path).read_text())["project"]
+    needed = [*project["dependencies"], *(n for extra in _EXTRAS for n in project["optional-dependencies"][extra])]
+    floors = {found[1]: found[2] for found in map(_FLOOR.match, needed) if found}
+    # Its C part has the same version.
+    floors["psycopg-binary"] = floors["psycopg"]
+    sys.stdout.write(" ".join(f"{name}=={version}" for name, version in floors.items()) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
