@@ -60,6 +60,22 @@ async def _one_at_a_time(saver: AsyncBufferedSaver, at: Any, channels: list[str]
     return await BaseCheckpointSaver.aget_delta_channel_history(saver, config=at, channels=channels)
 
 
+def _flush_between(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch, likely: float = 1.0) -> None:
+    """Flush all when a read has seen the tail, and is about to ask the store for what the tail does not have."""
+    store, chance = saver.engine._store, random.Random(11)
+
+    def behind_a_flush(ask: Any) -> Any:
+        async def asked(*args: Any) -> Any:
+            if chance.random() < likely:
+                await saver.engine.buffer.force_flush_all()
+            return await ask(*args)
+
+        return asked
+
+    for name in ("ancestors", "rows"):
+        monkeypatch.setattr(store, name, behind_a_flush(getattr(store, name)))
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 4))])
 @pytest.mark.parametrize("flush", [0.0, 0.1, 1.0])
 async def test_it_is_what_one_ancestor_after_the_other_tells(
@@ -68,9 +84,10 @@ async def test_it_is_what_one_ancestor_after_the_other_tells(
     monkeypatch.setattr(reads, "_ANCESTORS", 7)
     chance, thread_id = random.Random(seed), fresh()
     async with place.saver(flush=flush) as saver, place.saver(flush=0.0) as other:
+        _flush_between(saver, monkeypatch, 0.5)
         for ns in ("", "inner:1"):
             places = [*await _grow(saver, thread_id, chance, ns, [] if ns else _NONE), config(thread_id, ns=ns)]
-            for at in chance.sample(places, 6):
+            for at in (places[-1], *chance.sample(places, 5)):
                 channels = chance.sample(_CHANNELS, chance.randint(1, 3))
                 expected = await _one_at_a_time(saver, at, channels)
                 for reader in (saver, other):
@@ -84,6 +101,25 @@ async def test_it_is_what_one_ancestor_after_the_other_tells(
                         c: h["writes"]
                         for c, h in (await plain.aget_delta_channel_history(config=at, channels=_CHANNELS)).items()
                     }
+
+
+@pytest.mark.parametrize("history", ["all", "latest"])
+async def test_a_flush_during_the_read_takes_nothing_from_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, history: str
+) -> None:
+    """What it moves is neither in the tail that was read before, nor behind the ancestor that is asked for then."""
+    async with place.saver(flush=0.0, history=history) as saver:
+        at, changed = config(fresh()), dict[str, Any]()
+        for step in range(6):
+            changed = {"a": str(step)}
+            # A value that is written anew, with writes behind it: leaving out history takes it, too.
+            at = await saver.aput(at, checkpoint(changed, {"a": [step]} if step == 4 else {}), META, changed)  # type: ignore[arg-type]
+            await saver.aput_writes(at, [("a", f"write {step}"), ("b", f"write {step}")], "task")
+            if step == 1:
+                await saver.force_flush()
+        expected = await _one_at_a_time(saver, at, ["a", "b"])
+        _flush_between(saver, monkeypatch)
+        assert await saver.aget_delta_channel_history(config=at, channels=["a", "b"]) == expected
 
 
 async def test_there_is_nothing_of_what_is_not_there(place: Place) -> None:

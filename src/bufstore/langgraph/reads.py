@@ -219,21 +219,21 @@ class CheckpointReads:
             state = await self._buffer.reads.thread(thread_id, level)
             if state.base == CACHE:
                 raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
-            tail = _with_tail(Part(Watermark(), Tables()), state)
+            tail = _with_all_of(state, Part(Watermark(), Tables()))
             at = walk.first_beyond(tail)
             if at is None or state.base == LOG:
                 part = Part(state.watermark, Tables())
                 tables = tail
             else:
                 part = await self._store.ancestors(thread_id, walk.ns, at, walk.channels, _ANCESTORS)
-                tables = _with_tail(part, state)
+                tables = _with_all_of(state, part)
             if part.watermark.flushed_seq < state.base_seq:
                 continue
             named = {key for row in tail.checkpoints.values() if row.ns == walk.ns for key in versions_of(row)}
             if state.base == STORE and (keys := [key for key in tail.checkpoints if key[0] == walk.ns]):
                 missing = unknown_blobs(tables, named, walk.channels)
                 # Writes of a checkpoint may have been flushed before it.
-                more = _with_tail(await self._store.rows(thread_id, missing, keys), state)
+                more = _with_all_of(state, await self._store.rows(thread_id, missing, keys))
                 tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
                 tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in tail.checkpoints}
             return tables
@@ -344,7 +344,15 @@ def _is_hidden(part: Part, tables: Tables, ns: str, row: CheckpointRow | None) -
     )
 
 
+def _with_all_of(state: Tail, part: Part) -> Tables:
+    """The rows with all of the tail: Postgres was asked for what the tail does not have, and a flush since then moves
+    what it has to where nobody looks for it. What is applied twice leaves what it leaves once.
+    """
+    return _with_tail(Part(Watermark(), part.tables), state)
+
+
 def _with_tail(part: Part, state: Tail) -> Tables:
+    """The rows with what the tail has above their own watermark: Postgres was asked for all that it has."""
     tables = part.tables.copy()
     for seq, operation in state.operations:
         if seq > part.watermark.flushed_seq:
