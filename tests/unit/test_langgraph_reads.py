@@ -66,8 +66,8 @@ class Store(MemoryCheckpointStore):
         """Set by the test."""
 
 
-async def _opened(store: Store, nats: MemoryNats) -> AsyncBufferedSaver:
-    return await AsyncBufferedSaver.open(store, nats=nats, config=CONFIG)
+async def _opened(store: Store, nats: MemoryNats, **options: Any) -> AsyncBufferedSaver:
+    return await AsyncBufferedSaver.open(store, nats=nats, config=CONFIG, **options)
 
 
 async def _values(saver: AsyncBufferedSaver) -> Any:
@@ -128,6 +128,41 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
                 await _values(one)
         else:
             assert await _values(one) == {"a": [2 if written_since else 1]}
+        store.down = False
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("long_ago", [False, True])
+def test_a_thread_that_was_read_is_never_assumed_to_be_new(long_ago: bool) -> None:
+    """Nor is one of which somebody names a checkpoint: a DeltaChannel's history does so."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats, new_threads="assume"), await _opened(store, nats)
+        first = await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await other.aput(first, checkpoint({"a": "2"}, {}), META, {"a": "2"})
+        await other.force_flush()
+        for n in range(10):  # the entry at a partition's cursor stays
+            await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+        await _values(one)
+        await asyncio.sleep(600)
+        if not long_ago:
+            await _values(one)
+        assert not await one.engine.buffer.log.latest(one.engine.buffer.subjects.of("t"), 1)
+        store.down = True
+        if long_ago:
+            with pytest.raises(StoreUnavailable):
+                await _values(one)
+        else:
+            assert await _values(one) == {}
+        with pytest.raises(StoreUnavailable):
+            await one.aget_delta_channel_history(config=config("t"), channels=["a"])
+        with pytest.raises(StoreUnavailable):
+            await one.aget_tuple(first)
+        assert await one.aget_tuple(config("never read")) is None
         store.down = False
         await one.aclose()
         await other.aclose()

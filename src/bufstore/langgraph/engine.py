@@ -215,7 +215,9 @@ class CheckpointEngine:
         try:
             last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
         except (StoreUnavailable, ReadNotFresh):
-            if not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
+            # Who names a checkpoint has it from somewhere, and of a new thread nothing was read.
+            known = checkpoint_id is not None or self._reads.has_read(thread_id)
+            if known or not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
             return None
         self._saw(thread_id, 0, last)

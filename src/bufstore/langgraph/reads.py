@@ -203,6 +203,10 @@ class CheckpointReads:
             self._recent.read(thread_id, ns, found, at, whole=state.new)
         return last, (tables, row) if row is not None else None
 
+    def has_read(self, thread_id: str) -> bool:
+        """Whether Postgres has told of the thread, however long ago."""
+        return self._cache.oldest(thread_id) is not None
+
     async def ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> None:
         """Walk through a checkpoint's ancestors.
 
