@@ -164,18 +164,24 @@ async def test_a_thread_whose_state_is_larger_than_an_entry_is_copied(place: Pla
         assert (await saver.aget_tuple(config(target))).checkpoint["channel_values"] == values  # type: ignore[union-attr]
 
 
-async def test_what_an_old_version_was_sent_stands_with_its_parent(saver: AsyncBufferedSaver) -> None:
+@pytest.mark.parametrize("versions", [{"a": "2"}, {}], ids=["beside others", "alone"])
+async def test_what_an_old_version_was_sent_stands_with_its_parent(
+    saver: AsyncBufferedSaver, versions: dict[str, Any]
+) -> None:
     thread_id = fresh()
     old = {**checkpoint({"a": "1"}, {"a": [1]}), "v": 1}
     parent = await saver.aput(config(thread_id), old, META, {"a": "1"})  # type: ignore[arg-type]
     await saver.aput_writes(parent, [("__pregel_tasks", "sent")], "task")
-    child = {**checkpoint({"a": "2"}, {"a": [2]}), "v": 1}
-    at = await saver.aput(parent, child, META, {"a": "2"})  # type: ignore[arg-type]
+    values = {channel: [2] for channel in versions}
+    at = await saver.aput(parent, {**checkpoint(versions, values), "v": 1}, META, versions)  # type: ignore[arg-type]
     found = await saver.aget_tuple(at)
     assert found is not None
-    assert found.checkpoint["channel_values"] == {"a": [2], "__pregel_tasks": ["sent"]}
+    assert found.checkpoint["channel_values"] == {**values, "__pregel_tasks": ["sent"]}
+    sent = found.checkpoint["channel_versions"]["__pregel_tasks"]
+    assert found.checkpoint["channel_versions"] == {**versions, "__pregel_tasks": sent}
+    assert int(str(sent).partition(".")[0]) == (2 if versions else 1)
     assert [item.checkpoint["channel_values"] async for item in saver.alist(config(thread_id))] == [
-        {"a": [2], "__pregel_tasks": ["sent"]},
+        {**values, "__pregel_tasks": ["sent"]},
         {"a": [1]},
     ]
 

@@ -168,7 +168,8 @@ def tuple_of(
         sends = [w for w in tables.writes_of(row.ns, row.parent) if w.channel == TASKS]
         if sends:
             values[TASKS] = [serde.loads_typed((w.type, w.blob)) for w in sends]
-            versions[TASKS] = max(versions.values()) if versions else next_version(None, None)
+            sent = max(versions.values()) if versions else next_version(None, None)
+            checkpoint["channel_versions"] = {**versions, TASKS: sent}
     return CheckpointTuple(
         config_of(thread_id, row.ns, row.id),
         {**checkpoint, "channel_values": values},  # type: ignore[typeddict-item]
