@@ -186,6 +186,15 @@ async def test_what_an_old_version_was_sent_stands_with_its_parent(
     ]
 
 
+async def test_numbers_are_the_same_before_a_flush_and_after_it(saver: AsyncBufferedSaver) -> None:
+    values = {"a": 1e16, "b": -0.0, "c": 1e23, "d": 0.5, "e": 1e-300, "f": -1.5e300, "g": "1e+16,"}
+    as_read = {**values, "a": 10**16, "b": 0.0, "c": 10**23, "f": -15 * 10**299}
+    at = await _put(saver, config(fresh()), values)
+    found = await saver.aget_tuple(at)
+    assert found is not None
+    assert repr(found.checkpoint["channel_values"]) == repr(as_read)
+
+
 @pytest.mark.parametrize(
     "value", ["a\0b", "\ud800", float("nan"), float("inf")], ids=["NUL", "surrogate", "NaN", "infinity"]
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
@@ -81,7 +83,7 @@ def put_of(
     versions = checkpoint["channel_versions"]
     for channel, value in checkpoint["channel_values"].items():
         if value is None or isinstance(value, (str, int, float, bool)):
-            inline[channel] = value
+            inline[channel] = _as_stored(value) if isinstance(value, float) else value
         else:
             if isinstance(value, _DeltaSnapshot):
                 inline[channel] = True
@@ -143,6 +145,11 @@ def writes_of(
         for text in (*channels, task_path, *types):
             _check_text(text)
     return Writes(rows, WRITES_IDX_MAP.keys() >= set(channels))
+
+
+def _as_stored(value: float) -> float:
+    """What a jsonb gives back, that a flush changes nothing: an int of what has an exponent, and no zero below zero."""
+    return int(Decimal(float.__repr__(value))) if 1e16 <= abs(value) < math.inf else value + 0.0
 
 
 def _dumped(serde: SerializerProtocol, value: Any) -> tuple[str, bytes]:
