@@ -119,7 +119,7 @@ class NatsConfig(Secretive):
     token: str | None = field(default=None, metadata={"secret": True})
     tls: SSLContext | None = None
     tls_hostname: str | None = None
-    #: JetStream domain (leaf nodes); excludes api_prefix.
+    #: JetStream domain: needed on a leaf node; excludes api_prefix.
     domain: str | None = None
     #: JetStream API prefix, e.g. "$JS.other.API" (an import from another account).
     api_prefix: str | None = None
@@ -154,6 +154,13 @@ class NatsConfig(Secretive):
         if self.domain:
             return f"$JS.{self.domain}.API"
         return (self.api_prefix or "$JS.API").rstrip(".")
+
+    def published_on(self, subject: str) -> str:
+        """Where a message is published that is stored on `subject`: leaf nodes pass a bucket's on beside the API only.
+
+        Not with an `api_prefix`: whoever imports the API of another account imports the bucket's subjects as they are.
+        """
+        return f"{self.api}.{subject}" if self.domain and subject.startswith("$KV.") else subject
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,16 @@ def test_one_tag_is_a_tag(kind: type[Any]) -> None:
     assert kind(placement_tags="ssd").placement_tags == ("ssd",)
 
 
+def test_a_buckets_keys_go_beside_the_api_of_a_domain() -> None:
+    hub, other, plain = NatsConfig(domain="hub"), NatsConfig(api_prefix="$JS.other.API"), NatsConfig()
+    assert hub.published_on("$KV.b.run.x") == "$JS.hub.API.$KV.b.run.x"
+    assert hub.published_on(hub.published_on("$KV.b.run.x")) == hub.published_on("$KV.b.run.x")
+    for config in (hub, other, plain):
+        assert config.published_on("thread.groups") == "thread.groups"
+    for config in (other, plain):
+        assert config.published_on("$KV.b.run.x") == "$KV.b.run.x"
+
+
 @pytest.mark.parametrize("scheme", ["ws", "wss"])
 def test_a_websocket_without_its_library_is_a_config_error(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)

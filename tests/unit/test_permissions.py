@@ -31,6 +31,15 @@ def test_only_this_log_is_meant_and_an_app_can_remove_nothing() -> None:
     assert not [s for s in permissions(Role.APP, _LOG).publish if any(verb in s for verb in removing)]
 
 
+def test_keys_are_written_beside_another_api_too() -> None:
+    """A leaf node checks these; with the API of another account the plain ones count."""
+    for role in Role:
+        plain, leaf = (set(permissions(role, _LOG, api).publish) for api in ("$JS.API", "$JS.hub.API"))
+        keys = {s for s in plain if s.startswith("$KV.")}
+        assert {s for s in leaf if "$KV." in s} == keys | {f"$JS.hub.API.{s}" for s in keys}
+        assert {s for s in plain if "$KV." in s} == keys
+
+
 @pytest.mark.parametrize("role", Role)
 def test_the_command_prints_just_these(role: Role) -> None:
     names = ("--stream", "S", "--bucket", "b", "--subject", "words", "--replicas", "3", "--api-prefix", "$JS.hub.API")

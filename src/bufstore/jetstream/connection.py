@@ -15,9 +15,11 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import nats.errors
+from msgspec.structs import replace
 from nats.aio.client import Client
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -58,6 +60,8 @@ class Connection:
 
     def __init__(self, config: NatsConfig, name: str) -> None:
         self._config = config
+        #: `NatsConfig.published_on`.
+        self.published_on = config.published_on
         self._name = name
         self._client: ListeningClient | None = None
         self._lost: asyncio.Event = asyncio.Event()
@@ -191,7 +195,7 @@ class Connection:
         Without an answer the connection is thrown away, so that nothing in its buffers arrives after somebody has
         looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`).
         """
-        client = self.client()
+        client, messages = self.client(), self._addressed(messages)
         try:
             subjects = [m.subject for m in messages]
             watch = Watch(self._pace, client)
@@ -219,6 +223,7 @@ class Connection:
         if len(messages) <= 1 or not frames.supported:
             await asyncio.gather(*(self._write_one(i, m, timeout_s, ended, doubt) for i, m in enumerate(messages)))
             return
+        messages = self._addressed(messages)
         side_by_side = SideBySide(len(messages), ended, doubt)
 
         def heard(number: int, outcome: bytes | Exception) -> None:
@@ -264,6 +269,11 @@ class Connection:
         except (AppendUnknown, BufstoreError) as e:
             outcome = e
         ended(number, outcome)
+
+    def _addressed(self, messages: Sequence[Outgoing]) -> Sequence[Outgoing]:
+        if not self._config.domain:
+            return messages
+        return [replace(m, subject=self.published_on(m.subject)) for m in messages]
 
     async def _answer(
         self,
@@ -359,11 +369,14 @@ class Connection:
         # Not stored: of a batch, the server stores nothing when one message of it is missing.
         how = "`bufstore setup` does it as operator" if ".stream.create." in subject else "see `bufstore permissions`"
         error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
+        # A server of the domain names what a subject stands for there; one on a leaf node the subject itself.
+        api = self._config.api.lower()
+        sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
         for token, question in list(self._answers.items()):
-            if any(s.lower() == subject for s in question.subjects):
+            if any(s.lower() in sent for s in question.subjects):
                 self._end(token, error)
-        for hook in self._on_forbidden:
-            hook(subject, error)
+        for hook, s in product(self._on_forbidden, sent):
+            hook(s, error)
 
     async def _connect(self) -> None:
         """Connect to the next server that takes us; what is wrong with one says nothing of the others."""

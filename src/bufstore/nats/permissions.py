@@ -36,7 +36,8 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
 
 def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions:
     """What the role needs for this log, or all of its lanes. `api`: the prefix of the JetStream API, without a trailing
-    dot."""
+    dot; ``$JS.<domain>.API`` for users of a leaf node (a server of the domain checks what a subject stands for there).
+    """
     lanes = [_of_one(role, lane, api) for lane in lane_logs(log)]
     return Permissions(
         publish=list(dict.fromkeys(subject for lane in lanes for subject in lane.publish)),
@@ -46,6 +47,8 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
 
 def _of_one(role: Role, log: LogConfig, api: str) -> Permissions:
     stream, bucket, keys = log.stream, f"KV_{log.bucket}", f"$KV.{log.bucket}"
+    # As in `NatsConfig.published_on`: an `api` does not say whether it is a domain's.
+    places = [keys] if api == "$JS.API" else [keys, f"{api}.{keys}"]
     calls, parked = f"{log.subject}-flush.*", f"{log.subject}-parked"
     subjects = Subjects(log.subject, log.partitions)
     publish = [
@@ -56,8 +59,7 @@ def _of_one(role: Role, log: LogConfig, api: str) -> Permissions:
         subjects.refused,
         calls,
         parked,
-        f"{keys}.run.*",
-        f"{keys}.lineage",
+        *(f"{place}.{key}" for place in places for key in ("run.*", "lineage")),
         *(f"{api}.{verb}.{name}" for name in (stream, bucket) for verb in _READING),
     ]
     # Answers come to the inbox; the rest is told by others.
@@ -67,9 +69,7 @@ def _of_one(role: Role, log: LogConfig, api: str) -> Permissions:
         publish += [f"{api}.STREAM.PURGE.{stream}"]
     if role is not Role.APP:
         publish += [
-            f"{keys}.member.*",
-            f"{keys}.flushed.*",
-            f"{keys}.floor.*",
+            *(f"{place}.{key}.*" for place in places for key in ("member", "flushed", "floor")),
             *(f"{api}.CONSUMER.{verb}.{stream}.{rest}" for verb, rest in _FOLLOWING.items()),
             # From nats-server 2.16 on with a domain and an account before the stream.
             f"$JS.ACK.{stream}.>",

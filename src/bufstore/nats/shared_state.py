@@ -247,7 +247,7 @@ class NatsSharedState:
 
     async def _tell(self, subject: str, data: bytes) -> None:
         try:
-            await self._connection.client().publish(subject, data)
+            await self._connection.client().publish(self._connection.published_on(subject), data)
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot send to NATS: {type(e).__name__}") from None
 
