@@ -98,20 +98,30 @@ class NatsSharedState:
                     return owner
             self._resumed = False
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
+        why = ""
+
+        async def claim() -> str:
+            nonlocal why
+            try:
+                return await self._claim(message, run_id, thread_id, timeout_s)
+            except (LogUnavailable, AppendUnknown) as e:
+                why = f": {e}"
+                raise
+
         try:
             async with asyncio.timeout_at(until):
                 with contextlib.suppress(LogUnavailable, AppendUnknown):
-                    return await self._claim(message, run_id, thread_id, timeout_s)
+                    return await claim()
                 # Claiming twice equals claiming once, so retry whatever the outcome was.
                 async for attempt in AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=0.2),
                     retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
                 ):
                     with attempt:
-                        return await self._claim(message, run_id, thread_id, timeout_s)
+                        return await claim()
         except TimeoutError:
             pass
-        raise LogUnavailable(f"run {run_id!r} could not be registered in time; nothing was stored")
+        raise LogUnavailable(f"run {run_id!r} could not be registered in time{why}; nothing was stored")
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
