@@ -461,6 +461,21 @@ async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another() -> 
     assert alone.verbs
 
 
+async def test_why_a_server_ends_a_connection_at_once_is_told() -> None:
+    async def full(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        info = b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}'
+        writer.write(info + b"\r\n-ERR 'maximum connections exceeded'\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(full, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for _ in range(10):  # once in a while nats-py reads it itself
+        with pytest.raises(LogUnavailable, match="maximum connections exceeded"):
+            await Connection(NatsConfig(servers=[url]), "test").open()
+    server.close()
+    await server.wait_closed()
+
+
 async def test_a_message_larger_than_the_server_takes_is_not_sent_and_costs_no_connection() -> None:
     recorder = Recorder()
     server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)

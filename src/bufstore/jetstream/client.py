@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 #: What the server says when a user may not publish or subscribe; nats-py passes it on in lower case.
 _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+#: Its reason to end a connection.
+_ENDED = re.compile(rb"-ERR '([^'\r\n]*)'")
 _ERRORS_KEPT = 100
 #: With less nothing works.
 _TAKEN_BYTES_MIN = 1024
@@ -46,6 +48,16 @@ class ListeningClient(Client):
         self.errors: deque[Exception] = deque(maxlen=_ERRORS_KEPT)
         #: At most so large was the message for which the server ended the connection; None: it did not.
         self.refused_bytes: int | None = None
+
+    async def connect(self, *args: Any, **options: Any) -> None:
+        try:
+            await super().connect(*args, **options)
+        except ConnectionError:
+            # It was ended while nats-py wrote, which then does not read why (max_connections, for one).
+            reader = getattr(self._transport, "_io_reader", None)
+            if (said := _ENDED.search(getattr(reader, "_buffer", b""))) is None:
+                raise
+            raise nats.errors.Error(f"nats: '{said[1].decode('utf-8', 'replace')}'") from None
 
     def take_at_most(self, size: int) -> None:
         """Send no larger messages than this, whatever the server said."""
