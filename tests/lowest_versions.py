@@ -1,6 +1,6 @@
-"""Prints the lowest version of each package that bufstore needs, as pip takes them: `lowest_versions.py pyproject.toml`.
+"""Prints the lowest version of each package that bufstore needs, as pip takes them: `lowest_versions.py FILE`.
 
-Without extras for development, and without Spark's: `make spark-version` tries other versions of that.
+FILE is pyproject.toml. Without extras for development, and without Spark: `make spark-version` tries versions of that.
 """
 
 from __future__ import annotations
