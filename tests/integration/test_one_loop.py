@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from bufstore import BufferedThreadStore, Consistency, ThreadMetadata
+import pytest
+
+from bufstore import ConfigError, Consistency, PostgresThreadStore, ThreadMetadata
+from bufstore.notify.postgres import PostgresNotifier
 from conftest import Deployment
 from helpers import elsewhere, run_of
+from mailboxes import Mailboxes
 
 _VALUES: dict[str, Any] = {
     "thread_id": "t",
@@ -23,27 +29,88 @@ _VALUES: dict[str, Any] = {
     "last": 2,
     "state": {},
     "metadata": ThreadMetadata(),
+    "thread_ids": ["t"],
+    "dispatch_id": "d",
+    "holder": "h",
+    "payload": b"",
+    "finished_before_ms": 1,
+    "run_status": "done",
+    "instance_id": "i",
 }
+#: BufferedThreadStore.open makes one; `apply` is for buffers; the others go to no server.
+_OTHERS = {"open", "apply", "deliver_live", "listen_live", "wake"}
 
 
 async def test_each_call_is_refused_and_the_store_goes_on(deployment: Deployment) -> None:
     async with deployment.store() as store:
         await store.checkpoint("t", [1], run_of("t"))
         await store.force_flush("t")
-        calls: list[Any] = [partial(store.bulk.learn_new, ["new", "newer"])]
-        for name, method in inspect.getmembers(BufferedThreadStore, inspect.iscoroutinefunction):
-            if not name.startswith("_") and name != "open":
-                values = [_VALUES[p.name] for p in list(inspect.signature(method).parameters.values())[1:] if _given(p)]
-                calls.append(partial(getattr(store, name), *values))
+        calls = _calls(store)
+        assert len(calls) > 25
+        calls += _calls(store, consistency=Consistency.EVENTUAL)
+        calls += [partial(store.bulk.learn_new, ["new", "newer"]), store.quarantine.count]
         for call in calls:
             await elsewhere(call)
-        assert len(calls) > 25
         await store.checkpoint_append("t", [2], run_of("t"))
         assert await store.load_messages("t") == [1, 2]
         await store.delete_messages("t")
         await store.force_flush_all()
         assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == []
         assert (await store.health()).log == ""
+
+
+async def test_the_same_without_a_log(deployment: Deployment) -> None:
+    async with deployment.inner() as store:
+        await store.setup()
+        await store.checkpoint("t", [1], run_of("t"))
+        for call in _calls(store):
+            await elsewhere(call)
+        assert await store.load_messages("t") == [1]
+        assert (await store.load_run("run-0-of-t")) is not None
+
+
+async def test_the_same_of_a_mailbox(on_postgres: Mailboxes) -> None:
+    async with on_postgres.store() as store:
+        await store.enqueue("t", b"1")
+        claim = await store.claim("t", "w")
+        for call in _calls(store, _VALUES | {"claim": claim}):
+            await elsewhere(call)
+        assert claim is not None
+        await store.ack(claim)
+
+
+async def test_the_same_of_a_notifier(deployment: Deployment) -> None:
+    async with await PostgresNotifier.open(deployment.servers.postgres.dsn) as notifier:
+        await elsewhere(lambda: notifier.listen_scheduled("k", lambda _: None))
+        heard = asyncio.Event()
+        await notifier.listen_scheduled("k", lambda _: heard.set())
+        await notifier.notify_scheduled("k")
+        await asyncio.wait_for(heard.wait(), 10)
+
+
+def test_a_store_whose_loop_has_ended_says_so(deployment: Deployment) -> None:
+    store: PostgresThreadStore = deployment.inner()
+
+    async def begin() -> None:
+        await store.open()
+        await store.setup()
+
+    asyncio.run(begin())
+    calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [lambda: store.load_messages("t"), store.open, store.aclose]
+    for call in calls:
+        with pytest.raises(ConfigError, match="another event loop"):
+            asyncio.run(call())
+
+
+def _calls(store: Any, values: Mapping[str, Any] = _VALUES, **options: Any) -> list[Callable[[], Awaitable[Any]]]:
+    """Every method; with `options`, each that takes them."""
+    calls: list[Callable[[], Awaitable[Any]]] = []
+    for name, method in inspect.getmembers(type(store), inspect.iscoroutinefunction):
+        parameters = inspect.signature(method).parameters
+        if not name.startswith("_") and name not in _OTHERS and options.keys() <= parameters.keys():
+            given = [values[p.name] for p in list(parameters.values())[1:] if _given(p)]
+            calls.append(partial(getattr(store, name), *given, **options))
+    return calls
 
 
 def _given(parameter: inspect.Parameter) -> bool:

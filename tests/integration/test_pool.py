@@ -17,7 +17,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
-from bufstore.postgres.connection.pool import Pool, check_conninfo, open_pool
+from bufstore.postgres.connection.conninfo import check_conninfo
+from bufstore.postgres.connection.pool import Pool, open_pool
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query
 from transaction_pooler import TransactionPooler

@@ -24,8 +24,8 @@ from bufstore.cli.importing.lines import BadLine, Input, Line, _split
 from bufstore.config import split_url
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.postgres.connection.conninfo import check_conninfo
 from bufstore.postgres.connection.migrate import check_schema
-from bufstore.postgres.connection.pool import check_conninfo
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run, RunSave, RunStatus, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, decode_payload, encode_payload

@@ -27,8 +27,8 @@ from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
 from bufstore.nats.finding import FoundLog, find_log
+from bufstore.postgres.connection.conninfo import check_conninfo
 from bufstore.postgres.connection.migrate import applied_migrations, check_schema
-from bufstore.postgres.connection.pool import check_conninfo
 from bufstore.threads.behind import buffer_of as threads_buffer
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore

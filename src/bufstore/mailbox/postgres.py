@@ -92,6 +92,7 @@ class PostgresBackend(Backend):
             raise
 
     async def aclose(self) -> None:
+        self._pool.check_home()
         await self._takes.aclose()
         self._open = False
         self._news.set()

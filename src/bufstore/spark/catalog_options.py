@@ -55,7 +55,7 @@ def _has_login(name: str, kept: Mapping[str, str]) -> bool:
     if name in ("nats", "natsurl"):
         return any(split_url(url)[1] is not None for url in words(kept, name))
     if name in ("postgres", "postgresurl"):
-        from bufstore.postgres.connection.pool import has_secret  # the log alone is read without psycopg
+        from bufstore.postgres.connection.conninfo import has_secret  # the log alone is read without psycopg
 
         return has_secret(kept[name])
     if name == "credentialsfile":

@@ -18,15 +18,15 @@ from typing import Any, Self
 
 import psycopg
 from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 from psycopg.waiting import Ready, Wait
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
-from bufstore.tasks import Closing, spawn, to_the_end
+from bufstore.tasks import Closing, check_loop, spawn, to_the_end
 
 #: What to do when a store is opened again, or by another one.
 ANOTHER = "make one for each store that you open"
@@ -50,11 +50,6 @@ _REFUSED = re.compile(
     r"does not match host name",
     re.IGNORECASE | re.DOTALL,
 )
-_PORT = re.compile(r"\s*[0-9]{1,5}\s*")
-#: Parameters of libpq that are secrets (its manual, Parameter Key Words).
-_SECRETS = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
-#: "postgresql+psycopg://", which most apps have in their environment.
-_DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
@@ -161,6 +156,7 @@ class Pool(AsyncConnectionPool[_Connection]):
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
         self._closing = Closing()
+        self._home: asyncio.AbstractEventLoop | None = None
         #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet.
         self._autocommit: bool | None = None
         #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of them wait.
@@ -188,15 +184,27 @@ class Pool(AsyncConnectionPool[_Connection]):
         )
 
     async def open(self, wait: bool = False, timeout: float = 30.0) -> None:
-        """Open it, if it is not open. Raises ConfigError when it was closed."""
+        """Open it, if it is not open. Raises ConfigError when it was closed, or is open on another event loop."""
+        self.check_home()
+        if self.closed:
+            self._home = asyncio.get_running_loop()
         try:
             await super().open(wait, timeout)
         except PoolClosed:
             raise ConfigError(f"this store was closed: {ANOTHER}") from None
 
     async def close(self, timeout: float = _CLOSE_S) -> None:
-        """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect."""
+        """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect.
+
+        Raises like `check_home`.
+        """
+        self.check_home()
         await self._closing(partial(super().close, timeout))
+
+    def check_home(self) -> None:
+        """Raise ConfigError on another event loop than the one that it is open on."""
+        if not self.closed:
+            check_loop(self._home)
 
     @asynccontextmanager
     async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
@@ -207,8 +215,9 @@ class Pool(AsyncConnectionPool[_Connection]):
 
         Errors in the block are mapped (`bufstore.postgres.connection.errors`). Raises StoreUnavailable when no
         connection could be had (the block did not begin), NoAnswer when the connection or the time ended in the block,
-        StoreMisconfigured when Postgres refuses the login, Closed.
+        StoreMisconfigured when Postgres refuses the login, ConfigError on another event loop, Closed.
         """
+        self.check_home()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         with map_errors():
@@ -334,6 +343,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     async def take(self, timeout_s: float) -> AsyncConnection[TupleRow]:
         """A live connection to keep, for the caller to close and then give back with `putconn`. Raises like `lend`."""
+        self.check_home()
         with map_errors():
             deadline = asyncio.get_running_loop().time() + timeout_s
             return await self._live(deadline, deadline)
@@ -380,44 +390,6 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
     if size < 1:
         raise ConfigError("the pool needs at least one connection")
     return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
-
-
-def check_conninfo(conninfo: str) -> dict[str, Any]:
-    """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
-    if not isinstance(conninfo, str):
-        raise ConfigError(f"the Postgres connection string must be a str, not {type(conninfo).__name__}")
-    if dialect := _DIALECT.match(conninfo):
-        raise ConfigError(
-            f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
-        )
-    found: dict[str, Any] | None = None
-    with suppress(psycopg.ProgrammingError, UnicodeError):
-        found = dict(conninfo_to_dict(conninfo))
-    if found is None:
-        # Not within an except: libpq's message quotes the string, password and all, and would be our context.
-        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
-    # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
-    hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
-    if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
-        raise ConfigError(
-            "the Postgres connection string names no usable host and port; "
-            "special characters of user and password in a URL are written as %XX"
-        )
-    return found
-
-
-def own_conninfo(conninfo: str, **defaults: Any) -> str:
-    """The string to connect with. Raises like `check_conninfo`.
-
-    Always in UTF-8, whatever the string, the environment, or a default of role or database says: ids travel in binary
-    arrays (`bufstore.postgres.connection.arrays`), which psycopg does not encode.
-    """
-    return make_conninfo(**(defaults | check_conninfo(conninfo) | {"client_encoding": "UTF8"}))
-
-
-def has_secret(conninfo: str) -> bool:
-    """Whether a connection string holds what nobody else may see. Raises like `check_conninfo`."""
-    return not _SECRETS.isdisjoint(check_conninfo(conninfo))
 
 
 def _is_alive(connection: AsyncConnection[Any]) -> bool:

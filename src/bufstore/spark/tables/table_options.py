@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
+from bufstore.postgres.connection.conninfo import has_secret
 from bufstore.postgres.connection.migrate import check_schema
-from bufstore.postgres.connection.pool import has_secret
 from bufstore.spark.connection_options import POSTGRES_VARIABLE, check_masked, connection, named, words
 from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.options import ReadOptions

@@ -1,0 +1,56 @@
+"""Connection strings: checked and completed, and never shown in an error."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from bufstore.errors import ConfigError
+
+_PORT = re.compile(r"\s*[0-9]{1,5}\s*")
+#: Parameters of libpq that are secrets (its manual, Parameter Key Words).
+_SECRETS = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
+#: "postgresql+psycopg://", which most apps have in their environment.
+_DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
+
+
+def check_conninfo(conninfo: str) -> dict[str, Any]:
+    """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
+    if not isinstance(conninfo, str):
+        raise ConfigError(f"the Postgres connection string must be a str, not {type(conninfo).__name__}")
+    if dialect := _DIALECT.match(conninfo):
+        raise ConfigError(
+            f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
+        )
+    found: dict[str, Any] | None = None
+    with suppress(psycopg.ProgrammingError, UnicodeError):
+        found = dict(conninfo_to_dict(conninfo))
+    if found is None:
+        # Not within an except: libpq's message quotes the string, password and all, and would be our context.
+        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
+    # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
+    hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
+    if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
+        raise ConfigError(
+            "the Postgres connection string names no usable host and port; "
+            "special characters of user and password in a URL are written as %XX"
+        )
+    return found
+
+
+def own_conninfo(conninfo: str, **defaults: Any) -> str:
+    """The string to connect with. Raises like `check_conninfo`.
+
+    Always in UTF-8, whatever the string, the environment, or a default of role or database says: ids travel in binary
+    arrays (`bufstore.postgres.connection.arrays`), which psycopg does not encode.
+    """
+    return make_conninfo(**(defaults | check_conninfo(conninfo) | {"client_encoding": "UTF8"}))
+
+
+def has_secret(conninfo: str) -> bool:
+    """Whether a connection string holds what nobody else may see. Raises like `check_conninfo`."""
+    return not _SECRETS.isdisjoint(check_conninfo(conninfo))
