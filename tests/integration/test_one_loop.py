@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from bufstore import ConfigError, Consistency, PostgresThreadStore, ThreadMetadata
-from bufstore.notify.postgres import PostgresNotifier
+from bufstore.notify import NatsNotifier, PostgresNotifier
 from conftest import Deployment
 from helpers import elsewhere, run_of
 from mailboxes import Mailboxes
@@ -79,8 +80,14 @@ async def test_the_same_of_a_mailbox(on_postgres: Mailboxes) -> None:
         await store.ack(claim)
 
 
-async def test_the_same_of_a_notifier(deployment: Deployment) -> None:
-    async with await PostgresNotifier.open(deployment.servers.postgres.dsn) as notifier:
+@pytest.mark.parametrize("kind", ["postgres", "nats"])
+async def test_the_same_of_a_notifier(deployment: Deployment, kind: str) -> None:
+    servers, prefix = deployment.servers, f"t{secrets.token_hex(4)}"
+    async with (
+        await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix)
+        if kind == "postgres"
+        else await NatsNotifier.open(servers.nats.url, prefix=prefix)
+    ) as notifier:
         await elsewhere(lambda: notifier.listen_scheduled("k", lambda _: None))
         heard = asyncio.Event()
         await notifier.listen_scheduled("k", lambda _: heard.set())

@@ -65,10 +65,12 @@ class NatsBroker:
         self._restored.append(hook)
 
     def client(self) -> Client:
-        """The live client. Raises NotifyUnavailable when there is none now."""
+        """The live client. Raises NotifyUnavailable when there is none now, ConfigError on another event loop."""
         if isinstance(self._link, Connection):
             try:
                 return self._link.client()
+            except ConfigError:
+                raise
             except BufstoreError as e:
                 raise NotifyUnavailable(str(e)) from None
         if not self._link.is_connected:
