@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from bufstore.errors import ConfigError
-
 T = TypeVar("T")
 
 #: What goes on whoever gives it up; asyncio itself keeps no task.
@@ -32,12 +30,6 @@ def own_cancels_only() -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise StrayCancelledError("something that was awaited was cancelled") from e
-
-
-def check_loop(home: asyncio.AbstractEventLoop | None) -> None:
-    """Raise ConfigError on another loop than `home`: what is kept for later calls belongs there, and would break."""
-    if asyncio.get_running_loop() is not home:
-        raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")
 
 
 def spawn(work: Awaitable[T], *, name: str | None = None) -> asyncio.Task[T]:

@@ -12,6 +12,7 @@ from nats.aio.client import Client
 
 from bufstore.config import NatsConfig
 from bufstore.errors import Closed, ConfigError, LogFull, LogUnavailable
+from bufstore.home import Home
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream.client import ListeningClient, refusal, round_trip
@@ -34,7 +35,7 @@ async def test_closing_ends_although_connecting_swallows_that_it_was_cancelled()
         connection._lost.clear()  # it is connected
 
     connection._connect = swallows  # type: ignore[method-assign]
-    connection._closed, connection._loop = False, asyncio.get_running_loop()
+    connection._closed, connection._home = False, Home()
     connection._lost.set()
     connection._supervisor = asyncio.create_task(connection._supervise())
     await begun.wait()
@@ -58,7 +59,7 @@ async def test_what_was_not_opened_is_closed() -> None:
 
 async def test_who_waits_for_a_connection_hears_that_it_is_closed() -> None:
     connection = Connection(NatsConfig(servers=["nats://127.0.0.1:1"]), "test")
-    connection._closed, connection._loop = False, asyncio.get_running_loop()
+    connection._closed, connection._home = False, Home()
     waiting = [asyncio.create_task(connection.wait_up(3600)) for _ in range(2)]
     await asyncio.sleep(0)
     await connection.aclose()

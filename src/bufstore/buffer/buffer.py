@@ -32,6 +32,7 @@ from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.home import Home
 from bufstore.tasks import Closing
 
 _Call = Callable[[], Awaitable[None]]
@@ -76,7 +77,7 @@ class Buffer(Generic[C, S, M]):
         self.eraser = Eraser(parts, self.waiter)
         #: How it is doing.
         self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
-        self._closing, self._closed = Closing(), False
+        self._closing, self._closed, self._home = Closing(), False, Home()
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 
@@ -128,9 +129,10 @@ class Buffer(Generic[C, S, M]):
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
+        In a process that was forked off it does nothing: all of it is its parent's.
         `before_store`: what must end before the store is closed, beside all of this (the first caller's counts).
         """
-        if not self._closed:
+        if not self._closed and not self._home.left:
             await self._closing(lambda: self._close(before_store))
 
     async def _close(self, before_store: _Call | None) -> None:

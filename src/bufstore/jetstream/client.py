@@ -59,6 +59,13 @@ class ListeningClient(Client):
                 raise
             raise nats.errors.Error(f"nats: '{said[1].decode('utf-8', 'replace')}'") from None
 
+    def fileno(self) -> int:
+        """Its socket. Any error if there is none."""
+        transport: Any = self._transport
+        stream: Any = transport._io_writer if type(transport) is TcpTransport else transport._ws
+        found: int = stream.get_extra_info("socket").fileno()
+        return found
+
     def take_at_most(self, size: int) -> None:
         """Send no larger messages than this, whatever the server said."""
         self._max_payload = min(self._max_payload, size)

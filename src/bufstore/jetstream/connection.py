@@ -25,6 +25,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
+from bufstore.home import Home, owned_here
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.client import (
     ListeningClient,
@@ -45,7 +46,7 @@ from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.side_by_side import SideBySide
-from bufstore.tasks import Closing, check_loop, end, spawn
+from bufstore.tasks import Closing, end, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Connection:
         self._up: asyncio.Event = asyncio.Event()
         self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
         self._supervisor: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._home: Home | None = None
         self._reason = "not connected yet"
         #: Or not open yet.
         self._closed = True
@@ -106,7 +107,7 @@ class Connection:
 
     async def open(self) -> None:
         """Connect. Raises ConfigError when the server refuses us, LogUnavailable when no server can be reached."""
-        self._closed, self._loop = False, asyncio.get_running_loop()
+        self._closed, self._home = False, Home()
         for concern in hooks.concerns():
             _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
         try:
@@ -129,8 +130,9 @@ class Connection:
             raise
 
     async def aclose(self) -> None:
-        """Close the connection and stop watching it."""
-        await self._closing(self._close)
+        """Close the connection and stop watching it. In a process that was forked off it does nothing."""
+        if self._home is None or not self._home.left:
+            await self._closing(self._close)
 
     async def _close(self) -> None:
         self._closed = True
@@ -143,15 +145,16 @@ class Connection:
         """The live client. Raises LogUnavailable (or Closed) when there is none now, ConfigError on another loop."""
         if self._closed:
             raise Closed("the store is closed or not open")
-        check_loop(self._loop)
+        if self._home is not None:
+            self._home.check()
         if self._client is None or not self._client.is_connected:
             raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
         return self._client
 
     async def wait_up(self, timeout_s: float) -> ListeningClient:
         """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
-        if not self._closed:
-            check_loop(self._loop)
+        if self._home is not None and not self._closed:
+            self._home.check()
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0)):
                 while not self._closed and (self._client is None or not self._client.is_connected):
@@ -399,6 +402,7 @@ class Connection:
         if bare.startswith(("ws://", "wss://")) and find_spec("aiohttp") is None:
             raise ConfigError("a ws:// or wss:// URL of NATS needs aiohttp: install it, or use a nats:// or tls:// URL")
         client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
+        owned_here(client)
         try:
             task = asyncio.current_task()
             before = task.cancelling() if task is not None else 0
@@ -446,7 +450,8 @@ class Connection:
 
     async def _supervise(self) -> None:
         # nats-py, and Python's wait_for before 3.12, may swallow that this task was cancelled while it connected.
-        while not self._closed:
+        assert self._home is not None
+        while not self._closed and not self._home.left:
             if not self._lost.is_set():
                 # The client may have lost its tasks without telling; so look now and then.
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -467,7 +472,7 @@ class Connection:
 
     async def _reconnect(self) -> None:
         try:
-            if not self._closed:
+            if self._home is not None and not self._closed and not self._home.left:
                 await self._connect()
         except Exception as e:
             self._reason = text_of(e)

@@ -17,6 +17,7 @@ from bufstore.buffer.domain import StateReader
 from bufstore.buffer.entry import Malformed, items_of
 from bufstore.buffer.read.store_watch import StoreWatch
 from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.home import Home
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.langgraph.ancestors import Walk, unknown_blobs
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
@@ -25,7 +26,7 @@ from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
 from bufstore.langgraph.recent import End, Newest, Recent
-from bufstore.tasks import check_loop, end, spawn
+from bufstore.tasks import end, spawn
 from bufstore.types import Consistency
 
 CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]
@@ -92,7 +93,7 @@ class CheckpointReads:
 
     def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache, recent: Recent) -> None:
         self._store, self._buffer, self._cache, self._recent = store, buffer, cache, recent
-        self._loop = asyncio.get_running_loop()
+        self._home = Home()
         #: So long after Postgres has told of a thread it is asked again: the log must reach back to what is read while
         #: it is away, and nobody may go on for ever without having heard of a quarantine.
         self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
@@ -112,7 +113,7 @@ class CheckpointReads:
 
         Raises what `bufstore.buffer.read.reads.Reads.thread` raises.
         """
-        check_loop(self._loop)
+        self._home.check()
         if level is Consistency.READ_YOUR_WRITES:
             recent = await self._newest(thread_id, ns, checkpoint_id)
             if recent is not None:

@@ -23,6 +23,7 @@ from langgraph.checkpoint.serde.base import SerializerProtocol
 
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
+from bufstore.home import FORKED, Home
 from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads, OnConflict
 from bufstore.langgraph.history import History
 from bufstore.langgraph.model import Put
@@ -72,7 +73,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         super().__init__(serde=serde)
         #: What works with log and store. The clones that `with_allowlist` makes share it.
         self.engine = engine
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._home = asyncio.get_running_loop(), Home()
 
     @classmethod
     async def open(
@@ -351,6 +352,9 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         if running is self._loop:
             work.close()
             raise ConfigError("a blocking call on the saver's own event loop would wait for itself: use the async one")
+        if self._home.left:
+            work.close()
+            raise ConfigError(FORKED)
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def get_next_version(self, current: str | None, channel: None) -> str:

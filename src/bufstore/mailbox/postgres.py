@@ -92,7 +92,8 @@ class PostgresBackend(Backend):
             raise
 
     async def aclose(self) -> None:
-        self._pool.check_home()
+        if not self._pool.closes_here():
+            return
         await self._takes.aclose()
         self._open = False
         self._news.set()

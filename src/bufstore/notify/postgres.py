@@ -15,6 +15,7 @@ from psycopg import AsyncConnection, sql
 from psycopg_pool import AsyncConnectionPool
 
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
+from bufstore.home import owned_here
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
@@ -102,6 +103,7 @@ class PostgresBroker:
                 application_name="bufstore-notify",
                 connect_timeout=max(2, round(self._timeout_s)),
             )
+            owned_here(connection)
             return await self._listen_on(connection, None)
         if isinstance(self._pool, Pool):
             return await self._listen_on(await self._pool.take(self._timeout_s), self._pool)

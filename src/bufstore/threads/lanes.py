@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import lane_of
-from bufstore.tasks import Closing, check_loop, spawn, together
+from bufstore.home import Home
+from bufstore.tasks import Closing, spawn, together
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import ThreadChange
 from bufstore.threads.state import ThreadState
@@ -29,7 +30,7 @@ class Lanes:
         self.first = self.all[0]
         self.config = self.first.config
         self._only = self.first if len(self.all) == 1 else None
-        self._loop = asyncio.get_running_loop()
+        self._home = Home()
         self._closing = Closing()
 
     def of(self, name: str) -> ThreadBuffer:
@@ -45,7 +46,7 @@ class Lanes:
 
     async def each(self, ask: Callable[[ThreadBuffer], Awaitable[T]]) -> list[T]:
         """What all of them answer, in order; the first one's error if any fails, once all have ended."""
-        check_loop(self._loop)
+        self._home.check()
         return await together(ask(buffer) for buffer in self.all)
 
     async def open(self) -> None:
@@ -72,8 +73,10 @@ class Lanes:
                 await self.first.release()
 
     async def aclose(self) -> None:
-        """Close all. Idempotent."""
-        check_loop(self._loop)
+        """Close all. Idempotent. In a process that was forked off it does nothing: they are its parent's."""
+        if self._home.left:
+            return
+        self._home.check()
         await self._closing(self._close)
 
     async def _close(self) -> None:

@@ -7,8 +7,8 @@ import contextlib
 
 from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
+from bufstore.home import Home
 from bufstore.newest import Newest
-from bufstore.tasks import check_loop
 from bufstore.threads.lanes import Lanes
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
@@ -22,7 +22,7 @@ class Runs:
     def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
         self._store = store
         self._lanes, self._config = lanes, lanes.config
-        self._loop = asyncio.get_running_loop()
+        self._home = Home()
         self._claimed: Newest[str, str] = Newest(lanes.config.cached_threads * lanes.config.log.lanes)
 
     def claimed(self, run: Run) -> bool:
@@ -33,7 +33,7 @@ class Runs:
         """Register the run and claim its id, once, before its first checkpoint. Raises AlreadyExists."""
         if self.claimed(run):
             return
-        check_loop(self._loop)
+        self._home.check()
         reach(Failpoint.CLAIM_BEFORE)
         shared = self._lanes.of(run.run_id).shared
         owner = await shared.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)

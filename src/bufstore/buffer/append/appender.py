@@ -41,9 +41,10 @@ from bufstore.errors import (
     StoreUnavailable,
 )
 from bufstore.failpoints import Failpoint, reach
+from bufstore.home import Home
 from bufstore.jetstream.errors import StorageFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict
-from bufstore.tasks import check_loop, end, spawn
+from bufstore.tasks import end, spawn
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Appender(Generic[S, M]):
         self._closed = False
         #: As the server had them when it was last asked.
         self._limits = Limits(config.log.entry_bytes_max, 0)
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._home = asyncio.get_running_loop(), Home()
         #: For every unit the same object.
         self._on_end = self._ended
         self._explain = explain
@@ -139,7 +140,7 @@ class Appender(Generic[S, M]):
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
         """See `TipFinder.learn_new`."""
-        check_loop(self._loop)
+        self._home.check()
         await self._finder.learn_new(thread_ids)
 
     async def append(
@@ -157,7 +158,7 @@ class Appender(Generic[S, M]):
         what it stands for. `mark`: an item of `bufstore.buffer.producers`. Raises what `prepare` raises, and the errors
         of `ThreadRunStore.checkpoint`.
         """
-        check_loop(self._loop)
+        self._home.check()
         if self._closed:
             raise Closed("the store is closed")
         id_ = self._bits(63) or 1
@@ -187,7 +188,7 @@ class Appender(Generic[S, M]):
         tried; but after OutcomeUnknown some entries behind it may be stored too. The entries go out in common units, so
         a series takes about one round trip to the log.
         """
-        check_loop(self._loop)
+        self._home.check()
         if self._closed:
             raise Closed("the store is closed")
         deadline = self._loop.time() + self._config.append_timeout_s

@@ -32,8 +32,9 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.home import Home
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
-from bufstore.tasks import check_loop, end, spawn
+from bufstore.tasks import end, spawn
 from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Reads(Generic[S]):
         """`own_seq`: up to which position this process itself has written to a thread, as far as it remembers."""
         self._domain, self._log, self._ledger = parts.domain, parts.log, parts.ledger
         self._subjects, self._config = parts.subjects, parts.config
-        self._loop = asyncio.get_running_loop()
+        self._home = Home()
         #: Whether what Postgres says counts.
         self.restored = Restored(parts)
         #: What is flushed, and that with what waits in the ledger.
@@ -94,7 +95,7 @@ class Reads(Generic[S]):
         Raises ReadNotFresh when the level cannot be reached in `read_timeout_s`, StoreUnavailable when only Postgres
         could tell and it does not answer, ThreadQuarantined.
         """
-        check_loop(self._loop)
+        self._home.check()
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
@@ -138,7 +139,7 @@ class Reads(Generic[S]):
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
-        check_loop(self._loop)
+        self._home.check()
         try:
             async with asyncio.timeout(timeout_s):
                 last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
@@ -151,7 +152,7 @@ class Reads(Generic[S]):
 
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is acknowledged now is flushed."""
-        check_loop(self._loop)
+        self._home.check()
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         targets = dict(enumerate(await self._log.latest_ends(filters, timeout_s)))
         if not all(targets.values()):

@@ -24,9 +24,10 @@ from psycopg.waiting import Ready, Wait
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
-from bufstore.tasks import Closing, check_loop, spawn, to_the_end
+from bufstore.tasks import Closing, spawn, to_the_end
 
 #: What to do when a store is opened again, or by another one.
 ANOTHER = "make one for each store that you open"
@@ -97,6 +98,7 @@ class _Connection(AsyncConnection[TupleRow]):
             failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
             raise
         failure.reason = None
+        owned_here(connection)
         _Connection.made += 1
         # Of the transactions that psycopg begins; for the others see `Pool._read_committed`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
@@ -156,7 +158,7 @@ class Pool(AsyncConnectionPool[_Connection]):
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
         self._closing = Closing()
-        self._home: asyncio.AbstractEventLoop | None = None
+        self._home: Home | None = None
         #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet.
         self._autocommit: bool | None = None
         #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of them wait.
@@ -187,7 +189,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         """Open it, if it is not open. Raises ConfigError when it was closed, or is open on another event loop."""
         self.check_home()
         if self.closed:
-            self._home = asyncio.get_running_loop()
+            self._home = Home()
         try:
             await super().open(wait, timeout)
         except PoolClosed:
@@ -196,15 +198,22 @@ class Pool(AsyncConnectionPool[_Connection]):
     async def close(self, timeout: float = _CLOSE_S) -> None:
         """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect.
 
-        Raises like `check_home`.
+        Raises like `closes_here`, and does nothing where that is false.
         """
+        if self.closes_here():
+            await self._closing(partial(super().close, timeout))
+
+    def closes_here(self) -> bool:
+        """Whether this process closes it: that of which it was forked off does. Raises ConfigError on another loop."""
+        if self._home is not None and self._home.left:
+            return False
         self.check_home()
-        await self._closing(partial(super().close, timeout))
+        return True
 
     def check_home(self) -> None:
-        """Raise ConfigError on another event loop than the one that it is open on."""
-        if not self.closed:
-            check_loop(self._home)
+        """Raise ConfigError on another event loop than the one that it is open on, and in a forked process."""
+        if self._home is not None and not self.closed:
+            self._home.check()
 
     @asynccontextmanager
     async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
