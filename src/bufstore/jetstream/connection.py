@@ -15,7 +15,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from typing import Any
 
 import nats.errors
@@ -61,7 +60,6 @@ class Connection:
 
     def __init__(self, config: NatsConfig, name: str) -> None:
         self._config = config
-        #: `NatsConfig.published_on`.
         self.published_on = config.published_on
         self._name = name
         self._client: ListeningClient | None = None
@@ -274,9 +272,8 @@ class Connection:
         ended(number, outcome)
 
     def _addressed(self, messages: Sequence[Outgoing]) -> Sequence[Outgoing]:
-        if not self._config.domain:
-            return messages
-        return [replace(m, subject=self.published_on(m.subject)) for m in messages]
+        on = self.published_on
+        return [replace(m, subject=on(m.subject)) for m in messages] if self._config.domain else messages
 
     async def _answer(
         self,
@@ -378,7 +375,7 @@ class Connection:
         for token, question in list(self._answers.items()):
             if any(s.lower() in sent for s in question.subjects):
                 self._end(token, error)
-        for hook, s in product(self._on_forbidden, sent):
+        for hook, s in itertools.product(self._on_forbidden, sent):
             hook(s, error)
 
     async def _connect(self) -> None:
