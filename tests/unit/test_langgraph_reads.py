@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, LogConfig, StoreUnavailable
+from bufstore import BufferConfig, LogConfig, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.chain import Watermark
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph.domain import Tail
@@ -28,7 +28,7 @@ class Store(MemoryCheckpointStore):
     def __init__(self) -> None:
         super().__init__()
         self.rows_first: list[asyncio.Event] = []
-        self.down = False
+        self.down = self.went_back = False
 
     def behind(self, config: BufferConfig) -> Any:
         ledger, backing = super().behind(config)
@@ -61,6 +61,9 @@ class Store(MemoryCheckpointStore):
             await self.flush()
             self.rows_first.pop().set()
         return part
+
+    async def rows(self, *asked: Any) -> Part:
+        return Part(Watermark(), Tables()) if self.went_back else await super().rows(*asked)
 
     async def flush(self) -> None:
         """Set by the test."""
@@ -99,6 +102,31 @@ def test_a_fork_from_before_what_is_flushed_fetches_the_values_of_its_branch() -
         await saver.aput(one, checkpoint({"a": "1", "b": "3"}, {"a": [1], "b": [3]}), META, {"b": "3"})
         assert await _values(saver) == {"a": [1], "b": [3]}
         await saver.aclose()
+
+    run(main())
+
+
+def test_a_failover_during_a_read_takes_no_values_from_it() -> None:
+    """What is read last comes from a Postgres that lacks what the one before had flushed."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        saver, reader = await _opened(store, nats), await _opened(store, nats)
+        a = ["x" * (1 << 20)]  # too large to be carried by the fork
+        one = await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": a}), META, {"a": "1"})
+        await saver.aput(one, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        await saver.force_flush()
+        fork = await saver.aput(one, checkpoint({"a": "1", "b": "3"}, {"a": a, "b": [3]}), META, {"b": "3"})
+        await saver.aput(fork, checkpoint({"a": "1", "b": "4"}, {"a": a, "b": [4]}), META, {"b": "4"})
+        store.went_back = True
+        with pytest.raises(ReadNotFresh):
+            await _values(reader)
+        with pytest.raises(ReadNotFresh):
+            await reader.engine.ancestors("t", "", fork["configurable"]["checkpoint_id"], ["a"])
+        store.went_back = False
+        assert await _values(reader) == {"a": a, "b": [4]}
+        await saver.aclose()
+        await reader.aclose()
 
     run(main())
 

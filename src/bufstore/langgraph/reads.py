@@ -8,6 +8,7 @@ both may be of different moments; only rows older than the tail's beginning are 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 from bufstore.buffer import elapsed
@@ -21,7 +22,15 @@ from bufstore.home import Home
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.langgraph.ancestors import Walk, unknown_blobs
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
-from bufstore.langgraph.model import CheckpointKey, CheckpointRow, LangGraphChange, Tables, takes_sends, versions_of
+from bufstore.langgraph.model import (
+    BlobKey,
+    CheckpointKey,
+    CheckpointRow,
+    LangGraphChange,
+    Tables,
+    takes_sends,
+    versions_of,
+)
 from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
@@ -238,7 +247,7 @@ class CheckpointReads:
             if state.base == STORE and (keys := [key for key in tail.checkpoints if key[0] == walk.ns]):
                 missing = unknown_blobs(tables, named, walk.channels)
                 # Writes of a checkpoint may have been flushed before it.
-                more = _with_all_of(state, await self._store.rows(thread_id, missing, keys))
+                more = _with_all_of(state, await self._more(thread_id, state, missing, keys))
                 tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
                 tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in tail.checkpoints}
             return tables
@@ -256,10 +265,19 @@ class CheckpointReads:
             return
         if state.base == CACHE:
             raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
-        more = _with_tail(await self._store.rows(thread_id, sorted(missing), sends), state)
+        more = _with_tail(await self._more(thread_id, state, sorted(missing), sends), state)
         tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
         tables.known |= missing
         tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in sends}
+
+    async def _more(
+        self, thread_id: str, state: Tail, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]
+    ) -> Part:
+        """Rows that belong to what was read. Raises ReadNotFresh if Postgres has gone back since: some may be lost."""
+        more = await self._store.rows(thread_id, blobs, writes_of)
+        if more.watermark.flushed_seq < state.base_seq:
+            raise ReadNotFresh(f"Postgres failed over during the read of thread {thread_id!r}; read it again")
+        return more
 
     @property
     def _down(self) -> str:
