@@ -198,6 +198,38 @@ def test_a_thread_that_was_read_is_never_assumed_to_be_new(long_ago: bool) -> No
     run(main())
 
 
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_names(size: int) -> None:
+    """What is too large to be carried into the log stands in Postgres only."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats, new_threads="assume"), await _opened(store, nats)
+        large = {"a": ["x" * size]}
+        at = await other.aput(config("t"), checkpoint({"a": "1"}, large), META, {"a": "1"})
+        await other.force_flush()
+        for n in range(10):  # the entry at a partition's cursor stays
+            await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+        await asyncio.sleep(600)
+        assert await _values(one) == large
+        store.down = True
+        assert await one.aget_tuple(config("never read")) is None  # so it knows that Postgres is away
+        await one.aput(at, checkpoint({"a": "1", "b": "2"}, {**large, "b": [2]}), META, {"b": "2"})
+        for saver in (one, other):
+            if size < 1 << 20:
+                assert await _values(saver) == {**large, "b": [2]}
+            else:
+                with pytest.raises(StoreUnavailable):
+                    await _values(saver)
+        store.down = False
+        await asyncio.sleep(60)
+        assert await _values(one) == {**large, "b": [2]}
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
 @pytest.mark.parametrize(("size", "first"), [(1000, {"a", "b"}), (1 << 20, {"b"})])
 def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_large(size: int, first: set[str]) -> None:
     """With Postgres away, another process reads the thread from the log alone then."""

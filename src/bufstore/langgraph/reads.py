@@ -256,14 +256,15 @@ class CheckpointReads:
     async def _complete(self, thread_id: str, part: Part, state: Tail, tables: Tables, row: CheckpointRow) -> None:
         """Add what the checkpoint names and neither the rows that were read nor the tail have."""
         missing = versions_of(row) - tables.known
-        if state.base == CACHE:
+        if state.base != STORE:
             missing -= tables.untold
         # What was sent to it came with it, if it was read.
         read = (row.ns, row.id) in part.tables.checkpoints
         sends = [(row.ns, row.parent)] if takes_sends(row) and not read and row.parent is not None else []
-        if not (missing or sends) or state.base == LOG:
+        all_in_log = state.base == LOG and not state.partial
+        if not (missing or sends) or all_in_log:
             return
-        if state.base == CACHE:
+        if state.base != STORE:
             raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
         more = _with_tail(await self._more(thread_id, state, sorted(missing), sends), state)
         tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
