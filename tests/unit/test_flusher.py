@@ -213,6 +213,7 @@ def test_nothing_is_purged_that_a_postgres_which_is_away_may_have_lost() -> None
         for n in range(5):
             await it.writer.append([n])
             assert await it.flushed("t")
+        await asyncio.sleep(6)  # so that it goes away after it was asked again
         cursors = it.ledger.cursors
 
         async def away() -> dict[int, Cursor]:
@@ -619,7 +620,7 @@ def test_an_error_nobody_thought_of_is_told_and_tried_again() -> None:
 
 
 def test_a_postgres_that_lost_a_commit_behind_a_thread_that_waits_gets_it_again() -> None:
-    """The cursor stands before that thread, so the commit did not move it: it is noticed all the same."""
+    """The cursor still stands before that thread, so the commit does not move it: it is noticed all the same."""
 
     async def main(it: Bench) -> None:
         await it.start()
@@ -627,7 +628,7 @@ def test_a_postgres_that_lost_a_commit_behind_a_thread_that_waits_gets_it_again(
         held = True
         failing(it, lambda c: FlushFailed("55P03", Verdict.ISOLATE) if held and c.thread_id == "t" else None)
         await it.writer.append(["held"], "t")
-        await asyncio.sleep(3)
+        await asyncio.sleep(0.2)  # so it waits in memory still, not in the ledger
         put_back = went_back(it)
         await it.writer.append(["good"], good)
         assert await it.flushed(good)
