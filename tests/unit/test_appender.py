@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Awaitable, Collection, Sequence
 from typing import Any
@@ -500,8 +499,8 @@ def test_a_part_that_a_deposed_leader_lacks_does_not_make_an_entry_damaged() -> 
     test(main, server=GroupServer(message_bytes_max=4096))
 
 
-def test_copies_that_land_after_a_purge_rewind_nothing() -> None:
-    """What expects nothing in the log can land there again once it is purged; so nothing else may come with it."""
+def test_copies_that_come_after_a_purge_are_refused() -> None:
+    """What expects nothing of its thread is a group too, which goes behind one group: that one or others are there."""
 
     async def main(world: World, one: Instance) -> None:
         sent: list[Sequence[Outgoing]] = []
@@ -516,8 +515,9 @@ def test_copies_that_land_after_a_purge_rewind_nothing() -> None:
         await one.checkpoint(["newest"])
         world.log.store = store
         await world.flush_and_purge()
+        assert sent
         for messages in sent:
-            with contextlib.suppress(Conflict):
+            with pytest.raises(Conflict):
                 store(messages)
         await world.flush()
         assert await world.messages() == ["newest"]
@@ -810,6 +810,30 @@ def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
         await one.append(["b"], run_id="mine")
         assert world.runs()["mine"] == 1
         assert await world.messages() == ["a", "b"]
+
+    test(main)
+
+
+def test_behind_others_entries_whose_first_is_purged_a_lost_answer_is_a_conflict() -> None:
+    """The groups do not tell any more what became of it; the thread does."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["m0"])
+        send = world.log._send
+
+        async def lost(kind: str, messages: Sequence[Outgoing]) -> int:
+            world.log._send = send  # type: ignore[method-assign]
+            for text in ("theirs", "theirs too"):
+                await two.append([text])
+            await world.flush()
+            world.log.expire_below(world.log.last_seq)
+            raise AppendUnknown("no answer")
+
+        world.log._send = lost  # type: ignore[method-assign]
+        assert not (await one.append(["mine"])).repeated
+        await world.flush()
+        assert await world.messages() == ["m0", "theirs", "theirs too", "mine"]
 
     test(main)
 
