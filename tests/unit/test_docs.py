@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bufstore import errors
+from bufstore.mailbox.counters import Counters
 from bufstore.testing import APPLY_CHECKS, CHECKS
 from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 
@@ -75,3 +76,16 @@ def test_every_decision_has_a_status_and_a_date() -> None:
         assert re.fullmatch(r"# \d+\. .+", lines[0]), path.name
         status = re.fullmatch(r"Status: (accepted|superseded by (.+)), \d{4}-\d\d-\d\d\.", lines[2])
         assert status, f"{path.name}: line 3 is `Status: accepted, YYYY-MM-DD.` or `Status: superseded by …`"
+
+
+def test_every_counter_and_timing_of_the_mailbox_is_documented_and_there_before_it_is_counted() -> None:
+    text = (_ROOT / "docs" / "MAILBOX.md").read_text()
+    table = text.partition("\n## Counters\n")[2].partition("\n## ")[0].partition("\n|---|---|\n")[2]
+    named = set(re.findall(r"`([a-z_]+)`", table))
+    sources = "\n".join(p.read_text() for p in (_ROOT / "src" / "bufstore" / "mailbox").glob("*.py"))
+    counted = set(re.findall(r"ounters\.(?:count|took|timed)\(\"(\w+)\"", sources))
+    statistics = Counters().read()
+    assert len(counted) > 20
+    assert counted <= named == {*statistics.counts, *statistics.timings}
+    assert not any(statistics.counts.values())
+    assert {(t.count, t.p50_ms, t.p99_ms, t.max_ms) for t in statistics.timings.values()} == {(0, 0.0, 0.0, 0.0)}

@@ -11,9 +11,20 @@ import msgspec
 
 _KEPT = 1000
 
+#: Everything that is counted and timed: an alert that reads one of them must find it also before the first time.
+_COUNTED = (
+    *("enqueued", "duplicates", "claimed", "claims_empty"),
+    *("acked", "nacked", "dead_lettered", "cancelled", "superseded", "interrupted"),
+    *("stale_claims", "reclaimed", "work_lost", "work_interrupted", "conflicts", "extended"),
+    *("signals", "signals_nacked", "due_signalled", "resignalled"),
+    *("live_delivered", "live_no_subscriber", "live_unknown"),
+    *("sweeps", "sweep_failures", "purged"),
+)
+_TIMED = ("enqueue", "claim", "ack", "sweep", "live", "waited", "worked")
+
 
 class Timing(msgspec.Struct, frozen=True):
-    """Of the last thousand, in milliseconds."""
+    """Of the last thousand, in milliseconds; 0 where there is none yet."""
 
     count: int
     p50_ms: float
@@ -48,8 +59,8 @@ class Counters:
     """Counts since the start, and the last durations of each kind."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._took: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self._took: Counter[str] = Counter(dict.fromkeys(_TIMED, 0))
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     def count(self, what: str, n: int = 1) -> None:
@@ -71,6 +82,6 @@ class Counters:
         """What was counted until now."""
         timings = {}
         for what, count in self._took.items():
-            last = sorted(self._last[what])
+            last = sorted(self._last[what]) or [0.0]
             timings[what] = Timing(count, last[len(last) // 2], last[int(len(last) * 0.99)], last[-1])
         return MailboxStatistics(dict(self._counts), timings)
