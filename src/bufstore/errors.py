@@ -70,11 +70,12 @@ class ConfigError(BufstoreError):
 
 
 class NoLog(ConfigError):
-    """There is no log of this name on the server. Opening a BufferedThreadStore creates it."""
+    """There is no log of this name on the server. Opening a store on it creates it, and so does `bufstore setup`."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(
-            f"there is no log {stream!r} on this server: open a BufferedThreadStore on it first, which creates it"
+            f"there is no log {stream!r} on this server: open a store on it first, or run `bufstore setup`: "
+            "either creates it"
         )
 
 

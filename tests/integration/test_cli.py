@@ -14,6 +14,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bufstore.embedded import Servers
+from bufstore.errors import NoLog
 from command_line import COMMAND, ENVIRONMENT, bufstore_cli, lines_of, where
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
@@ -210,10 +211,10 @@ async def test_ctrl_c_ends_a_flush_while_postgres_hangs(deployment: Deployment) 
 def test_what_only_looks_makes_no_log(servers: Servers) -> None:
     addresses = {"BUFSTORE_NATS": servers.nats.url, "BUFSTORE_POSTGRES": servers.postgres.dsn}
     names = {"BUFSTORE_STREAM": "NO-SUCH-LOG", "BUFSTORE_SCHEMA": "no_such_schema"}
-    for command in (["status"], ["flush", "--all"], ["status"]):
+    for command in (["status"], ["verify"], ["flush", "--all"], ["quarantine", "list"], ["log", "show"], ["status"]):
         result = bufstore_cli(*command, **addresses, **names)
         assert (result.code, result.out) == (2, "")
-        assert "there is no log 'NO-SUCH-LOG'" in result.err
+        assert str(NoLog("NO-SUCH-LOG")) in " ".join(result.err.split())
     with psycopg.connect(servers.postgres.dsn) as connection:
         assert connection.execute("SELECT FROM pg_namespace WHERE nspname = 'no_such_schema'").rowcount == 0
 

@@ -23,7 +23,7 @@ from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
-from bufstore.errors import ConfigError, EmbeddedError
+from bufstore.errors import ConfigError, EmbeddedError, NoLog
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
 from bufstore.nats.finding import FoundLog, find_log
@@ -133,12 +133,12 @@ class Endpoints:
     async def buffered(self, *, create: bool = True, **config: Any) -> AsyncIterator[BufferedThreadStore]:
         """The buffered store, with the log as it stands on the server.
 
-        `create`: make a log if there is none; else that is a ConfigError. `config`: fields of BufferConfig.
+        `create`: make a log if there is none; else that is NoLog. `config`: fields of BufferConfig.
         """
         log = await self.find_log(applies=True)
         if log is None:
             if not create:
-                raise ConfigError(f"there is no log {self.stream!r} on this server yet; the first write creates it")
+                raise NoLog(self.stream)
             log = LogConfig(stream=self.stream, bucket=self.bucket)
             if self.servers is not None:  # on whatever disk this is
                 log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)

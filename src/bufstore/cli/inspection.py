@@ -24,6 +24,7 @@ from bufstore.errors import (
     ConfigError,
     LogRolledBack,
     LogUnavailable,
+    NoLog,
     StoreMisconfigured,
     StoreUnavailable,
 )
@@ -200,14 +201,14 @@ async def _check_never_there(target: Endpoints) -> None:
 async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Inspection]:
     """Look at the buffer of `target`.
 
-    `applies`: to write something into a store. Raises ConfigError when there is no log or no ledger, ConfigDrift when
+    `applies`: to write something into a store. Raises NoLog; ConfigError when there is no ledger, ConfigDrift when
     they are not of each other, or the log is flushed into a store that does not come with bufstore; LogRolledBack when
     the log is gone; LogUnavailable, and with `applies` StoreUnavailable.
     """
     found = await target.find_any_log(applies=applies)
     if found is None:
         await _check_never_there(target)
-        raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
+        raise NoLog(target.stream)
     config, named = found
     # With Postgres away there is still the log's side to be shown.
     patient = contextlib.suppress(*(() if applies else (StoreUnavailable, StoreMisconfigured)))
