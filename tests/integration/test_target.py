@@ -173,8 +173,10 @@ async def test_an_adopted_log_says_the_windows_of_the_app(deployment: Deployment
 
 async def test_windows_are_changed_from_the_command_line_and_both_may_open_meanwhile(deployment: Deployment) -> None:
     async with deployment.store() as store:
+        assert "next" not in (await cli(deployment, "log", "show")).out
         begun = await cli(deployment, "log", "set", "--failover-window", 30, "--archive")
         assert (begun.code, "LogConfig(failover_window_s=30, archive=True)" in begun.out) == (0, True), begun
+        assert "next failover window s" in (await cli(deployment, "log", "show")).out
         await store.buffer.log.fill()
         windows = store.buffer.log.windows
         assert (windows.keep_s, windows.rely_s, windows.archives) == (60.0, 30.0, True)

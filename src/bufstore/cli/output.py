@@ -20,9 +20,9 @@ def show_json(report: object) -> None:
     click.echo(msgspec.json.encode(report))
 
 
-def show_fields(report: msgspec.Struct, title: str) -> None:
-    """Print the report, a line for each field."""
-    fields = msgspec.structs.asdict(report).items()
+def show_fields(report: msgspec.Struct, title: str, *, without: Collection[str] = ()) -> None:
+    """Print the report, a line for each field but those in `without`."""
+    fields = ((name, value) for name, value in msgspec.structs.asdict(report).items() if name not in without)
     table = new_table(("", "value"), ((name.replace("_", " "), _shown(value)) for name, value in fields), ("value",))
     table.show_header, table.title, table.title_justify = False, title, "left"
     new_console().print(table)

@@ -14,6 +14,7 @@ from bufstore.buffer.target import Kind
 from bufstore.buffer.windows import Windows
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.log_entries import entries
+from bufstore.cli.output import show_fields
 from bufstore.cli.running import Finite
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
@@ -145,5 +146,11 @@ def _answer(options: Options, work: Callable[[Endpoints], Coroutine[Any, Any, Wi
         )
 
     windows, settings = options.run(work_and_look)
-    options.answer(settings, "log, changing" if windows.changing else "log")
+    options.answer(settings, _show_settings)
     return windows
+
+
+def _show_settings(settings: LogSettings) -> None:
+    changing = settings.next_failover_window_s is not None
+    next_ = () if changing else ("next_failover_window_s", "next_archive")
+    show_fields(settings, "log, changing" if changing else "log", without=next_)

@@ -85,9 +85,8 @@ def status(options: Options, name: str, count: bool) -> None:
 def _show_status(found: MailboxStatus) -> None:
     g = found.gauges
     click.echo(f"oldest in a queue: {_age(g.oldest_queued_s)}; a lease is over: {_age(g.oldest_lease_over_s)}")
-    click.echo(
-        f"signals waiting: {g.signals_waiting}, with workers: {g.signals_out}, of these again: {g.signals_again}"
-    )
+    out = "" if g.signals_out is None else f", with workers: {g.signals_out}, of these again: {g.signals_again}"
+    click.echo(f"signals waiting: {g.signals_waiting}{out}")
     if g.bytes is not None:
         click.echo(f"stored: {g.bytes} bytes of {g.bytes_max}")
     for name, count in (found.counts or {}).items():
