@@ -372,6 +372,8 @@ async def test_who_holds_it_is_shown_and_it_can_be_taken_away(opened: Open, name
     work = await ExclusiveWork.open(servers.nats.url, (await opened(policy=Policy.REFUSE))._config, holder="host 7")
     async with work:
         assert await work.who("a") is None
+        assert await work.release("a", force=True) is None
+        assert (await work.statistics()).stored == 0, "there is nothing to tell anybody of"
         await work.submit("a", b"1")
         task = await took(work)
         held = await work.who("a")

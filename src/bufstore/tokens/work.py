@@ -162,11 +162,14 @@ class ExclusiveWork(Keyed):
     # For people.
 
     async def _free(self, subject: str, holder: Holder | None) -> None:
+        name = subject.rpartition(".")[2]
+        if holder is None and not await self._waiting(name, 1):
+            return  # where one waits, it may wait for its next attempt
         seq, record = await self._register.read(subject)
         free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
         with contextlib.suppress(Conflict):  # another holds it meanwhile
             await self._register.write(subject, free, seq)
-        await self._give_turn(subject.rpartition(".")[2])
+        await self._give_turn(name)
 
     async def statistics(self) -> Statistics:
         """What there is to do, as the server counts it. Raises LogUnavailable."""
