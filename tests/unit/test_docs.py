@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 from bufstore import errors
 from bufstore.mailbox.counters import Counters
@@ -68,6 +69,14 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     named = set(re.findall(r"`((?:buffer|jetstream|threads|langgraph|nats|postgres|memory)/[\w/]+\.py)`", text))
     assert len(named) > 40
     assert not {name for name in named if not (_ROOT / "src" / "bufstore" / name).exists()}
+
+
+def test_every_dotted_name_in_the_documents_can_be_imported() -> None:
+    texts = [p.read_text() for p in (_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md"))]
+    named = {name for text in texts for name in re.findall(r"`(bufstore(?:\.\w+)+)", text)}
+    assert len(named) > 20
+    for name in sorted(named):
+        assert resolve_name(name)
 
 
 def test_every_decision_has_a_status_and_a_date() -> None:
