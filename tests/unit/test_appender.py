@@ -823,14 +823,14 @@ def test_behind_others_entries_whose_first_is_purged_a_lost_answer_is_a_conflict
         send = world.log._send
 
         async def lost(kind: str, messages: Sequence[Outgoing]) -> int:
-            world.log._send = send  # type: ignore[method-assign]
+            world.log._send = send
             for text in ("theirs", "theirs too"):
                 await two.append([text])
             await world.flush()
             world.log.expire_below(world.log.last_seq)
             raise AppendUnknown("no answer")
 
-        world.log._send = lost  # type: ignore[method-assign]
+        world.log._send = lost
         assert not (await one.append(["mine"])).repeated
         await world.flush()
         assert await world.messages() == ["m0", "theirs", "theirs too", "mine"]
