@@ -176,6 +176,7 @@ def test_a_thread_that_was_read_is_never_assumed_to_be_new(long_ago: bool) -> No
         for n in range(10):  # the entry at a partition's cursor stays
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
         await _values(one)
+        assert await one.aget_tuple(config("looked at")) is None
         await asyncio.sleep(600)
         if not long_ago:
             await _values(one)
@@ -191,6 +192,30 @@ def test_a_thread_that_was_read_is_never_assumed_to_be_new(long_ago: bool) -> No
         with pytest.raises(StoreUnavailable):
             await one.aget_tuple(first)
         assert await one.aget_tuple(config("never read")) is None
+        assert await one.aget_tuple(config("looked at")) is None
+        store.down = False
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+def test_a_thread_that_was_read_and_is_not_remembered_is_not_assumed_to_be_new_either() -> None:
+    """Its rows gave way to those of others, or never had room."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats, new_threads="assume"), await _opened(store, nats)
+        await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await other.force_flush()
+        await _values(one)
+        one.engine._reads._cache.forget("t")
+        for n in range(10):  # the entry at a partition's cursor stays
+            await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+        await asyncio.sleep(600)
+        store.down = True
+        with pytest.raises(StoreUnavailable):
+            await _values(one)
         store.down = False
         await one.aclose()
         await other.aclose()

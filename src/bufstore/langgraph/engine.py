@@ -215,7 +215,7 @@ class CheckpointEngine:
         try:
             last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
         except (StoreUnavailable, ReadNotFresh):
-            # Who names a checkpoint has it from somewhere, and of a new thread nothing was read.
+            # Who names a checkpoint has it from somewhere, and of a new thread Postgres told nothing.
             known = checkpoint_id is not None or self._reads.has_read(thread_id)
             if known or not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from contextvars import ContextVar
 
+from bufstore import newest
 from bufstore.buffer import elapsed
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
@@ -103,6 +104,8 @@ class CheckpointReads:
     def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache, recent: Recent) -> None:
         self._store, self._buffer, self._cache, self._recent = store, buffer, cache, recent
         self._home = Home()
+        #: Threads that Postgres has told something of, whether or not what it told is remembered.
+        self._told: newest.Newest[str, None] = newest.Newest(buffer.config.cached_threads)
         #: So long after Postgres has told of a thread it is asked again: the log must reach back to what is read while
         #: it is away, and nobody may go on for ever without having heard of a quarantine.
         self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
@@ -214,8 +217,8 @@ class CheckpointReads:
         return last, (tables, row) if row is not None else None
 
     def has_read(self, thread_id: str) -> bool:
-        """Whether Postgres has told of the thread, however long ago."""
-        return self._cache.oldest(thread_id) is not None
+        """Whether Postgres has told something of the thread, however long ago; of the last `cached_threads` threads."""
+        return thread_id in self._told
 
     async def ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> None:
         """Walk through a checkpoint's ancestors.
@@ -328,6 +331,8 @@ class CheckpointReads:
         if part.watermark.flushed_seq < state.base_seq:
             return None
         self._cache.put(thread_id, asked, part, at)
+        if part.tables.checkpoints or part.namespaces or part.watermark != Watermark():
+            self._told[thread_id] = None
         return part
 
     async def _rows(self, thread_id: str, asked: Asked) -> Part:
