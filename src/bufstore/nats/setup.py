@@ -134,8 +134,8 @@ def bucket_stream(config: LogConfig) -> str:
     return f"KV_{config.bucket}"
 
 
-async def ensure_bucket(stream: NatsStream, config: LogConfig) -> Mapping[str, Any]:
-    """Create the shared-state bucket, or check it; its configuration. Raises ConfigDrift."""
+async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
+    """Create the shared-state bucket, or check it. Raises ConfigDrift."""
     try:
         found = await found_bucket(stream, config)
     except StreamMissing:
@@ -145,7 +145,6 @@ async def ensure_bucket(stream: NatsStream, config: LogConfig) -> Mapping[str, A
         except StreamTaken:  # at the same moment, for another log or by an earlier release
             found = await found_bucket(stream, config)
     check_shared_state(config, found)
-    return found
 
 
 async def found_bucket(stream: NatsStream, config: LogConfig) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Mapping
 
 import nats.errors
@@ -40,8 +41,9 @@ _COPY_S = 0.05
 _TROUBLE_MAX = 500
 #: This part of a bucket with a `max_bytes` is not for runs, but for what flushers write.
 _RESERVED = 8
-#: How full it is, is looked at when this part of the reserve has been added, or so many seconds later.
-_LOOKS, _LOOK_S = 16, 5.0
+#: How full it is, is looked at after so many seconds, or when this part of what was left has been taken: so many
+#: processes at once leave the rest alone.
+_LOOK_S, _WRITERS = 5.0, 64
 #: What a run's record takes besides its subject and its body.
 _RUN_BYTES = 150
 
@@ -77,7 +79,7 @@ class NatsSharedState:
                 check_owner(log, await found_bucket(self._stream, log))
 
     async def setup(self) -> None:
-        self._room.limit = (await ensure_bucket(self._stream, self._config)).get("max_bytes", -1)
+        await ensure_bucket(self._stream, self._config)
         reach(Failpoint.BUCKET_CREATED)
         self._writes.start()
 
@@ -310,26 +312,24 @@ class _Room:
 
     def __init__(self, stream: NatsStream) -> None:
         self._stream = stream
-        #: The bucket's `max_bytes`; -1: none.
-        self.limit = -1
-        #: Bytes that were in it, by the last look, and that were added since by us.
-        self._held = self._added = 0
+        #: Bytes that runs might still take by the last look, and what they have taken since, as far as they are ours.
+        self._left, self._taken = sys.maxsize, 0
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
 
     async def takes(self, size: int) -> bool:
-        if self.limit <= 0:
-            return True
         async with self._looking:
             now = asyncio.get_running_loop().time()
-            if now - self._looked_at > _LOOK_S or self._added > self.limit // (_RESERVED * _LOOKS):
+            # Others write, too: the less is left, the sooner it is looked at.
+            if now - self._looked_at > _LOOK_S or self._taken > max(self._left, 0) // _WRITERS:
+                self._looked_at, self._taken = now, 0
                 with contextlib.suppress(LogUnavailable):  # what is to be written meets the same
                     info = await self._stream.info(_TIMEOUT_S)
-                    self.limit, self._held = info["config"]["max_bytes"], info["state"]["bytes"]
-                    self._added, self._looked_at = 0, now
-        if self._held + self._added + size > self.limit - self.limit // _RESERVED:
-            return self.limit <= 0
-        self._added += size
+                    limit = info["config"].get("max_bytes", -1)
+                    self._left = limit - limit // _RESERVED - info["state"]["bytes"] if limit > 0 else sys.maxsize
+        if self._taken + size > self._left:
+            return False
+        self._taken += size
         return True
 
 

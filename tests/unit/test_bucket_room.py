@@ -1,0 +1,79 @@
+"""How runs leave room for flushers in a shared-state bucket with a `max_bytes`: `bufstore.nats.shared_state._Room`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from bufstore.errors import LogUnavailable
+from bufstore.nats.shared_state import _Room
+from unit.fake_log import run
+
+LIMIT, RUN = 1 << 20, 200
+
+
+class Bucket:
+    """A bucket of a server, as far as its room goes."""
+
+    def __init__(self, max_bytes: int = LIMIT) -> None:
+        self.config: dict[str, Any] = {"max_bytes": max_bytes}
+        self.held = self.asked = 0
+        self.away = False
+
+    async def info(self, timeout_s: float) -> Any:
+        self.asked += 1
+        await asyncio.sleep(0.001)
+        if self.away:
+            raise LogUnavailable("no answer")
+        return {"config": self.config, "state": {"bytes": self.held}}
+
+    async def claim(self, room: _Room) -> bool:
+        """Whether a run was registered."""
+        if taken := await room.takes(RUN):
+            self.held += RUN
+        return taken
+
+
+@pytest.mark.parametrize("writers", [1, 8, 64])
+def test_however_many_write_at_once_there_is_room_left(writers: int) -> None:
+    async def main() -> None:
+        bucket, chance = Bucket(), random.Random(writers)
+        rooms = [_Room(bucket) for _ in range(writers)]  # type: ignore[arg-type]
+        refused = 0
+        while refused < 200:
+            refused += not await bucket.claim(chance.choice(rooms))
+        assert LIMIT * 13 // 16 < bucket.held < LIMIT * 15 // 16
+        assert bucket.asked < 700 * writers
+
+    run(main())
+
+
+def test_a_limit_counts_that_is_set_or_raised_while_a_process_runs() -> None:
+    async def main() -> None:
+        bucket = Bucket(-1)
+        bucket.held, room = LIMIT, _Room(bucket)  # type: ignore[arg-type]
+        assert await bucket.claim(room)
+        bucket.config["max_bytes"] = LIMIT
+        await asyncio.sleep(6)
+        assert not await bucket.claim(room)
+        bucket.config["max_bytes"] = 2 * LIMIT
+        await asyncio.sleep(6)
+        assert await bucket.claim(room)
+        del bucket.config["max_bytes"]
+        await asyncio.sleep(6)
+        assert await bucket.claim(room)
+
+    run(main())
+
+
+def test_a_bucket_that_does_not_say_how_full_it_is_is_asked_every_few_seconds() -> None:
+    async def main() -> None:
+        bucket = Bucket()
+        bucket.away, room = True, _Room(bucket)  # type: ignore[arg-type]
+        assert all([await bucket.claim(room) for _ in range(100)])
+        assert bucket.asked == 1
+
+    run(main())
