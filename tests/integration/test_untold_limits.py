@@ -10,7 +10,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from bufstore import Consistency, LogFull
+from bufstore import ConfigError, Consistency, LogFull
 from bufstore.embedded import NatsServer, Servers
 from conftest import Deployment
 from helpers import eventually, run_of, said
@@ -75,3 +75,16 @@ async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
     finally:
         await client.close()
         await asyncio.to_thread(server.stop)
+
+
+async def test_a_log_larger_than_the_servers_storage_is_told_what_to_do(servers: Servers, tmp_path: Path) -> None:
+    jetstream = f'jetstream {{ store_dir: "{tmp_path}/nats", max_file_store: 20MB }}'
+    server = NatsServer(tmp_path / "nats", extra_config=jetstream)
+    server.start()
+    try:
+        with pytest.raises(ConfigError, match=r"insufficient storage.*: lower it, or raise the storage") as caught:
+            async with Deployment(servers, max_bytes=1 << 30).store(nats=server.url):
+                pass
+        assert "have taken it" not in str(caught.value)
+    finally:
+        server.stop()

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from bufstore import LogFull, StoreUnavailable
-from bufstore.spark.outage import Patience
+from bufstore import BufstoreError, LogFull, LogUnavailable, ReadNotFresh, StoreUnavailable
+from bufstore.jetstream.errors import StorageFull
+from bufstore.spark.outage import GaveUp, Patience
 from unit.fake_log import run
 
 
@@ -71,3 +72,19 @@ def test_it_ends_when_nothing_got_through_for_so_long() -> None:
         ]
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (LogFull("full"), LogFull),
+        (StorageFull("no room"), LogFull),
+        (StoreUnavailable("away"), StoreUnavailable),
+        (ReadNotFresh("late"), LogUnavailable),
+    ],
+    ids=lambda e: type(e).__name__ if isinstance(e, BufstoreError) else e.__name__,
+)
+def test_the_driver_is_told_by_its_kind_what_a_task_waited_for(error: BufstoreError, told: type[BufstoreError]) -> None:
+    raised = GaveUp.of(error).as_error()
+    assert type(raised) is told
+    assert str(error) in str(raised)

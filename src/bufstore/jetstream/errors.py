@@ -59,6 +59,8 @@ class StorageFull(LogFull):
             f"NATS has no storage left ({said}): other streams, or other files on its disk, have taken it. Make room "
             "there, or raise the server's max_file_store or the account's storage."
         )
+        #: The server's own words.
+        self.said = said
 
 
 class MessageTooLarge(LogUnavailable):

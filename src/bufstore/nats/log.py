@@ -18,7 +18,7 @@ from bufstore.errors import BufstoreError, ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import MessageMissing, StreamMissing, StreamTaken
+from bufstore.jetstream.errors import MessageMissing, StorageFull, StreamMissing, StreamTaken
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, Part
 from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
@@ -140,9 +140,10 @@ class NatsLog(NatsStream):
             with contextlib.suppress(StreamTaken):  # with other settings: the next look says which
                 await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
         except LogFull as e:
+            why = e.said if isinstance(e, StorageFull) else e
             raise ConfigError(
                 f"stream {self._config.log.stream} cannot be created with LogConfig.max_bytes = "
-                f"{self._config.log.max_bytes}: {e}"
+                f"{self._config.log.max_bytes} ({why}): lower it, or raise the storage of the server or the account"
             ) from e
 
     async def withdraw(self, common: Sequence[int]) -> Sequence[int]:

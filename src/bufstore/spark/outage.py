@@ -45,6 +45,10 @@ def is_outage(error: BaseException, *, numbered: bool) -> bool:
     return isinstance(error, (Unavailable, LogFull, ReadNotFresh, FlushTimeout)) and not isinstance(error, Closed)
 
 
+#: What a task tells the driver besides LogUnavailable.
+_TOLD: tuple[type[BufstoreError], ...] = (LogFull, StoreUnavailable)
+
+
 class GaveUp(msgspec.Struct, frozen=True):
     """The outage for which a task waited as long as it may, as it tells the driver.
 
@@ -56,11 +60,12 @@ class GaveUp(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BufstoreError) -> GaveUp:
-        return cls(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", ())]))
+        kind = next((kind for kind in _TOLD if isinstance(error, kind)), LogUnavailable)
+        return cls(kind.__name__, "; ".join([str(error), *getattr(error, "__notes__", ())]))
 
     def as_error(self) -> BufstoreError:
         """LogFull or StoreUnavailable, if it was that; else LogUnavailable."""
-        kinds: dict[str, type[BufstoreError]] = {kind.__name__: kind for kind in (LogFull, StoreUnavailable)}
+        kinds = {kind.__name__: kind for kind in _TOLD}
         return kinds.get(self.error, LogUnavailable)(self.text)
 
 
