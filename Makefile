@@ -47,12 +47,12 @@ FEWER := BUFSTORE_THOROUGH=0.3
 WITHOUT_SERVERS := -n logical --dist worksteal tests/unit
 
 .PHONY: test
-test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
+test: check ## Run the tests on real servers (lint, types and layers first; about 20 minutes)
 	$(FEWER) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long and not leaders"
 	$(FEWER) $(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
 
 .PHONY: test-long
-test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (half an hour)
+test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (about 20 minutes)
 	$(BIN)/python -m pytest $(WITHOUT_SERVERS)
 	$(BIN)/python -m pytest $(ALONE) --ignore tests/unit -m long
 
@@ -79,7 +79,7 @@ LOWEST := tests/unit tests/integration/test_buffered_store.py tests/integration/
 	tests/integration/test_cli.py tests/integration/test_tokens.py tests/integration/test_mailbox.py \
 	tests/integration/test_notify.py tests/langgraph/test_conformance.py
 .PHONY: lowest
-lowest: $(READY) ## Run some tests with the lowest versions of what bufstore needs (ten minutes)
+lowest: $(READY) ## Run some tests with the lowest versions of what bufstore needs (some minutes)
 	rm -rf .venv-lowest && $(BIN)/python -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		$$($(BIN)/python tests/lowest_versions.py pyproject.toml)
@@ -90,7 +90,7 @@ lowest: $(READY) ## Run some tests with the lowest versions of what bufstore nee
 		found=$$?; rm -rf .venv-lowest; exit $$found
 
 .PHONY: unit
-unit: $(READY) ## Run the tests that need no servers, with a third of their examples (about a minute)
+unit: $(READY) ## Run the tests that need no servers, with a third of their examples (a minute or two)
 	$(FEWER) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
 
 .PHONY: check
