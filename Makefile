@@ -37,10 +37,12 @@ demo: $(DEMO_READY) ## Run the demo: real servers, many writers, an outage of Po
 	$(BIN)/bufstore demo
 
 # Most tests wait for servers, so several files run at a time, each process with servers of its own. What measures time is
-# marked `alone` and runs after them, with one more beside it.
+# marked `alone` and runs after them, with one more beside it. xdist would wait for ever for the files of a worker that it
+# has replaced; without another one it ends, and names the test.
 WORKERS ?= 3
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
-ALONE := -n 2 --dist loadfile
+BY_FILE := --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE := -n $(WORKERS) $(BY_FILE)
+ALONE := -n 2 $(BY_FILE)
 # A third of the examples of each property; `make test-long` tries all.
 FEWER := BUFSTORE_THOROUGH=0.3
 # Without servers nothing waits: as many as there are cores.
