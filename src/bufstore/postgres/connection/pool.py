@@ -148,6 +148,19 @@ def connections_made() -> int:
     return _Connection.made
 
 
+class _UntilCancelled:
+    """The queue of a task that goes on after it was cancelled: it gets nothing more to do."""
+
+    def __init__(self, queue: asyncio.Queue[Any]) -> None:
+        self._queue = queue
+
+    async def get(self) -> Any:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return await self._queue.get()
+
+
 class Pool(AsyncConnectionPool[_Connection]):
     """An `AsyncConnectionPool` with one more way to borrow: `lend`.
 
@@ -184,6 +197,14 @@ class Pool(AsyncConnectionPool[_Connection]):
             # Its own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
             reconnect_timeout=0,
         )
+
+    @classmethod
+    async def worker(cls, q: Any) -> None:
+        """Also ends when it is cancelled while it connects, for which psycopg_pool takes an error of connecting.
+
+        Otherwise a program that does not close its store would never end: `asyncio.run` waits for every task.
+        """
+        await super().worker(_UntilCancelled(q))  # type: ignore[arg-type]
 
     async def open(self, wait: bool = False, timeout: float = 30.0) -> None:
         """Open it, if it is not open. Raises ConfigError when it was closed, or is open on another event loop."""
