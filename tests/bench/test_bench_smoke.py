@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers import JAVA_OPTIONS
+from thorough import seldom
 
 _ROOT = Path(__file__).parent.parent.parent
 #: Of each row: names that its results hold, and the baselines that these are compared with.
@@ -139,9 +140,7 @@ def small_run(folder: Path, rows: list[str]) -> str:
 _RUNS = {"heart": _HEART, "spark": _SPARK, "rest": _REST}
 
 
-@pytest.fixture(
-    scope="module", params=["heart", *(pytest.param(run, marks=pytest.mark.long) for run in ("spark", "rest"))]
-)
+@pytest.fixture(scope="module", params=["heart", *seldom("spark", "rest")])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     """One small run of some rows, one of those of Spark, and one of all others."""
     folder = tmp_path_factory.mktemp(f"bench-{request.param}")

@@ -16,13 +16,14 @@ from helpers import run_of
 from sweep import powercut
 from sweep.checks import violations
 from sweep.crash import Result, sweep_point
+from thorough import seldom
 
 #: One of each path, where a crash is between two things that must be one.
 _POINTS = (Failpoint.PUBLISH_ACKED, Failpoint.FLUSH_APPLIED, Failpoint.FLUSH_COMMITTED, Failpoint.QUEUE_COMMITTED)
 _MORE = (Failpoint.QUEUE_LEFT, Failpoint.TAKE_RAISED, Failpoint.LINEAGE_EDITED, Failpoint.EPOCH_SET)
 
 
-@pytest.mark.parametrize("points", [_POINTS, pytest.param(_MORE, marks=pytest.mark.long)], ids=["flush", "more"])
+@pytest.mark.parametrize("points", [_POINTS, *seldom(_MORE)], ids=["flush", "more"])
 async def test_a_process_that_is_killed_at_a_crash_point_leaves_nothing_wrong(
     servers: Servers, points: Sequence[Failpoint]
 ) -> None:
@@ -66,7 +67,7 @@ def _op(thread_id: str, name: str, seq: int) -> Op:
 
 
 @pytest.mark.skipif(bool(powercut.why_not()), reason=f"no power cut: {powercut.why_not()}")
-@pytest.mark.parametrize("sync_interval", ["always", pytest.param("2m", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sync_interval", ["always", *seldom("2m")])
 async def test_a_power_cut_takes_what_was_not_synced_and_nothing_else(sync_interval: str) -> None:
     done = await asyncio.to_thread(powercut.cut, sync_interval, "1", flush_interval_s=5.0)
     assert done.acknowledged > 50

@@ -20,6 +20,7 @@ from bufstore import (
 from bufstore.embedded import Servers
 from conftest import Deployment
 from helpers import eventually, run_of
+from thorough import seldom
 
 _THREADS = [f"t{n}" for n in range(6)]
 _LENGTH = 30
@@ -38,7 +39,7 @@ def cut(block: Path, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut], ids=["flip", "cut"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 3))])
+@pytest.mark.parametrize("seed", [0, *seldom(1, 2)])
 async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
     own_servers: Servers, damage: Any, seed: int
 ) -> None:

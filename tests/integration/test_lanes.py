@@ -26,6 +26,7 @@ from command_line import Result, bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_quarantine import picky, poisoned
+from thorough import seldom
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ async def test_a_log_that_has_no_lanes_gets_none(deployment: Deployment) -> None
             pass
 
 
-@pytest.mark.parametrize("by", ["command", pytest.param("call", marks=pytest.mark.long)])
+@pytest.mark.parametrize("by", ["command", *seldom("call")])
 async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(laned: Deployment, by: str) -> None:
     laned.verified = False
     well, ill = in_lane(laned, 0), in_lane(laned, 1)

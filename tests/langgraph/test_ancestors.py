@@ -16,6 +16,7 @@ from bufstore.langgraph import AsyncBufferedSaver, reads
 from helpers import fresh
 from langgraph_graphs import diary
 from langgraph_savers import Place, asked_of, checkpoint, config
+from thorough import seldom
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 _CHANNELS = ("a", "b", "c")
@@ -76,7 +77,7 @@ def _flush_between(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch, l
         monkeypatch.setattr(store, name, behind_a_flush(getattr(store, name)))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 4))])
+@pytest.mark.parametrize("seed", [0, *seldom(1, 2, 3)])
 @pytest.mark.parametrize("flush", [0.0, 0.1, 1.0])
 async def test_it_is_what_one_ancestor_after_the_other_tells(
     place: Place, monkeypatch: pytest.MonkeyPatch, flush: float, seed: int

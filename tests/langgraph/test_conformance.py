@@ -10,6 +10,7 @@ from langgraph.checkpoint.conformance import checkpointer_test, validate
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver
 from langgraph_savers import Place
+from thorough import seldom
 
 #: Its tests by capability, as of langgraph-checkpoint-conformance 0.0.2.
 TESTS = {
@@ -37,7 +38,7 @@ async def _conforms(servers: Servers | None, flush: float) -> None:
     assert report["conformance_level"] == "FULL"
 
 
-@pytest.mark.parametrize("flush", [0.3, *(pytest.param(flush, marks=pytest.mark.long) for flush in (0, 1))])
+@pytest.mark.parametrize("flush", [0.3, *seldom(0, 1)])
 async def test_it_passes_on_real_servers(servers: Servers, flush: float) -> None:
     await _conforms(servers, flush)
 

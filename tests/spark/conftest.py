@@ -23,6 +23,7 @@ from bufstore.spark.sink.open_sink import OpenSink
 from conftest import Deployment
 from helpers import eventually
 from spark.jobs import QUICK, settings_of
+from thorough import seldom
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def replicated(servers: Servers, _cluster_url: str) -> Deployment:
     return Deployment(elsewhere, replicas=3)
 
 
-@pytest.fixture(params=["deployment", pytest.param("replicated", marks=pytest.mark.long)])
+@pytest.fixture(params=["deployment", *seldom("replicated")])
 def either(request: pytest.FixtureRequest) -> Deployment:
     """A deployment on one server, and one on three."""
     found: Deployment = request.getfixturevalue(request.param)

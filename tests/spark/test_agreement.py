@@ -17,13 +17,14 @@ from bufstore.spark.sink.row_writer import write_rows
 from conftest import Deployment
 from helpers import eventually, fresh, run_of
 from spark.jobs import rows_of, settings_of, where
+from thorough import seldom
 
 
 def sink(deployment: Deployment, **options: Any) -> SinkConfig:
     return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **options)
 
 
-@pytest.mark.parametrize("archiving", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("archiving", [True, *seldom(False)])
 async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: Any, *, archiving: bool) -> None:
     """A log that is nearly full, and a row that somebody holds while the drain waits for it."""
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0, archive=archiving)

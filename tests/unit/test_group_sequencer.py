@@ -32,7 +32,7 @@ from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Part, StoredMessage
 from bufstore.memory.log import MemoryListener, MemoryLog, MemoryStream
-from thorough import examples
+from thorough import examples, seldom
 from unit.fake_log import run
 
 CONFIG = BufferConfig(log=LogConfig(partitions=3, max_bytes=1 << 30))
@@ -437,7 +437,7 @@ class Away(Faulty):
         return lambda *what: asyncio.get_running_loop().call_later(self.way_s, tell, *what)
 
 
-@pytest.mark.parametrize("way_s", [0.05, *(pytest.param(s, marks=pytest.mark.long) for s in (0.1, 0.15))])
+@pytest.mark.parametrize("way_s", [0.05, *seldom(0.1, 0.15)])
 def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_are_near(way_s: float) -> None:
     async def main() -> None:
         world = World(random.Random(1))
@@ -464,7 +464,7 @@ def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_
     run(main())
 
 
-@pytest.mark.parametrize("ways_s", [pytest.param([0.001] * 8, marks=pytest.mark.long), [0.001] * 7 + [0.01]])
+@pytest.mark.parametrize("ways_s", [[0.001] * 7 + [0.01], *seldom([0.001] * 8)])
 def test_writers_at_the_same_time_take_turns_and_nobody_asks_what_was_faster(ways_s: Sequence[float]) -> None:
     async def main() -> None:
         world = World(random.Random(1))
@@ -964,7 +964,7 @@ class Link(Faulty):
         return Part(found[:came], more + len(found) - came)
 
 
-@pytest.mark.parametrize("way_s", [0.04, 0.15])
+@pytest.mark.parametrize("way_s", [0.15, *seldom(0.04)])
 def test_who_reads_more_slowly_than_another_writes_sees_what_was_there_when_it_asked(way_s: float) -> None:
     async def main() -> None:
         world, loop = World(random.Random(1)), asyncio.get_running_loop()

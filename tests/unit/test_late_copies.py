@@ -22,7 +22,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Store
 from bufstore.threads.model import decode_message
 from bufstore.threads.payload import decode_payload
 from bufstore.types import Consistency, Receipt
-from thorough import examples
+from thorough import examples, seldom
 from unit.fake_log import run
 from unit.write_world import Instance, World, test
 
@@ -127,7 +127,7 @@ def test_a_repeat_on_a_thread_that_another_writer_made_meanwhile_is_written(how:
 @pytest.mark.parametrize(("flushed", "existed"), [("", False), ("", True), ("flushed", False), ("purged", True)])
 @pytest.mark.parametrize("other", [False, True], ids=["same process", "other process"])
 @pytest.mark.parametrize("whole", [False, True], ids=["append", "checkpoint"])
-@pytest.mark.parametrize("behind", ["", "checkpoint", "both"])
+@pytest.mark.parametrize("behind", ["both", *seldom("", "checkpoint")])
 def test_a_repeat_of_a_first_entry_that_counts_is_known(
     how: str, flushed: str, other: bool, existed: bool, behind: str, whole: bool
 ) -> None:
