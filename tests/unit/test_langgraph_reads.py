@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph.domain import Tail
 from bufstore.langgraph.model import BlobRow, Tables
 from bufstore.langgraph.protocol import Part
-from bufstore.langgraph.read_cache import ReadCache
+from bufstore.langgraph.read_cache import _FOLLOWED_MAX, ReadCache
 from bufstore.memory import MemoryNats
 from langgraph_savers import checkpoint, config
 from unit.fake_log import run
@@ -69,8 +70,9 @@ class Store(MemoryCheckpointStore):
         """Set by the test."""
 
 
-async def _opened(store: Store, nats: MemoryNats, **options: Any) -> AsyncBufferedSaver:
-    return await AsyncBufferedSaver.open(store, nats=nats, config=CONFIG, **options)
+async def _opened(store: Store, nats: MemoryNats, *, flusher: bool = True, **options: Any) -> AsyncBufferedSaver:
+    """Without a flusher it sees of the log only what it is asked for."""
+    return await AsyncBufferedSaver.open(store, nats=nats, config=replace(CONFIG, flusher=flusher), **options)
 
 
 async def _values(saver: AsyncBufferedSaver) -> Any:
@@ -138,7 +140,7 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
-        one, other = await _opened(store, nats), await _opened(store, nats)
+        one, other = await _opened(store, nats, flusher=False), await _opened(store, nats)
         at = await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
         await other.force_flush()
         assert await _values(one) == {"a": [1]}
@@ -163,26 +165,28 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
     run(main())
 
 
-@pytest.mark.parametrize("long_ago", [False, True])
-def test_a_thread_that_was_read_is_never_assumed_to_be_new(long_ago: bool) -> None:
+@pytest.mark.parametrize("written_since", [False, True])
+def test_a_thread_that_was_read_is_never_assumed_to_be_new(written_since: bool) -> None:
     """Nor is one of which somebody names a checkpoint: a DeltaChannel's history does so."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
         one, other = await _opened(store, nats, new_threads="assume"), await _opened(store, nats)
         first = await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
-        await other.aput(first, checkpoint({"a": "2"}, {}), META, {"a": "2"})
+        second = await other.aput(first, checkpoint({"a": "2"}, {}), META, {"a": "2"})
         await other.force_flush()
+        await _values(one)
+        if written_since:
+            await other.aput(second, checkpoint({"a": "3"}, {}), META, {"a": "3"})
         for n in range(10):  # the entry at a partition's cursor stays
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
-        await _values(one)
         assert await one.aget_tuple(config("looked at")) is None
         await asyncio.sleep(600)
-        if not long_ago:
+        if not written_since:
             await _values(one)
         assert not await one.engine.buffer.log.latest(one.engine.buffer.subjects.of("t"), 1)
         store.down = True
-        if long_ago:
+        if written_since:
             with pytest.raises(StoreUnavailable):
                 await _values(one)
         else:
@@ -255,6 +259,55 @@ def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_
     run(main())
 
 
+@pytest.mark.parametrize("followed", [True, False])
+@pytest.mark.parametrize("writer", ["nobody", "this process", "another", "another, which was read"])
+def test_nothing_is_written_behind_what_was_read_before_others_went_on(writer: str, followed: bool) -> None:
+    """The log does not show it any more: a process knows of it if it has seen all of the log since."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats, flusher=followed), await _opened(store, nats)
+
+        async def purged() -> None:
+            for n in range(40):
+                await other.aput(config(f"other {n % 4}"), checkpoint({}, {}), META, {})
+                await asyncio.sleep(15)
+                if followed:
+                    await one.engine.buffer.log.latest(one.engine.buffer.subjects.of("else"), 1)
+            subject = one.engine.buffer.subjects.of("t")
+            assert not await one.engine.buffer.log.latest(subject, 1)
+            assert not one.engine.buffer.log.known_head(subject)
+
+        at = await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await purged()
+        assert await one.aget_tuple(at) is not None
+        assert await _values(one) == {"a": [1]}
+        if writer != "nobody":
+            saver = one if writer == "this process" else other
+            at = await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        if writer == "another, which was read":
+            await other.force_flush()
+            assert await _values(one) == {"a": [2]}
+        await purged()
+        store.down = True
+        if writer == "nobody" and followed:
+            assert await _values(one) == {"a": [1]}
+        save = one.aput(at, checkpoint({"a": "3"}, {"a": [3]}), META, {"a": "3"})
+        if refused := writer == "another" or not followed:
+            with pytest.raises(StoreUnavailable, match="away"):
+                await save
+        else:
+            await save
+        store.down = False
+        await asyncio.sleep(60)
+        assert await _values(one) == {"a": [3 if not refused else 1 if writer == "nobody" else 2]}
+        assert await one.engine.buffer.quarantine.page(after=0, limit=1) == []
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
 @pytest.mark.parametrize(("size", "first"), [(1000, {"a", "b"}), (1 << 20, {"b"})])
 def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_large(size: int, first: set[str]) -> None:
     """With Postgres away, another process reads the thread from the log alone then."""
@@ -291,8 +344,32 @@ def test_the_cache_holds_no_more_bytes_than_it_may() -> None:
     assert cache.get("t19", ("", None)) is not None
     assert cache.get("t0", ("", None)) is None
     assert cache.oldest("nothing") is None
-    cache.forget_oldest("t19")
+    cache.forget_read_at("t19", 99)
     assert cache.get("t19", ("", None)) is None
+
+
+def test_what_was_read_is_the_last_until_others_write_or_the_log_forgets_who_did() -> None:
+    cache, never = ReadCache(1 << 30), float("inf")
+
+    def read(thread_id: str, position: int) -> None:
+        cache.put(thread_id, ("", str(position)), Part(Watermark(flushed_seq=position), Tables()), 1.0)
+
+    read("t", 3)
+    read("t", 5)
+    assert cache.is_last("t", 5, 0, never) and cache.is_last("t", 5, 5, never)
+    assert not cache.is_last("t", 5, 6, 0.0)
+    assert not cache.is_last("t", 4, 0, 0.0)  # nothing was read there
+    cache.let_go(lambda _: 5)
+    assert cache.is_last("t", 5, 0, never) and not cache.is_last("t", 3, 0, never)
+    assert cache.is_last("t", 3, 0, 0.0)  # it was read so lately that the log would show what came since
+    cache.let_go(None)
+    assert not cache.is_last("t", 5, 0, never)
+    read("t", 5)
+    assert cache.is_last("t", 5, 0, never)
+    for n in range(_FOLLOWED_MAX):  # so many are followed
+        read(str(n), 1)
+    cache.let_go(lambda _: 0)
+    assert cache.is_last("0", 1, 0, never) and not cache.is_last("t", 5, 0, never)
 
 
 def test_the_cache_keeps_no_rows_with_the_namespaces_of_an_earlier_read() -> None:
@@ -306,6 +383,6 @@ def test_the_cache_keeps_no_rows_with_the_namespaces_of_an_earlier_read() -> Non
         assert cache.knows_namespaces(f"t{n}")
         held = sum(read.part.tables.size for thread in cache._threads.values() for read in thread.all())
         assert held <= cache._bytes <= 10_000
-    cache.forget_oldest("t99")
+    cache.forget_read_at("t99", 2)
     assert not cache.knows_namespaces("t99")
     assert sum(thread.size for thread in cache._threads.values()) == cache._bytes

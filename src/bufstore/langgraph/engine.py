@@ -119,6 +119,7 @@ class CheckpointEngine:
         self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
         reader.watch = self.buffer.reads.store
         self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
+        self._goes_on = self._reads.goes_on
         #: What waits for the log.
         self.backlog = Backlog(_BACKLOG_BYTES, config.append_timeout_s)
 
@@ -189,7 +190,9 @@ class CheckpointEngine:
         known = operation if thread_id in self._recent else None
         del operation
         life = last.life if last is not None else None
-        appending = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind, life)
+        appending = Appending(
+            thread_id, payload, self._is_down, self._goes_on, deletes, self._assume_new, seen, only_behind, life
+        )
         cost = self.backlog.enter(len(payload) if known is None else 2 * len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)

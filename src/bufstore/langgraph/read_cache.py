@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -14,10 +15,19 @@ from bufstore.langgraph.protocol import Part
 #: Namespace, and the id of a checkpoint or None for the newest one.
 Asked = tuple[str, str | None]
 
+#: Of so many threads, those used last, it is looked up now and then whether anybody has written to them.
+_FOLLOWED_MAX = 5000
+
 
 class _Read(msgspec.Struct):
     part: Part
     at: float
+    #: The process would have seen it, had anybody written to the thread since.
+    followed: bool = True
+
+    @property
+    def position(self) -> int:
+        return self.part.watermark.flushed_seq
 
 
 class _Thread(msgspec.Struct):
@@ -25,6 +35,8 @@ class _Thread(msgspec.Struct):
     #: What told all namespaces that the thread had, without its rows.
     namespaces: _Read | None = None
     size: int = 0
+    #: Whether any of these reads is.
+    followed: bool = True
 
     def all(self) -> Iterator[_Read]:
         yield from self.reads.values()
@@ -54,23 +66,24 @@ class ReadCache:
             return
         self._grow(thread, _size(part) - (_size(before.part) if before is not None else 0))
         thread.reads[asked] = _Read(part, at)
+        thread.followed = True
         if part.namespaces is not None:
             self._note_namespaces(thread, _Read(Part(part.watermark, Tables(), part.namespaces), at))
         while self._bytes > self._bytes_max and self._threads:
             self.forget(next(iter(self._threads)))
 
-    def get(self, thread_id: str, asked: Asked) -> tuple[Part, float] | None:
-        """What was read, and when; an empty part for a namespace that the thread did not have."""
+    def get(self, thread_id: str, asked: Asked) -> Part | None:
+        """What was read; an empty part for a namespace that the thread did not have."""
         thread = self._threads.get(thread_id)
         if thread is None:
             return None
         read = thread.reads.get(asked)
         if read is not None:
-            return read.part, read.at
+            return read.part
         told = thread.namespaces
         if told is None or told.part.namespaces is None or asked[0] in told.part.namespaces:
             return None
-        return Part(told.part.watermark, Tables()), told.at
+        return Part(told.part.watermark, Tables())
 
     def oldest(self, thread_id: str) -> Watermark | None:
         """The watermark that all that is remembered of the thread has at least; None: nothing is."""
@@ -80,14 +93,37 @@ class ReadCache:
         self._threads.move_to_end(thread_id)
         return min((read.part.watermark for read in thread.all()), key=lambda w: w.flushed_seq, default=None)
 
-    def forget_oldest(self, thread_id: str) -> None:
-        """Forget what has the oldest watermark: the log does not reach back to it any more."""
-        watermark, thread = self.oldest(thread_id), self._threads.get(thread_id)
-        if watermark is None or thread is None:
+    def is_last(self, thread_id: str, position: int, head: int, since: float) -> bool:
+        """Whether nobody has written to the thread behind a position at which it was read, as far as can be known.
+
+        `head`: its last entry as this process has seen the log. `since`: what was read from then on needs no more.
+        """
+        thread = self._threads.get(thread_id)
+        reads = [read for read in thread.all() if read.position == position] if thread is not None else []
+        return head <= position and any(read.followed or read.at > since for read in reads)
+
+    def let_go(self, head: Callable[[str], int] | None) -> None:
+        """The log is about to forget who wrote to which thread. `head`: what it knows still; None: nothing.
+
+        Most threads that are read are written to behind that, and need not be looked at again.
+        """
+        left = _FOLLOWED_MAX
+        for thread_id, thread in reversed(self._threads.items()):
+            if thread.followed:
+                last = head(thread_id) if head is not None and left else sys.maxsize
+                left -= left > 0
+                for read in thread.all():
+                    read.followed = read.followed and last <= read.position
+                thread.followed = any(read.followed for read in thread.all())
+
+    def forget_read_at(self, thread_id: str, position: int) -> None:
+        """Forget what was read at this position or an earlier one: the log does not reach back to it any more."""
+        thread = self._threads.get(thread_id)
+        if thread is None:
             return
-        for asked in [a for a, r in thread.reads.items() if r.part.watermark.flushed_seq <= watermark.flushed_seq]:
+        for asked in [asked for asked, read in thread.reads.items() if read.position <= position]:
             self._grow(thread, -_size(thread.reads.pop(asked).part))
-        if thread.namespaces is not None and thread.namespaces.part.watermark.flushed_seq <= watermark.flushed_seq:
+        if thread.namespaces is not None and thread.namespaces.position <= position:
             self._note_namespaces(thread, None)
 
     def _note_namespaces(self, thread: _Thread, told: _Read | None) -> None:

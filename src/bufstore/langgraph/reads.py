@@ -109,7 +109,31 @@ class CheckpointReads:
         #: So long after Postgres has told of a thread it is asked again: the log must reach back to what is read while
         #: it is away, and nobody may go on for ever without having heard of a quarantine.
         self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
-        buffer.log.on_forget(lambda everything: recent.forget(None) if everything else None)
+        buffer.log.on_forget(self._let_go)
+
+    def _let_go(self, everything: bool) -> None:
+        if everything:
+            self._recent.forget(None)
+        self._cache.let_go(None if everything else self._head)
+
+    def _head(self, thread_id: str) -> int:
+        return self._buffer.log.known_head(self._buffer.subjects.of(thread_id))
+
+    def is_last(self, thread_id: str, position: int) -> bool:
+        """Whether nobody has written to the thread behind this position, at which it was read.
+
+        Call this when the log has been seen to its end. A process that has seen all of it since the read knows; else
+        nobody can have written unseen for half of the window after it.
+        """
+        young = elapsed.now_s() - self._buffer.log.windows.rely_s / 2
+        return self._cache.is_last(thread_id, position, self._head(thread_id), young)
+
+    def goes_on(self, thread_id: str, position: int) -> bool:
+        """`is_last`, for a thread of which the log shows nothing; if not, what was read there is forgotten."""
+        if self.is_last(thread_id, position):
+            return True
+        self._cache.forget_read_at(thread_id, position)
+        return False
 
     async def checkpoint(
         self,
@@ -330,7 +354,8 @@ class CheckpointReads:
             return None
         if part.watermark.flushed_seq < state.base_seq:
             return None
-        self._cache.put(thread_id, asked, part, at)
+        if elapsed.now_s() - at < self._buffer.log.windows.rely_s / 2:  # else what came since may be hidden already
+            self._cache.put(thread_id, asked, part, at)
         if part.tables.checkpoints or part.namespaces or part.watermark != Watermark():
             self._told[thread_id] = None
         return part
@@ -345,20 +370,18 @@ class CheckpointReads:
     async def _remembered(self, thread_id: str, asked: Asked, state: Tail) -> Part | None:
         """The rows as they were read last; None: the log does not reach back to some of what was read.
 
-        Raises StoreUnavailable when they were not read, or too long ago to know that nobody has written since.
+        Raises StoreUnavailable when they were not read, or it is not known that nobody has written since.
         """
         if state.watermark.broken_since is not None:
-            self._cache.forget_oldest(thread_id)
+            self._cache.forget_read_at(thread_id, state.base_seq)
             return None
         found = self._cache.get(thread_id, asked)
         if found is not None:
-            part, at = found
-            subject = self._buffer.subjects.of(thread_id)
+            position, subject = found.watermark.flushed_seq, self._buffer.subjects.of(thread_id)
             last = (await self._buffer.log.last([subject], self._buffer.config.read_timeout_s)).get(subject)
-            young = elapsed.now_s() - at < self._buffer.log.windows.rely_s / 2
             # What the log shows goes on from what was read, without a gap: `state` has found none.
-            if young or (last is not None and last.seq >= part.watermark.flushed_seq):
-                return part
+            if (last is not None and last.seq >= position) or self.is_last(thread_id, position):
+                return found
         raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
 
 

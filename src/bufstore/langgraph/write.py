@@ -31,6 +31,9 @@ class Appending(msgspec.Struct, gc=False):
     #: An operation.
     payload: bytes
     store_is_down: Callable[[], bool]
+    #: Whether nobody has written to a thread that the log does not show since it was read at a position. If somebody
+    #: may have, what was read there is forgotten by the call.
+    goes_on: Callable[[str, int], bool]
     #: Whether it deletes the thread.
     deletes: bool = False
     #: A thread that the log does not show is taken for new when the store is away.
@@ -54,6 +57,9 @@ class Appending(msgspec.Struct, gc=False):
             if not self.store_is_down() or not (tip.seq or self.assume_new):
                 raise NeedBase
             alone = not tip.seq
+        from_memory = memory is not None and memory.cached and not tip.seq and not alone
+        if from_memory and not self.goes_on(self.thread_id, tip.flushed_seq):
+            raise NeedBase
         if tip.broken and not alone:
             if memory is not None and memory.cached:
                 raise StoreUnavailable(f"only Postgres can tell whether thread {self.thread_id!r} is whole")
