@@ -11,9 +11,13 @@ from typing import Any
 
 import nats
 import pytest
+from langchain_core.runnables import RunnableConfig
 from psycopg.conninfo import make_conninfo
 
+from bufstore.buffer.append.tip import Tip
 from bufstore.embedded import Servers
+from bufstore.errors import ThreadQuarantined
+from bufstore.langgraph.domain import Known
 from bufstore.langgraph.postgres.store import MIGRATION
 from helpers import eventually, fresh, query
 from langgraph_savers import Place, checkpoint, config
@@ -93,6 +97,46 @@ async def test_what_is_in_quarantine_is_listed_and_replayed(servers: Servers) ->
         assert replayed["applied"] == 1
         assert await _count(place) == 2
         assert (await saver.aget_tuple(config(bad))) is not None
+
+
+async def test_what_stands_behind_an_outdated_entry_is_shown_and_given_up(servers: Servers) -> None:
+    """Once written where others had gone on meanwhile: no replay may apply it, and the thread goes on without it."""
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+
+        async def put(at: RunnableConfig, version: str) -> tuple[RunnableConfig, Tip[Known]]:
+            made = checkpoint({"a": version}, {"a": [version]})
+            at = await saver.aput(at, made, META, {"a": version})
+            tip = saver.engine.buffer.appender.tip(thread_id)
+            assert tip is not None
+            return at, tip
+
+        async def value() -> Any:
+            found = await saver.aget_tuple(config(thread_id))
+            return found.checkpoint["channel_values"]["a"] if found is not None else None
+
+        at, first = await put(config(thread_id), "1")
+        at, last = await put(at, "2")
+        last.id = first.id
+        at, _ = await put(at, "3")
+        await put(at, "4")
+        await saver.force_flush()
+        parked = (await command(place, "quarantine", "list"))["entries"]
+        assert [entry["cause"] for entry in parked] == ["its predecessor is not applied"] * 2
+        with pytest.raises(ThreadQuarantined):
+            await value()
+        replayed = await command(place, "quarantine", "replay", thread_id, code=1)
+        assert (replayed["applied"], {one["outcome"] for one in replayed["left"]}) == (0, {"waits"})
+        seqs = [str(entry["seq"]) for entry in parked]
+        shown = [await command(place, "quarantine", "show", seq) for seq in seqs]
+        assert [entry["operation"]["channels"][0]["version"] for entry in shown] == ["3", "4"]
+        assert (await command(place, "repair", code=None))["reason"] is None
+        await command(place, "quarantine", "discard", *seqs)
+        assert await value() == ["2"]
+        await put(config(thread_id), "5")
+        await saver.force_flush()
+        assert await value() == ["5"]
+        assert (await command(place, "verify"))["findings"] == []
 
 
 async def test_the_logs_entries_say_what_they_do(servers: Servers) -> None:
