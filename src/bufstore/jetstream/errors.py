@@ -63,6 +63,13 @@ class StorageFull(LogFull):
         self.said = said
 
 
+class StorageFailed(LogUnavailable):
+    """NATS could not write to its disk."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"the storage of NATS failed ({said}); if its disk is full, free it and restart nats-server")
+
+
 class MessageTooLarge(LogUnavailable):
     """The server takes no message of this size, headers included; by now, if it took one before."""
 
@@ -80,7 +87,18 @@ def _store_failed(e: ApiError) -> Exception:
         return StorageFull(e.description)
     if "exceeded" in text:
         return LogFull(f"the stream is full: {e.description}")
-    return LogUnavailable(f"the stream's storage failed: {e.description}")
+    return StorageFailed(e.description)
+
+
+def _not_so(what: str) -> Callable[[ApiError], Exception]:
+    # One code for settings that cannot work, and for what could not be written down.
+    def error(e: ApiError) -> Exception:
+        text = e.description.lower()
+        if "no space" in text or "creating store" in text:
+            return StorageFailed(e.description)
+        return ConfigError(f"{what} so: {e.description}")
+
+    return error
 
 
 def _not_placed(e: ApiError) -> Exception:
@@ -112,9 +130,10 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10037: lambda e: MessageMissing(e.description),
     10043: lambda e: MessageMissing(e.description),
     10057: lambda e: MessageMissing(e.description),  # deleting what is not there
-    10012: lambda e: ConfigError(f"the consumer cannot be made or changed so: {e.description}"),
-    10049: lambda e: ConfigError(f"the stream cannot be made so: {e.description}"),
-    10069: lambda e: ConfigError(f"the stream cannot be changed so: {e.description}"),
+    10051: lambda e: StorageFailed(e.description),  # a purge
+    10012: _not_so("the consumer cannot be made or changed"),
+    10049: _not_so("the stream cannot be made"),
+    10069: _not_so("the stream cannot be changed"),
     10052: lambda e: ConfigError(f"the server does not accept this stream: {e.description}"),
     10058: lambda e: StreamTaken(f"a stream of this name has other settings: {e.description}"),
     10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),
