@@ -440,7 +440,7 @@ async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_server
             return "authorization" in (await store.health()).log.lower()
 
         await eventually(said_so)
-        with in_time(3), pytest.raises(LogUnavailable):
+        with in_time(3), pytest.raises(LogUnavailable, match=r"(?i)no entry in time: not connected .*authorization"):
             await store.checkpoint("t", [said(0), said(1)], run_of("t"))
         with pytest.raises(LogUnavailable, match=r"(?i)registered in time: not connected to NATS at .*authorization"):
             await store.checkpoint("new", [said(0)], run_of("new"))

@@ -249,7 +249,8 @@ class Appender(Generic[S, M]):
         """The error for a caller whose time is over, or whose answer was lost."""
         behind = write.maybe_behind
         if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
-            return LogUnavailable("the log accepted no entry in time; nothing was stored; retry")
+            why = f": {self._log.trouble}" if self._log.trouble else ""
+            return LogUnavailable(f"the log accepted no entry in time{why}; nothing was stored; retry")
         if behind is not None:
             self._unresolved.remember(thread_id, write.item, behind)
         return OutcomeUnknown(thread_id, key if key is not None else recent_keys.key_of(write.id))

@@ -313,6 +313,10 @@ class GroupLog:
     def writes(self) -> Writes:
         return Writes(self._sequencer.groups, self._sequencer.refusals)
 
+    @property
+    def trouble(self) -> str:
+        return self._sequencer.trouble
+
     # --- following and removing -------------------------------------------------------------------------------
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> PartitionFeed:

@@ -229,6 +229,15 @@ class Sequencer:
         # A large one is queued when its parts are stored, behind others that came later.
         return min((q.seen for q in (*self._sending, *self._waiting, *self._large)), default=None)
 
+    @property
+    def trouble(self) -> str:
+        """See `bufstore.buffer.ports.log.Log`."""
+        try:
+            self._stream.message_bytes_max  # noqa: B018 - who is not connected does not know it
+        except BufstoreError as e:
+            return str(e)
+        return ""
+
     def _work_soon(self) -> None:
         """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
         if self._loop is not None and self._task is None:

@@ -341,6 +341,11 @@ class Log(Generations, Protocol):
         """What this process has written so far."""
         ...
 
+    @property
+    def trouble(self) -> str:
+        """Why it takes no writes of this process, as far as that is known without asking; empty: nothing is known."""
+        ...
+
     async def settled(self) -> int:
         """The position below which everything is in every Postgres there will be, as the owners have said by now."""
         ...
