@@ -291,8 +291,14 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
                     if len(refused) == 3:
                         break
             assert refused, "the disk is full"
+
+            async def said_so() -> bool:
+                return "NATS answers no writes" in (await store.health()).write_trouble
+
+            await eventually(said_so)
             (nats / "filler").unlink()
-            # A server that met a full disk switches JetStream off until it is started again.
+            # A stream that met a full disk stores nothing more until the server is started again.
+            assert not (await store.health()).can_write
             await asyncio.to_thread(servers.nats.restart)
 
             async def again() -> bool:
@@ -302,6 +308,7 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
                 return False
 
             await eventually(again, 30)
+            assert (await store.health()).can_write
             await eventually(lambda: _flushed(store))
             for thread_id, message in expected.items():
                 assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [message]

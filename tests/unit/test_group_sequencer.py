@@ -1066,3 +1066,28 @@ def test_a_unit_that_failed_is_not_kept() -> None:
         await process.sequencer.aclose()
 
     run(main())
+
+
+def test_writes_without_an_answer_are_said_to_be_so_until_there_is_one() -> None:
+    """As by a server whose disk is full; a connection that is lost once, or a server that is away, is none."""
+
+    async def main() -> None:
+        world = World(random.Random(0))
+        (one,) = await started(world)
+        one.log.lose_groups = True
+        unit = one.add("a", 0)
+        await asyncio.sleep(_TIMEOUT_S + 1)
+        assert one.sequencer.trouble == "", "it was sent once"
+        await asyncio.sleep(_TIMEOUT_S)
+        assert "answers no writes" in one.sequencer.trouble
+        one.log.lose_groups = False
+        await unit.done.wait()
+        assert isinstance(unit.ends[0], int)
+        await asyncio.sleep(0)
+        assert one.sequencer.trouble == ""
+        world.faults = ("unavailable",)
+        await one.add("b", 0).done.wait()
+        assert one.sequencer.trouble == ""
+        await one.sequencer.aclose()
+
+    run(main())

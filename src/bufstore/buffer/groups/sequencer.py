@@ -115,6 +115,8 @@ class Sequencer:
         self._hear = hear
         #: When another writer was found to write to the same threads; None: not lately.
         self._overtaken_at: float | None = None
+        #: How often the group on its way was sent without an answer.
+        self._unanswered = 0
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
@@ -236,7 +238,9 @@ class Sequencer:
             self._stream.message_bytes_max  # noqa: B018 - who is not connected does not know it
         except BufstoreError as e:
             return str(e)
-        return ""
+        if self._unanswered < 2:  # once, it may be the connection that was lost
+            return ""
+        return "NATS answers no writes; if its disk is full, free it and restart nats-server"
 
     def _work_soon(self) -> None:
         """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
@@ -343,7 +347,7 @@ class Sequencer:
             )
             _end_all(units, AppendUnknown(f"unexpected {type(e).__name__}"))
         finally:
-            self._sending = []
+            self._sending, self._unanswered = [], 0
         return None
 
     async def _store(self, units: list[Queued]) -> StoredMessage | None:
@@ -440,6 +444,7 @@ class Sequencer:
                 refused = True  # else it may be the first copy of ours that was faster
             except AppendUnknown:
                 unanswered = True
+                self._unanswered += 1
             except BufstoreError as e:
                 if not unanswered:
                     return e

@@ -105,7 +105,7 @@ def health_of(
     flushers: bool = True,
     waiting: WaitingTotals | None = None,
 ) -> Health:
-    """What follows from what is wrong with the parts. `full`: of the log; `flushers`: whether any is alive.
+    """What follows from what is wrong with the parts. `full`: why it takes no writes; `flushers`: whether any is alive.
 
     `waiting`: what waits in the ledger.
     """
@@ -189,7 +189,7 @@ class Vitals:
             log=log,
             store=store,
             flusher=self._flusher.trouble if self._flusher is not None else "",
-            full=full or self._appender.refused,
+            full=full or self._appender.refused or self._session.log.trouble,
             flushers=self._flusher is not None or bool(members),
             waiting=waiting,
         )

@@ -343,7 +343,10 @@ class Log(Generations, Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why it takes no writes of this process, as far as that is known without asking; empty: nothing is known."""
+        """Why it takes no writes of this process: not connected, or a write is not answered; empty if it does.
+
+        As far as this process knows without asking.
+        """
         ...
 
     async def settled(self) -> int:
