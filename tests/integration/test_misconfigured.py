@@ -37,6 +37,7 @@ from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
+from integration.test_doctor import doctor
 
 #: They measure time or let it run out.
 pytestmark = pytest.mark.alone
@@ -298,6 +299,9 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
             await eventually(said_so)
             (nats / "filler").unlink()
             # A stream that met a full disk stores nothing more until the server is started again.
+            code, checks = await doctor(deployment)
+            assert (code, checks["NATS storage"]["level"]) == (2, "bad")
+            assert checks["NATS permissions"]["level"] == "ok", checks
             assert not (await store.health()).can_write
             await asyncio.to_thread(servers.nats.restart)
 

@@ -16,10 +16,10 @@ from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog
 from bufstore.cli.output import lasting
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogRolledBack, LogUnavailable
+from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import Mirrored, StreamMissing
+from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.server_version import VERSION_MIN, text_of, version_of
 from bufstore.jetstream.stream import NatsStream
@@ -276,12 +276,14 @@ async def _permissions(
     if not bucket:
         del possible[key]
     tries = {s: attempt for s, attempt in possible.items() if s in permissions(role, config, api).publish}
-    refused = []
+    refused, failed = [], ""
     for subject, attempt in tries.items():
         try:
             await attempt()
-        except Conflict:
-            pass  # as it should be: allowed, and nothing stored
+        except (Conflict, ConsumerMissing):
+            pass  # as it should be: allowed, and nothing stored; or nothing made, which is said of making it
+        except (LogFull, StorageFailed) as e:
+            failed = str(e)
         except (BufstoreError, AppendUnknown) as e:
             refused.append(f"{subject} ({e})")
             with contextlib.suppress(BufstoreError):  # a write without an answer costs the connection
@@ -293,6 +295,8 @@ async def _permissions(
         _advice(role),
         Level.BAD,
     )
+    if failed:
+        notes.say("storage", Level.BAD, f"the log takes no writes: {failed}", "free the disk, restart nats-server")
 
 
 def _advice(role: Role) -> str:
