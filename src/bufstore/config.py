@@ -117,6 +117,7 @@ class NatsConfig(Secretive):
     user: str | None = None
     password: str | None = field(default=None, metadata={"secret": True})
     token: str | None = field(default=None, metadata={"secret": True})
+    #: What is loaded into it later, a new CA or client certificate, is used by the next connection.
     tls: SSLContext | None = None
     tls_hostname: str | None = None
     #: JetStream domain: needed on a leaf node; excludes api_prefix.
