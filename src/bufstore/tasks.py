@@ -32,6 +32,18 @@ def own_cancels_only() -> Iterator[None]:
         raise StrayCancelledError("something that was awaited was cancelled") from e
 
 
+@contextmanager
+def no_cancel_lost() -> Iterator[None]:
+    """Raise CancelledError when this task is cancelled in the block, also where what it awaits swallows that."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
 def spawn(work: Awaitable[T], *, name: str | None = None) -> asyncio.Task[T]:
     """A task that begins one turn of the loop later, also where an app has made the tasks of its loop eager.
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
+from bufstore.config import NatsConfig
+from bufstore.errors import LogUnavailable
+from bufstore.jetstream.connection import Connection
 from bufstore.postgres.connection.pool import new_pool
 
 
@@ -24,3 +29,42 @@ def test_it_ends_while_connections_are_being_made() -> None:
         server.setblocking(False)
         asyncio.run(main(server))
     kept[0].close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_it_ends_while_the_connection_to_nats_is_made_anew(fails: bool) -> None:
+    """nats-py swallows a cancellation that comes with an answer, and what is asked next may fail of that."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    async def swallows(_: Any) -> None:
+        if again.is_set():
+            return
+        again.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        if fails:
+            raise LogUnavailable("its client was cancelled, too")
+
+    again = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection = Connection(NatsConfig(servers=[url]), "test")
+    await connection.open()
+    try:
+        connection.on_connect(swallows)
+        connection._drop(connection.client(), "for a test")
+        await again.wait()
+        assert connection._supervisor is not None
+        connection._supervisor.cancel()
+        await asyncio.wait([connection._supervisor], timeout=5)
+        assert connection._supervisor.cancelled()
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()

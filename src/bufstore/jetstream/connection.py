@@ -45,7 +45,7 @@ from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.side_by_side import SideBySide
-from bufstore.tasks import Closing, end, spawn
+from bufstore.tasks import Closing, end, no_cancel_lost, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -401,23 +401,19 @@ class Connection:
         client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
         owned_here(client)
         try:
-            task = asyncio.current_task()
-            before = task.cancelling() if task is not None else 0
-            async with asyncio.timeout(2 * self._config.connect_timeout_s):
-                await client.connect(servers=[bare], **self._options(client, user, password))
-            # nats-py, and Python's wait_for before 3.12, may swallow it.
-            if task is not None and task.cancelling() > before:
-                raise asyncio.CancelledError
-            client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
-            self._inbox = client.new_inbox()
-            await client.listen(self._inbox + ".*", self._on_answer)
-            frames.prepare(client)
-            # Answered after whatever the server has to say about the subscription.
-            await round_trip(client, self._config.connect_timeout_s)
-            if refusal(client, "subscription", self._inbox + ".*") is not None:
-                raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
-            for hook in self._hooks:
-                await hook(client)
+            with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow it
+                async with asyncio.timeout(2 * self._config.connect_timeout_s):
+                    await client.connect(servers=[bare], **self._options(client, user, password))
+                client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
+                self._inbox = client.new_inbox()
+                await client.listen(self._inbox + ".*", self._on_answer)
+                frames.prepare(client)
+                # Answered after whatever the server has to say about the subscription.
+                await round_trip(client, self._config.connect_timeout_s)
+                if refusal(client, "subscription", self._inbox + ".*") is not None:
+                    raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
+                for hook in self._hooks:
+                    await hook(client)
         except BaseException as e:
             await close_client(client)
             if isinstance(e, nats.errors.NoServersError) and client.errors:
