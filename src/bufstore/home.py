@@ -56,6 +56,13 @@ class Home:
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")
 
+    def closes_here(self) -> bool:
+        """Whether this process closes it: that of which it was forked off does. Raises ConfigError on another loop."""
+        if self.left:
+            return False
+        self.check()
+        return True
+
 
 def _forked() -> None:
     global _forks

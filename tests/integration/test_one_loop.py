@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from bufstore import ConfigError, Consistency, PostgresThreadStore, ThreadMetadata
+from bufstore.embedded import Servers
 from bufstore.notify import NatsNotifier, PostgresNotifier
+from bufstore.tokens import ExclusiveWork, Locks, TokensConfig
 from conftest import Deployment
 from helpers import elsewhere, run_of
 from mailboxes import Mailboxes
+from token_instances import took
 
 _VALUES: dict[str, Any] = {
     "thread_id": "t",
@@ -89,10 +92,33 @@ async def test_the_same_of_a_notifier(deployment: Deployment, kind: str) -> None
         else await NatsNotifier.open(servers.nats.url, prefix=prefix)
     ) as notifier:
         await elsewhere(lambda: notifier.listen_scheduled("k", lambda _: None))
+        await elsewhere(notifier.aclose)
         heard = asyncio.Event()
         await notifier.listen_scheduled("k", lambda _: heard.set())
         await notifier.notify_scheduled("k")
         await asyncio.wait_for(heard.wait(), 10)
+        await elsewhere(notifier.aclose)
+    await asyncio.to_thread(asyncio.run, notifier.aclose())
+
+
+async def test_closing_elsewhere_is_refused_and_changes_nothing(servers: Servers, on_nats: Mailboxes) -> None:
+    name = f"t{secrets.token_hex(4)}"
+    async with (
+        on_nats.store() as mailbox,
+        await ExclusiveWork.open(servers.nats.url, TokensConfig(name=name)) as work,
+        await Locks.open(servers.nats.url, name=f"{name}-locks") as locks,
+    ):
+        for each in (mailbox, work, locks):
+            await elsewhere(each.aclose)
+        await mailbox.enqueue("t", b"1")
+        assert await mailbox.claim("t", "w") is not None
+        await work.submit("k")
+        async with await took(work) as task:
+            await task.done()
+        async with await locks.acquire("k"):
+            pass
+    for closed in (mailbox, work, locks):
+        await asyncio.to_thread(asyncio.run, closed.aclose())
 
 
 def test_a_store_whose_loop_has_ended_says_so(deployment: Deployment) -> None:

@@ -133,6 +133,9 @@ class Broken:
     def on_restored(self, hook: Callable[[], None]) -> None:
         self.restore = hook
 
+    def closes_here(self) -> bool:
+        return True
+
     async def aclose(self) -> None:
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from bufstore import BufferedThreadStore, MemoryThreadStore
@@ -36,6 +37,7 @@ async def test_a_saver() -> None:
         lambda: saver.aget_tuple(config("t")),
         lambda: saver.aput(config("t"), made, {}, {}),
         saver.force_flush,
+        saver.aclose,
     ):
         await elsewhere(call)
     at = await saver.aput(config("t"), made, {}, {})
@@ -43,3 +45,4 @@ async def test_a_saver() -> None:
     assert found is not None
     assert found.config == at
     await saver.aclose()
+    await asyncio.to_thread(asyncio.run, saver.aclose())

@@ -129,11 +129,15 @@ class Buffer(Generic[C, S, M]):
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
-        In a process that was forked off it does nothing: all of it is its parent's.
+        In a process that was forked off it does nothing: all of it is its parent's. Raises ConfigError on another loop.
         `before_store`: what must end before the store is closed, beside all of this (the first caller's counts).
         """
-        if not self._closed and not self._home.left:
+        if self.closes_here():
             await self._closing(lambda: self._close(before_store))
+
+    def closes_here(self) -> bool:
+        """False once it is closed, and in a process that was forked off. Raises ConfigError on another event loop."""
+        return not self._closed and self._home.closes_here()
 
     async def _close(self, before_store: _Call | None) -> None:
         loop = asyncio.get_running_loop()

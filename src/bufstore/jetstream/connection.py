@@ -128,15 +128,20 @@ class Connection:
             raise
 
     async def aclose(self) -> None:
-        """Close the connection and stop watching it. In a process that was forked off it does nothing."""
-        if self._home is None or not self._home.left:
+        """Close the connection and stop watching it, if it `closes_here`."""
+        if self.closes_here():
             await self._closing(self._close)
+
+    def closes_here(self) -> bool:
+        """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
+        return self._home is None or (self._closed and not self._home.left) or self._home.closes_here()
 
     async def _close(self) -> None:
         self._closed = True
         self._reason = "closed"
         self._up.set()  # who waits for it hears of that
         await end(self._supervisor)
+        self._supervisor = None  # to close it again does nothing, on any loop
         await self._discard()
 
     def client(self) -> ListeningClient:
@@ -442,7 +447,6 @@ class Connection:
         }
 
     async def _supervise(self) -> None:
-        # nats-py, and Python's wait_for before 3.12, may swallow that this task was cancelled while it connected.
         assert self._home is not None
         while not self._closed and not self._home.left:
             if not self._lost.is_set():

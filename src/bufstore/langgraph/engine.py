@@ -135,8 +135,9 @@ class CheckpointEngine:
 
     async def aclose(self) -> None:
         """See `bufstore.buffer.buffer.Buffer.aclose`."""
-        self.backlog.close()
-        await self.buffer.aclose()
+        if self.buffer.closes_here():
+            self.backlog.close()
+            await self.buffer.aclose()
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 

@@ -88,6 +88,9 @@ class MemoryBackend(Backend):
     async def open(self) -> None:
         self._closed = False
 
+    def closes_here(self) -> bool:
+        return True
+
     async def aclose(self) -> None:
         self._closed = True
         self.shared.news.set()

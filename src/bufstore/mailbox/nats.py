@@ -90,6 +90,9 @@ class NatsBackend(NatsSweeps, Backend):
         self._bucket.set_clock(info)
         await self._signals.setup()
 
+    def closes_here(self) -> bool:
+        return self._connection.closes_here()
+
     async def aclose(self) -> None:
         await self._bucket.writes.aclose()
         await self._connection.aclose()

@@ -75,6 +75,10 @@ class Backend(Protocol):
         """Connect; make what is missing. Raises ConfigError, ConfigDrift."""
         ...
 
+    def closes_here(self) -> bool:
+        """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
+        ...
+
     async def aclose(self) -> None: ...
 
     def now_ms(self) -> int:

@@ -91,8 +91,11 @@ class PostgresBackend(Backend):
             await self.aclose()
             raise
 
+    def closes_here(self) -> bool:
+        return self._pool.closes_here()
+
     async def aclose(self) -> None:
-        if not self._pool.closes_here():
+        if not self.closes_here():  # it could not be opened
             return
         await self._takes.aclose()
         self._open = False

@@ -68,7 +68,8 @@ class MailboxStore:
 
     async def aclose(self) -> None:
         """Close the connections; what is stored stays. Later calls raise Closed."""
-        await self._closing(self._close)
+        if self.backend.closes_here():
+            await self._closing(self._close)
 
     async def _close(self) -> None:
         await self.takes.aclose()

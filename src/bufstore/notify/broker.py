@@ -35,6 +35,9 @@ class Broker(Protocol):
     def on_restored(self, hook: Callable[[], None]) -> None:
         """Call `hook` whenever the connection was lost and subscriptions are in place again."""
 
+    def closes_here(self) -> bool:
+        """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
+
     async def aclose(self) -> None:
         """Release the connections that it owns."""
 

@@ -53,6 +53,9 @@ class MemoryBroker:
     def on_restored(self, hook: Callable[[], None]) -> None:
         """Memory is never lost and found again."""
 
+    def closes_here(self) -> bool:
+        return True
+
     async def aclose(self) -> None:
         """Nothing to let go of."""
 

@@ -130,6 +130,9 @@ class NatsBroker:
 
         return teardown
 
+    def closes_here(self) -> bool:
+        return not isinstance(self._link, Connection) or self._link.closes_here()
+
     async def aclose(self) -> None:
         await self._end_watch()
         if self._owned and isinstance(self._link, Connection):

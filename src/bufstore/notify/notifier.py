@@ -141,7 +141,8 @@ class Notifier:
 
     async def aclose(self) -> None:
         """Stop listening and let go of what the notifier opened itself. May be called twice."""
-        await self._closing(self._close)
+        if self._broker.closes_here():
+            await self._closing(self._close)
 
     async def _close(self) -> None:
         self._closed = True

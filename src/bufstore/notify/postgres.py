@@ -65,6 +65,9 @@ class PostgresBroker:
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         return await self._subscription.subscribe(event, deliver)
 
+    def closes_here(self) -> bool:
+        return not isinstance(self._pool, Pool) or self._pool.closes_here()
+
     async def aclose(self) -> None:
         await self._subscription.aclose()
         if self._owned:

@@ -97,6 +97,9 @@ class RedisBroker:
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         return await self._subscription.subscribe(event, deliver)
 
+    def closes_here(self) -> bool:
+        return True
+
     async def aclose(self) -> None:
         await self._subscription.aclose()
         if self._owned:

@@ -74,10 +74,8 @@ class Lanes:
 
     async def aclose(self) -> None:
         """Close all. Idempotent. In a process that was forked off it does nothing: they are its parent's."""
-        if self._home.left:
-            return
-        self._home.check()
-        await self._closing(self._close)
+        if self._home.closes_here():
+            await self._closing(self._close)
 
     async def _close(self) -> None:
         """All at once; the first one closes the store, after the others."""

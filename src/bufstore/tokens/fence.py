@@ -222,7 +222,8 @@ class Keyed:
 
     async def aclose(self) -> None:
         """Disconnect. What is held goes to others when its time is over."""
-        await self._closing(self._close)
+        if self._connection.closes_here():
+            await self._closing(self._close)
 
     async def _close(self) -> None:
         await self._takes.aclose()

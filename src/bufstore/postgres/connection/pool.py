@@ -226,10 +226,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def closes_here(self) -> bool:
         """Whether this process closes it: that of which it was forked off does. Raises ConfigError on another loop."""
-        if self._home is not None and self._home.left:
-            return False
-        self.check_home()
-        return True
+        return self._home is None or (self.closed and not self._home.left) or self._home.closes_here()
 
     def check_home(self) -> None:
         """Raise ConfigError on another event loop than the one that it is open on, and in a forked process."""
