@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,30 @@ def test_it_ends_while_connections_are_being_made() -> None:
         server.setblocking(False)
         asyncio.run(main(server))
     kept[0].close()
+
+
+async def test_it_ends_without_an_error_when_its_pool_was_closed_while_postgres_hangs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Closing does not wait for the pool's tasks for long, and nobody looks at what they end with."""
+    loop, told = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        pool = new_pool(f"postgresql://u:p@127.0.0.1:{server.getsockname()[1]}/d", size=4)
+        await pool.open()
+        silent, _ = await loop.sock_accept(server)
+        await pool.close(0.1)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert left
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=10)
+        del left, task
+        gc.collect()
+        silent.close()
+    assert told == []
+    assert caplog.records == [], "psycopg warns of the pool's tasks"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -69,7 +69,7 @@ class _Quiet(logging.Filter):
 def _is_ours(arg: object) -> bool:
     # Some messages name the pool, some the connection, some its pipeline.
     if isinstance(arg, str):
-        return arg == _POOL_NAME
+        return arg.partition("-")[0] == _POOL_NAME  # or one of its tasks, "bufstore-worker-1"
     return isinstance(arg._conn if isinstance(arg, AsyncPipeline) else arg, _Connection)
 
 
@@ -204,7 +204,8 @@ class Pool(AsyncConnectionPool[_Connection]):
 
         Otherwise a program that does not close its store would never end: `asyncio.run` waits for every task.
         """
-        await super().worker(_UntilCancelled(q))  # type: ignore[arg-type]
+        with suppress(asyncio.CancelledError):  # or asyncio reports it, where the pool has stopped waiting for its end
+            await super().worker(_UntilCancelled(q))  # type: ignore[arg-type]
 
     async def open(self, wait: bool = False, timeout: float = 30.0) -> None:
         """Open it, if it is not open. Raises ConfigError when it was closed, or is open on another event loop."""
