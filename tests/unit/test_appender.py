@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bufstore.buffer.append import appender
+from bufstore.buffer.append import appender, next_unit
 from bufstore.buffer.append.lost_answer import Torn
 from bufstore.buffer.append.tip import Draft, Tip
 from bufstore.buffer.chain import Watermark
@@ -1329,5 +1329,21 @@ def test_who_is_overtaken_by_a_kind_of_a_later_release_writes_on() -> None:
 
         world.log._send = sending  # type: ignore[method-assign]
         await asyncio.gather(one.checkpoint(["a", "b"]), one.checkpoint(["a", "b", "c"]))
+
+    test(main)
+
+
+def test_a_thread_of_which_an_entry_cannot_be_built_takes_the_next_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        with monkeypatch.context() as patched:
+            patched.setattr(next_unit, "header_of", out_of_memory)
+            with pytest.raises(LogUnavailable, match="MemoryError"):
+                await one.checkpoint(["a", "b"])
+        await one.checkpoint(["a", "c"])
+        assert await world.messages() == ["a", "c"]
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
 
     test(main)

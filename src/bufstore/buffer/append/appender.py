@@ -304,8 +304,14 @@ class Appender(Generic[S, M]):
             return
         if self._limits.unit_bytes_max != (unit_bytes_max := self._log.unit_bytes_max):
             self._limits = Limits(self._config.log.entry_bytes_max, unit_bytes_max)
-        taken = next_unit(thread_id, self._subjects.of(thread_id), queue, tip, self._limits, looked_up)
-        unit = lane.take(taken, tip, self._on_end)
+        try:
+            taken = next_unit(thread_id, self._subjects.of(thread_id), queue, tip, self._limits, looked_up)
+            unit = lane.take(taken, tip, self._on_end)
+        except Exception as e:  # no memory left, say; if nobody drives the lane, every later write waits in it for ever
+            _log.exception("cannot build an entry; nothing is stored", extra={"action": "build_error"})
+            error = LogUnavailable(f"cannot build the entry ({type(e).__name__}); nothing was stored; retry")
+            self._fail(lane, error, for_head=False)
+            return
         if taken.needs is not None:
             self._spawn(self._find(lane, self._search(taken.needs, thread_id, tip), for_head=True))
         elif unit is None:
