@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bufstore import BufferedThreadStore, MemoryThreadStore
+import pytest
+
+from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
 from helpers import elsewhere, run_of
@@ -46,3 +49,26 @@ async def test_a_saver() -> None:
     assert found.config == at
     await saver.aclose()
     await asyncio.to_thread(asyncio.run, saver.aclose())
+
+
+@pytest.mark.timeout(30)
+def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused() -> None:
+    loop = asyncio.new_event_loop()
+    saver = loop.run_until_complete(AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats()))
+    with pytest.raises(ConfigError, match="does not run"):
+        saver.get_tuple(config("t"))
+    with ThreadPoolExecutor() as thread:  # a loop that begins just now, or a little later
+        assert loop.run_until_complete(loop.run_in_executor(thread, saver.get_tuple, config("t"))) is None
+        stopped = thread.submit(saver._wait, _never(loop))
+        loop.run_forever()
+        with pytest.raises(ConfigError, match="it stopped in the call"):
+            stopped.result()
+    loop.run_until_complete(saver.aclose())
+    loop.close()
+    with pytest.raises(ConfigError, match="does not run"):
+        saver.get_tuple(config("t"))
+
+
+async def _never(loop: asyncio.AbstractEventLoop) -> None:
+    loop.stop()
+    await asyncio.Event().wait()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import wait
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -45,6 +47,10 @@ from bufstore.types import Consistency, check_ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How often a blocking call looks whether the saver's loop runs, and how long it waits for one that begins to.
+_LOOKS_S = 1.0
+_NO_LOOP = "the saver's event loop does not run: keep it running, or use BufferedSaver"
 
 
 def _blocking(
@@ -355,7 +361,24 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         if self._home.left:
             work.close()
             raise ConfigError(FORKED)
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if not self._runs():
+            work.close()
+            raise ConfigError(_NO_LOOP)
+        call = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([call], _LOOKS_S).done:
+            if not self._runs():
+                call.cancel()
+                raise ConfigError(f"{_NO_LOOP}; it stopped in the call: a write may or may not be stored")
+        return call.result()
+
+    def _runs(self) -> bool:
+        """Whether the saver's loop runs, or begins to now: it is given a moment."""
+        if not self._loop.is_running():
+            runs = threading.Event()
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(runs.set)
+                runs.wait(_LOOKS_S)
+        return self._loop.is_running()
 
     def get_next_version(self, current: str | None, channel: None) -> str:
         """A version behind `current`, in the form that LangGraph's saver for Postgres gives it."""
