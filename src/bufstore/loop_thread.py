@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
@@ -51,10 +52,11 @@ class LoopThread:
     def close(self) -> None:
         """Close the store (it drains what it can, within its own times) and end the thread. Idempotent.
 
-        In a process that was forked off it does nothing: the store is its parent's.
+        In a process that was forked off it does nothing: the store is its parent's. Nor does it once the interpreter
+        ends, when no other thread runs any more: what was acknowledged is in the log.
         """
         self._check_thread()
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or sys.is_finalizing():
             return
         with self._lock:
             if self._closing:

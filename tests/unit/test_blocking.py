@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -257,3 +259,22 @@ def test_a_fork_is_told_that_the_store_is_its_parents() -> None:
             assert b"in each process" in told.read()
         assert os.waitpid(child, 0)[1] == 0
         assert store.load_thread("t") is None
+
+
+def test_an_interpreter_that_ends_waits_for_no_close() -> None:
+    """As of an app's object that closes its store in `__del__`, and lives until then."""
+    program = """
+from bufstore import MemoryThreadStore
+from bufstore.blocking import BlockingThreadStore
+async def opened():
+    return MemoryThreadStore()
+class App:
+    def __init__(self):
+        self.store, self.me = BlockingThreadStore(opened), self
+    def __del__(self):
+        self.store.close()
+        print("closed")
+app = App()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert (ended.stdout, ended.stderr) == ("closed\n", "")
