@@ -12,6 +12,7 @@ from bufstore import BufferConfig, LogConfig, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.chain import Watermark
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph.domain import Tail
+from bufstore.langgraph.history import History
 from bufstore.langgraph.model import BlobRow, Tables
 from bufstore.langgraph.protocol import Part
 from bufstore.langgraph.read_cache import _FOLLOWED_MAX, ReadCache
@@ -328,6 +329,30 @@ def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_larg
         for version in ("2", "3"):
             at = await other.aput(at, checkpoint({"a": "1", "b": version}, values), META, {"b": version})
         assert carried == [first, {"b"}]
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("history", ["run", "latest"])
+def test_a_checkpoint_that_is_overtaken_is_saved_as_it_was_given(history: History) -> None:
+    """Another worker deletes the thread; the caller goes on with its objects, which it gave away, while it waits."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        store.history = history
+        one, other = await _opened(store, nats), await _opened(store, nats)
+        values: Any = {"a": ["as given"], "b": ["as given"]}
+        at = await one.aput(config("t"), checkpoint({"a": "1", "b": "1"}, values), META, {"a": "1", "b": "1"})
+        at = await one.aput(at, checkpoint({"a": "2", "b": "1"}, values), META, {"a": "2"})
+        await other.adelete_thread("t")
+        saving = asyncio.create_task(one.aput(at, checkpoint({"a": "3", "b": "1"}, values), META, {"a": "3"}))
+        await asyncio.sleep(0)
+        for value in values.values():
+            value[0] = "changed"
+        await saving
+        assert await _values(other) == {"a": ["as given"], "b": ["as given"]}
         await one.aclose()
         await other.aclose()
 

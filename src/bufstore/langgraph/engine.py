@@ -141,12 +141,15 @@ class CheckpointEngine:
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 
-    async def put(self, thread_id: str, ns: str, parent: str | None, id_: str, make: Callable[[int], Put]) -> None:
+    async def put(
+        self, thread_id: str, ns: str, parent: str | None, id_: str, changed: Container[str], make: Callable[[int], Put]
+    ) -> None:
         """Append a checkpoint, behind its parent. Returns once it is durable in the log. Raises like `append`.
 
-        `make`: what is appended, with at most so many bytes of values that an earlier checkpoint has brought. The first
-        one that this process saves on another's carries them: so a third can read the thread from the log alone. Where
-        history is left out, what a checkpoint builds on must be there, too: any but the newest of a flush may go.
+        `make`, which is called once and at once: what is appended, with at most so many bytes of values that an earlier
+        checkpoint has brought, those of all channels but `changed`. The first one that this process saves on another's
+        carries them: so a third can read the thread from the log alone. Where history is left out, what a checkpoint
+        builds on must be there, too: any but the newest of a flush may go.
         """
         before, mine = self._put.get((thread_id, ns)), LastPut()
         self._put[thread_id, ns] = mine  # until it has ended, nobody knows what others build on
@@ -155,13 +158,14 @@ class CheckpointEngine:
         if before is not None and self._store.history != "all":
             mine.life = before.life if goes_on else None
             goes_on = goes_on and mine.life is not None
-        carry = 0 if goes_on else self._carry_bytes
         try:
+            # Also where it is to go without them: who is overtaken needs what they were when the call began.
+            whole = make(0 if goes_on and mine.life is None else self._carry_bytes)
             try:
-                await self.append(thread_id, make(carry), last=mine)
+                await self.append(thread_id, whole if mine.life is None else _only(whole, changed), last=mine)
             except Overtaken:
                 mine.life = None
-                await self.append(thread_id, make(self._carry_bytes), last=mine)
+                await self.append(thread_id, whole, last=mine)
             mine.id = id_ if alone else None
         finally:
             if mine.id is None and self._put.get((thread_id, ns)) is mine:
@@ -434,3 +438,9 @@ def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:
 def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | None:
     """What deletes these of a thread's checkpoints."""
     return drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines)
+
+
+def _only(put: Put, channels: Container[str]) -> Put:
+    """The checkpoint with the values of these channels."""
+    blobs = [blob for blob in put.blobs if blob.channel in channels]
+    return Put(put.checkpoint, blobs, [(channel, version) for channel, version in put.empty if channel in channels])

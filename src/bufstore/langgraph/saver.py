@@ -191,7 +191,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         def make(carry_bytes: int) -> Put:
             return put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes)
 
-        await self.engine.put(thread_id, ns, parent, id_, make)
+        await self.engine.put(thread_id, ns, parent, id_, new_versions, make)
         return config_of(thread_id, ns, id_)
 
     async def aput_writes(
