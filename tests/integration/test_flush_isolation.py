@@ -302,3 +302,16 @@ async def test_a_backlog_is_flushed_under_a_short_statement_timeout(deployment: 
             await store.force_flush_all(timeout_s=30)
             assert await store.quarantined() == 0
         assert max(sizes) > 60, "more than could be done in time"
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.001, -1.0, float("nan")])
+async def test_a_flush_waits_no_longer_than_it_is_told(deployment: Deployment, timeout_s: float) -> None:
+    """What is left of a caller's time may be little, or less than nothing: that is no trouble of the log's."""
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread_id := fresh(), [said(0)], run_of(thread_id))
+        began = time.monotonic()
+        with pytest.raises(FlushTimeout):
+            await store.force_flush(thread_id, timeout_s=timeout_s)
+        with pytest.raises(FlushTimeout):
+            await store.force_flush_all(timeout_s=timeout_s)
+        assert time.monotonic() - began < 5

@@ -187,11 +187,15 @@ class Buffer(Generic[C, S, M]):
         Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable; StoreUnavailable when only
         Postgres can tell what waits of the thread.
         """
-        await self.reads.force_flush(thread_id, timeout_s or self.config.flush_timeout_s)
+        await self.reads.force_flush(thread_id, self._flush_s(timeout_s))
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
-        await self.reads.force_flush_all(timeout_s or self.config.flush_timeout_s)
+        await self.reads.force_flush_all(self._flush_s(timeout_s))
+
+    def _flush_s(self, timeout_s: float | None) -> float:
+        # What is over already is a rest of the caller's; of asyncio's clocks none knows a NaN.
+        return max(0.0, timeout_s) if timeout_s is not None else self.config.flush_timeout_s
 
     # --- operating ----------------------------------------------------------------------------------------------
 

@@ -140,11 +140,7 @@ class Reads(Generic[S]):
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
         self._home.check()
-        try:
-            async with asyncio.timeout(timeout_s):
-                last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
-        except TimeoutError:
-            raise LogUnavailable("the log did not say in time what must be flushed") from None
+        last = await self._told(lambda s: self._log.latest(self._subjects.of(thread_id), s), thread_id, timeout_s)
         last = last or await self._asked(self._waits_to(thread_id), thread_id, timeout_s)
         if last:
             await self._waiter.thread(thread_id, last, timeout_s)
@@ -154,7 +150,7 @@ class Reads(Generic[S]):
         """Wait until everything that is acknowledged now is flushed."""
         self._home.check()
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        targets = dict(enumerate(await self._log.latest_ends(filters, timeout_s)))
+        targets = dict(enumerate(await self._told(lambda s: self._log.latest_ends(filters, s), None, timeout_s)))
         if not all(targets.values()):
             passed = await self._asked(self._ledger.cursors(), None, timeout_s)
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
@@ -163,6 +159,17 @@ class Reads(Generic[S]):
 
     async def _waits_to(self, thread_id: str) -> int:
         return (await self.restored.counting(lambda: self._ledger.watermark(thread_id))).waits_to
+
+    async def _told(self, ask: Callable[[float], Awaitable[T]], thread_id: str | None, timeout_s: float) -> T:
+        """What the log answers. A log that does not answer is to blame only where it has the time that a read has."""
+        own_s, late = self._config.read_timeout_s, "the log did not say in time what must be flushed"
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await ask(max(timeout_s, own_s))
+        except TimeoutError:
+            if timeout_s < own_s:
+                raise FlushTimeout(thread_id, target=0, flushed=0, reason=late) from None
+            raise LogUnavailable(late) from None
 
     async def _asked(self, answer: Awaitable[T], thread_id: str | None, timeout_s: float) -> T:
         """What Postgres answers: of what the log shows nothing any more, entries may still wait there."""
