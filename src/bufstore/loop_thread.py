@@ -28,9 +28,9 @@ class LoopThread:
     """
 
     def __init__(self, open_store: Callable[[], Awaitable[Any]], *, call_timeout_s: float) -> None:
-        if call_timeout_s <= 0:
-            raise ConfigError(f"{type(self).__name__}.call_timeout_s must be positive")
-        self._timeout_s = call_timeout_s
+        if isinstance(call_timeout_s, bool) or not isinstance(call_timeout_s, int | float) or not call_timeout_s > 0:
+            raise ConfigError(f"{type(self).__name__}.call_timeout_s must be a number above 0, not {call_timeout_s!r}")
+        self._timeout_s = min(call_timeout_s, _OWN_MAX_S)
         # A signal handler may close the store while its thread holds the lock in a call.
         self._lock = threading.RLock()
         self._pending: set[Future[Any]] = set()

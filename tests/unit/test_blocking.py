@@ -127,8 +127,21 @@ def test_calls_are_bounded_in_time() -> None:
         assert store.load_thread("t") is None
         assert slow.cancelled == 1
     assert slow.closed == 1
-    with pytest.raises(ConfigError):
-        facade(MemoryThreadStore(), call_timeout_s=0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), None, "5", True])
+def test_a_time_for_calls_that_is_none_is_refused_before_anything_is_opened(wrong: Any) -> None:
+    async def open_store() -> MemoryThreadStore:
+        pytest.fail("it is opened")
+
+    with pytest.raises(ConfigError, match=r"call_timeout_s must be a number above 0"):
+        BlockingThreadStore(open_store, call_timeout_s=wrong)
+
+
+@pytest.mark.parametrize("call_timeout_s", [1e12, float("inf")])
+def test_a_time_for_calls_may_be_without_end(call_timeout_s: float) -> None:
+    with facade(MemoryThreadStore(), call_timeout_s=call_timeout_s) as store:
+        assert store.load_thread("t") is None
 
 
 def test_a_flush_has_the_time_it_was_given() -> None:
