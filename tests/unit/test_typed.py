@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+
+from bufstore.langgraph.saver import AsyncBufferedSaver, SaverOptions
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -39,8 +42,30 @@ def use(last: Receipt, run: Run, number: ProducerSequence) -> None:
 """
 
 
-def test_a_blocking_buffered_store_takes_what_a_buffered_store_takes(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(BLOCKING)
-    mypy = [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "app.py")]
+LANGGRAPH = """
+from bufstore import Consistency
+from bufstore.langgraph import BufferedSaver, MemoryCheckpointStore
+from bufstore.memory import MemoryNats
+
+BufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), consistency=Consistency.STRONG, on_conflict="reject")
+BufferedSaver.open(MemoryCheckpointStore(), on_conflict="rejekt")  # type: ignore[arg-type]
+BufferedSaver.from_conn_string("postgresql://", cache_bytes=0, new_threads="assume", history="run")
+BufferedSaver.from_conn_string("postgresql://", cache_byte=0)  # type: ignore[call-arg]
+"""
+
+
+def check(text: str, folder: Path) -> None:
+    (folder / "app.py").write_text(text)
+    mypy = [sys.executable, "-m", "mypy", "--strict", str(folder / "app.py")]
     found = subprocess.run(mypy, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_blocking_buffered_store_takes_what_a_buffered_store_takes(tmp_path: Path) -> None:
+    check(BLOCKING, tmp_path)
+
+
+def test_a_blocking_saver_takes_the_options_of_a_saver(tmp_path: Path) -> None:
+    check(LANGGRAPH, tmp_path)
+    options = inspect.signature(AsyncBufferedSaver.open).parameters.keys() - {"store", "nats"}
+    assert SaverOptions.__annotations__.keys() == options

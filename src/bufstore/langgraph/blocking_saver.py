@@ -8,7 +8,7 @@ import copy
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
@@ -16,7 +16,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore
-from bufstore.langgraph.saver import AsyncBufferedSaver
+from bufstore.langgraph.saver import AsyncBufferedSaver, SaverOptions
 from bufstore.loop_thread import LoopThread, own_time_s
 from bufstore.nats.session import Nats
 
@@ -90,7 +90,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         *,
         nats: Nats = "nats://127.0.0.1:4222",
         call_timeout_s: float = 60.0,
-        **options: Any,
+        **options: Unpack[SaverOptions],
     ) -> Self:
         """See `AsyncBufferedSaver.open` for the options and errors."""
         return cls(lambda: AsyncBufferedSaver.open(store, nats=nats, **options), call_timeout_s=call_timeout_s)
@@ -107,7 +107,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         history: History = "all",
         pool_size: int = 16,
         call_timeout_s: float = 60.0,
-        **options: Any,
+        **options: Unpack[SaverOptions],
     ) -> Iterator[Self]:
         """See `AsyncBufferedSaver.from_conn_string`."""
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from concurrent.futures import wait
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
@@ -66,6 +66,17 @@ def _blocking(
 
     call.__name__ = name.removeprefix("a")
     return call
+
+
+class SaverOptions(TypedDict, total=False):
+    """What `BufferedSaver` passes on: the options of `AsyncBufferedSaver.open`."""
+
+    config: BufferConfig | None
+    serde: SerializerProtocol | None
+    consistency: Consistency
+    new_threads: NewThreads
+    on_conflict: OnConflict
+    cache_bytes: int
 
 
 class AsyncBufferedSaver(BaseCheckpointSaver[str]):
