@@ -28,7 +28,11 @@ class RunStatus(enum.StrEnum):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One activation of an agent on a thread. Times are Unix seconds; the store sets none of them."""
+    """One activation of an agent on a thread.
+
+    Times are Unix seconds, as floats; the store sets none of them. An int, which a type checker accepts for one, would
+    come back as a float: it is refused, as all is that does not come back as it was given.
+    """
 
     run_id: str
     thread_id: str
