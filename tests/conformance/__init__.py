@@ -1,12 +1,21 @@
 """What every mailbox and every notifier of ours promises, check by check, in the form of `bufstore.testing`."""
 
 from bufstore.testing import Check
-from conformance import mailbox_lists, mailbox_queue, mailbox_stuck, mailbox_together, notify_events, notify_schedulings
+from conformance import (
+    mailbox_lists,
+    mailbox_queue,
+    mailbox_refused,
+    mailbox_stuck,
+    mailbox_together,
+    notify_events,
+    notify_schedulings,
+)
 from conformance.notify_schedulings import Notifiers
 
 #: What a mailbox does: each takes two `MailboxStore`s, instances of one deployment that nothing else uses.
 MAILBOX_CHECKS: list[Check] = [
     *mailbox_queue.CHECKS,
+    *mailbox_refused.CHECKS,
     *mailbox_lists.CHECKS,
     *mailbox_together.CHECKS,
     *mailbox_stuck.CHECKS,

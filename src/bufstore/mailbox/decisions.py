@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from bufstore.errors import ClaimInterrupted, StaleClaim
-from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants, clean
+from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants
 
 #: From a status to these. What is not here does not happen.
 TRANSITIONS: dict[Status, frozenset[Status]] = {
@@ -117,7 +117,7 @@ def _again(
         status,
         now_ms,
         attempts=attempts,
-        last_error=clean(error) if error is not None else active.last_error,
+        last_error=error if error is not None else active.last_error,
         available_at_ms=available_at_ms if status is Status.QUEUED else active.available_at_ms,
         instance_id=None if status is Status.QUEUED else active.instance_id,
     )
@@ -148,7 +148,7 @@ def expire(thread: MailboxThread, now_ms: int) -> Step | None:
 def dead_letter(thread: MailboxThread, claim: Dispatch, error: str | None, now_ms: int) -> Step:
     """The holder gives it up for good."""
     active = held(thread, claim)
-    return _release(thread, _became(active, Status.DEAD, now_ms, last_error=clean(error) or active.last_error))
+    return _release(thread, _became(active, Status.DEAD, now_ms, last_error=error or active.last_error))
 
 
 def supersede_claimed(thread: MailboxThread, now_ms: int) -> Step | None:
@@ -187,7 +187,7 @@ def extend(thread: MailboxThread, claim: Dispatch, lease_until_ms: int, now_ms: 
 def start(thread: MailboxThread, claim: Dispatch, instance_id: str, now_ms: int) -> Step:
     """The holder says that it begins, unless the thread was interrupted."""
     active = _uninterrupted(thread, claim)
-    return _note(thread, active, now_ms, instance_id=clean(instance_id), run_status="running")
+    return _note(thread, active, now_ms, instance_id=instance_id, run_status="running")
 
 
 def finish(
@@ -200,8 +200,8 @@ def finish(
     now_ms: int,
 ) -> Step:
     """The holder says what came of it; the ack is a step of its own."""
-    said = {"run_status": clean(run_status), "termination": clean(termination), "run_error": clean(error)}
-    return _note(thread, held(thread, claim), now_ms, result=result, **said)
+    said = {"run_status": run_status, "termination": termination, "result": result, "run_error": error}
+    return _note(thread, held(thread, claim), now_ms, **said)
 
 
 def _uninterrupted(thread: MailboxThread, claim: Dispatch) -> Dispatch:

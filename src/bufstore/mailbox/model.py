@@ -128,16 +128,33 @@ def check_dispatch(d: Dispatch, *, payload_max: int) -> Dispatch:
     for name in ("run_id", "dedupe_key"):
         if getattr(d, name) is not None:
             check_id(getattr(d, name), name)
-    if type(d.payload) is not bytes:
-        raise InvalidRecord(f"payload must be bytes, not {type(d.payload).__name__}")
-    if len(d.payload) > payload_max:
-        raise InvalidRecord(f"the payload has {len(d.payload)} bytes, the limit is {payload_max} (payload_max)")
+    check_bytes(d.payload, "payload", payload_max)
     if type(d.priority) is not int or not 0 <= d.priority <= PRIORITY_MAX:
         raise InvalidRecord(f"priority must be an int from 0 to {PRIORITY_MAX}, not {d.priority!r}")
     if type(d.max_attempts) is not int or not 1 <= d.max_attempts <= 1000:
         raise InvalidRecord(f"max_attempts must be an int from 1 to 1000, not {d.max_attempts!r}")
     check_ms(d.available_at_ms, "available_at_ms")
+    if type(d.maybe_delivered) is not bool:
+        raise InvalidRecord(f"maybe_delivered must be True or False, not {d.maybe_delivered!r}")
     return d
+
+
+def check_claim(claim: Dispatch) -> Dispatch:
+    """Return `claim` if it can be one. Raises InvalidId or InvalidRecord."""
+    if not isinstance(claim, Dispatch):
+        raise InvalidRecord(f"a claim is the Dispatch that `claim` returned, not {type(claim).__name__}")
+    check_id(claim.thread_id, "thread_id")
+    check_id(claim.dispatch_id, "dispatch_id")
+    return claim
+
+
+def check_bytes(value: object, what: str, payload_max: int) -> bytes:
+    """Return `value` if it can be a payload or a result. Raises InvalidRecord."""
+    if type(value) is not bytes:
+        raise InvalidRecord(f"{what} must be bytes, not {type(value).__name__}")
+    if len(value) > payload_max:
+        raise InvalidRecord(f"the {what} has {len(value)} bytes, the limit is {payload_max} (payload_max)")
+    return value
 
 
 def check_ms(value: object, what: str) -> int:
@@ -147,9 +164,16 @@ def check_ms(value: object, what: str) -> int:
     return value
 
 
-def clean(text: str | None) -> str | None:
-    """A text for the record: what no store could keep is replaced, and what is very long is cut."""
-    return text and text[:_TEXT_MAX].replace("\0", "?").encode("utf-8", "replace").decode()
+def clean(text: str | None, what: str) -> str | None:
+    """A text for the record: what no store could keep is replaced, and what is very long is cut. Raises InvalidRecord.
+
+    Only a text: another value would be stored, and could not be read again.
+    """
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise InvalidRecord(f"{what} must be a str, not {type(text).__name__}")
+    return text[:_TEXT_MAX].replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def check_invariants(d: Dispatch) -> Dispatch:

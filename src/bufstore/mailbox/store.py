@@ -248,13 +248,13 @@ class MailboxStore:
         Dead after `max_attempts` claims; superseded when the thread was interrupted.
         """
         retry_at = 0 if retry_at_ms is None else model.check_ms(retry_at_ms, "retry_at_ms")
-        ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, error)
+        ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, model.clean(error, "error"))
         self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
         """Give it up for good."""
-        ended = await self._as_holder(claim, now_ms, decisions.dead_letter, error)
+        ended = await self._as_holder(claim, now_ms, decisions.dead_letter, model.clean(error, "error"))
         self.counters.count("dead_lettered")
         return ended
 
@@ -282,8 +282,11 @@ class MailboxStore:
         now_ms: int | None = None,
     ) -> Dispatch:
         """Note what came of it, before the ack."""
-        model.check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
-        return await self._as_holder(claim, now_ms, decisions.finish, run_status, termination, result, error)
+        if result is not None:
+            model.check_bytes(result, "result", self.config.payload_max)
+        said = {"run_status": run_status, "termination": termination, "error": error}
+        status, ended, failed = (model.clean(text, what) for what, text in said.items())
+        return await self._as_holder(claim, now_ms, decisions.finish, status, ended, result, failed)
 
     async def cancel(self, thread_id: str, dispatch_id: str, *, now_ms: int | None = None) -> Dispatch | None:
         """Take a queued dispatch out; None when it is not queued."""
@@ -464,7 +467,7 @@ class MailboxStore:
         self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object
     ) -> Dispatch:
         """A step of a claim's holder: `decide` gets the thread, the claim, `words`, and the time."""
-        now, known = self._now(now_ms), self._steps.known(claim)
+        now, known = self._now(now_ms), self._steps.known(model.check_claim(claim))
         done = await self._steps.change(
             claim.thread_id, now, lambda thread: decide(thread, claim, *words, now), known=known
         )

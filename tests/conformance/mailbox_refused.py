@@ -1,0 +1,81 @@
+"""What every `MailboxStore` refuses before it asks a server anything."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from bufstore.errors import InvalidId, InvalidQuery, InvalidRecord
+from bufstore.mailbox.model import Status
+from bufstore.testing.basics import Check, fresh, raises, registrar
+from conformance.mailbox_queue import Stores, claimed
+
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
+
+
+@_check()
+async def what_cannot_be_stored_is_refused(stores: Stores) -> None:
+    store, thread_id = stores[0], fresh()
+    for wrong in ("", "a\0b", "\ud800", 7, "x" * 1025):
+        with raises(InvalidId):
+            await store.enqueue(wrong)  # type: ignore[arg-type]
+        with raises(InvalidId):
+            await store.enqueue(thread_id, dispatch_id=wrong)  # type: ignore[arg-type]
+        with raises(InvalidId):
+            await store.claim(thread_id, wrong)  # type: ignore[arg-type]
+    for options in (
+        {"priority": 256},
+        {"priority": -1},
+        {"priority": True},
+        {"max_attempts": 0},
+        {"available_at_ms": -1},
+        {"available_at_ms": 1.5},
+        {"payload": "text"},
+        {"payload": b"x" * (1 << 20)},
+        {"maybe_delivered": 1},
+        {"maybe_delivered": None},
+    ):
+        with raises(InvalidRecord):
+            await store.enqueue(thread_id, **options)
+    with raises(InvalidQuery):
+        await store.list_dispatches(thread_id, limit=-1)
+    assert await store.list_dispatches(thread_id) == []
+
+
+@_check()
+async def a_wrong_value_in_a_step_is_refused_and_leaves_the_claim_as_it_is(stores: Stores) -> None:
+    """What is falsy was stored as it is, and could not be read again: of the thread, nothing could be."""
+    a, b = stores[:2]
+    thread_id = fresh()
+    await a.enqueue(thread_id)
+    claim = await claimed(a, thread_id)
+    loose: Any = a
+    steps: list[Callable[[Any], Awaitable[object]]] = [
+        lambda wrong: loose.nack(claim, error=wrong),
+        lambda wrong: loose.dead_letter(claim, error=wrong),
+        lambda wrong: loose.record_result(claim, wrong),
+        lambda wrong: loose.record_result(claim, "done", termination=wrong),
+        lambda wrong: loose.record_result(claim, "done", error=wrong),
+    ]
+    wrong: Any
+    for step in steps:
+        for wrong in ([], {}, 0, False, b"", ValueError("none")):
+            with raises(InvalidRecord):
+                await step(wrong)
+    for wrong in ("", 0, [], {}, False, bytearray(), b"x" * (1 << 20)):
+        with raises(InvalidRecord):
+            await loose.record_result(claim, "done", result=wrong)
+    for wrong in ("a\0b", "\ud800", "", 7):
+        for of in (replace(claim, thread_id=wrong), replace(claim, dispatch_id=wrong)):
+            for step in (loose.ack, loose.nack, loose.dead_letter, loose.extend_lease):
+                with raises(InvalidId):
+                    await step(of)
+    with raises(InvalidRecord):
+        await loose.ack(None)
+    recorded = await b.record_result(claim, "", termination="", result=b"", error="a\0b")
+    assert (recorded.run_status, recorded.termination, recorded.result, recorded.run_error) == ("", "", b"", "a?b")
+    assert await a.list_dispatches(thread_id) == [recorded]
+    assert (await a.ack(claim)).status is Status.ACKED
