@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import token_instances
-from bufstore import ConfigError, LogFull
+from bufstore import ConfigError, InvalidId, LogFull
 from bufstore.embedded import NatsServer
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost, TokenQueueFull
-from bufstore.tokens import ExclusiveWork, Locks, Policy, Storage, Task
+from bufstore.tokens import ExclusiveWork, Locks, Policy, Storage, Task, TokensConfig
 from bufstore.tokens.fence import Register
 from helpers import eventually
 from token_instances import Open, nothing_left, stall, took, working
@@ -415,6 +415,18 @@ async def test_who_holds_a_lock_is_shown_and_it_can_be_taken_away(servers: Any, 
         assert other.token > lock.token
         assert (held := await locks.who("a")) is not None  # it has a name also if it gave itself none
         assert held.name
+
+
+async def test_a_holder_that_is_no_name_is_refused_and_takes_nothing(servers: Any, name: str) -> None:
+    """Its record could not be read: a key that it had was taken for free."""
+    async with await Locks.open(servers.nats.url, name=name) as locks:
+        wrong: Any
+        for wrong in (7, None, b"me", "\ud800", "a\0b", "x" * 2_000_000):
+            with pytest.raises(InvalidId):
+                await ExclusiveWork.open(servers.nats.url, TokensConfig(name=name), holder=wrong)
+            with pytest.raises(InvalidId):
+                await locks.acquire("a", holder=wrong)
+        assert await locks.held() == 0
 
 
 async def test_statistics_and_settings(opened: Open, name: str) -> None:

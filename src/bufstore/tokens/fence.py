@@ -264,5 +264,8 @@ class Keyed:
 
 
 def holder_name(given: str) -> str:
-    """What others see as the holder: what was given, or host and process."""
-    return given or f"{socket.gethostname()}:{os.getpid()}"
+    """What others see as the holder: what was given, or host and process. Raises InvalidId.
+
+    Only a text: a record with another value could not be read, and would be taken for that of a free key.
+    """
+    return check_id(given, "the holder") if given != "" else f"{socket.gethostname()}:{os.getpid()}"
