@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import token_instances
 from bufstore import ConfigError, InvalidId, LogFull
@@ -298,6 +300,25 @@ async def test_poison_goes_to_the_dead_letters_and_blocks_its_key_no_longer(open
     async with asyncio.timeout(20):
         await work.run(handler, stopping, dead_letter=dead_letter)
     assert (dead, worked) == ([(b"poison", 4)], [b"good"])
+
+
+async def test_a_delay_without_end_that_is_stored_stops_no_worker(opened: Open) -> None:
+    """Of an older release: each worker that met the item ended with an OverflowError."""
+    work = await opened(ttl_s=1)
+    await work.submit("a", b"1")
+    task = await took(work)
+    await task._holding.aclose()
+    await task._change(replace(task._record, holder="", lease_s=math.inf))
+    await work._pulls.hand_back(task.delivery)
+    assert await work.take(1) is None
+    await work.submit("b")
+    async with await took(work) as other:
+        assert other.key == "b"
+        await other.done()
+    assert await work.release("a") is None
+    async with await took(work) as task:
+        assert (task.payload, task.attempt) == (b"1", 2)
+        await task.done()
 
 
 # Turns.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import defaultdict
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import token_instances
-from bufstore import ConfigDrift, InvalidId, TooLarge
+from bufstore import ConfigDrift, InvalidId, InvalidRecord, TooLarge
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -274,6 +276,17 @@ async def test_a_retry_waits_and_keeps_the_key_busy(opened: Open) -> None:
     again = await took(work)
     assert loop.time() - began >= 0.5
     await again.done()
+
+
+async def test_a_delay_that_is_none_is_refused_and_the_item_is_still_held(opened: Open) -> None:
+    work = await opened()
+    await work.submit("a")
+    async with await took(work) as task:
+        wrong: Any
+        for wrong in (-1, math.nan, math.inf, 1e300, 7 * 24 * 3600, None, "5", timedelta(seconds=5)):
+            with pytest.raises(InvalidRecord):
+                await task.retry(wrong)
+        await task.done()
 
 
 async def test_a_retry_waits_also_when_its_answer_and_its_delivery_go_astray(

@@ -19,6 +19,9 @@ from bufstore.jetstream.headers import status_of
 
 #: How much longer than asked for the server's "nothing came" may take.
 _SLACK_S = 2.0
+#: What is handed back comes again after this long at most: the server counts nanoseconds in 64 bits, and whoever gets
+#: it looks whether it is time.
+_DELAY_MAX_S = 24 * 3600.0
 
 
 class PullRefused(LogUnavailable):
@@ -103,7 +106,8 @@ class Pulls:
                 await self._connection.client().publish(delivery.reply, what)
 
     async def hand_back(self, delivery: Delivery | None, delay_s: float = 0.0) -> None:
-        """Have it come again, to anybody, after `delay_s`."""
+        """Have it come again, to anybody, after `delay_s`, or a day if that is less."""
+        delay_s = min(delay_s, _DELAY_MAX_S)
         await self.answer(delivery, b'-NAK {"delay": %d}' % round(delay_s * 1e9) if delay_s > 0 else b"-NAK")
 
     async def _listen(self, client: ListeningClient) -> None:

@@ -26,7 +26,7 @@ WORKERS = "workers"
 NAMED = "the name of tokens or locks"
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 60.0
 #: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
-_RECORD_AGE_S = 7 * 24 * 3600
+RECORD_AGE_S = 7 * 24 * 3600
 
 Medium = Literal["file", "memory"]
 
@@ -191,7 +191,7 @@ def items_config(config: TokensConfig) -> dict[str, Any]:
 
 def fence_config(config: TokensConfig) -> dict[str, Any]:
     """The last record of each key. Without a bound: what makes room for items writes here."""
-    age = _RECORD_AGE_S * 10**9
+    age = RECORD_AGE_S * 10**9
     return last_values(f"{config.name}-fence", [f"{config.name}.fence.*"], max_age=age, **_stored(config))
 
 

@@ -9,9 +9,10 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from bufstore.errors import TokenLost, Unavailable
+from bufstore.errors import InvalidRecord, TokenLost, Unavailable
 from bufstore.jetstream.pulls import Delivery, Pulls
 from bufstore.tokens.fence import Hold, Lease
+from bufstore.tokens.model import RECORD_AGE_S
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +73,13 @@ class Task(Lease):
         await self._finish(self)
 
     async def retry(self, delay_s: float = 0.0) -> None:
-        """Not done: have any worker try it again after `delay_s`. The key stays busy. Raises like `done`."""
-        await self._give_back(delay_s, self.attempt)
+        """Not done: have any worker try it again after `delay_s`. The key stays busy. Raises like `done`.
+
+        Raises InvalidRecord for a delay that is none, or not below the 7 days after which a key's record is forgotten.
+        """
+        if not isinstance(delay_s, (int, float)) or not 0 <= delay_s < RECORD_AGE_S:
+            raise InvalidRecord(f"delay_s must be a number of seconds from 0 to below {RECORD_AGE_S}, not {delay_s!r}")
+        await self._give_back(float(delay_s), self.attempt)
 
     async def release(self) -> None:
         """As if it had never been taken: no attempt is counted. Raises like `done`."""
