@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import token_instances
-from bufstore import ConfigDrift, InvalidId, InvalidRecord, TooLarge
+from bufstore import ConfigDrift, ConfigError, InvalidId, InvalidRecord, TooLarge
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -287,6 +287,18 @@ async def test_a_delay_that_is_none_is_refused_and_the_item_is_still_held(opened
             with pytest.raises(InvalidRecord):
                 await task.retry(wrong)
         await task.done()
+
+
+@pytest.mark.parametrize("concurrency", [0, -1, 1.5, True])
+async def test_a_run_that_would_work_on_nothing_is_refused(opened: Open, concurrency: Any) -> None:
+    """It returned at once, and what was to start it again or watched it took that for the end of a run."""
+
+    async def handler(_: Task) -> None: ...
+
+    work, stopping = await opened(), asyncio.Event()
+    stopping.set()
+    with pytest.raises(ConfigError, match="concurrency must be an int, at least 1"):
+        await work.run(handler, stopping, concurrency=concurrency)
 
 
 async def test_a_retry_waits_also_when_its_answer_and_its_delivery_go_astray(

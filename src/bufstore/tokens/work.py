@@ -150,6 +150,8 @@ class ExclusiveWork(Keyed):
         """
         if self._config.max_attempts and dead_letter is None:
             raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
+        if type(concurrency) is not int or concurrency < 1:
+            raise ConfigError(f"concurrency must be an int, at least 1, not {concurrency!r}")
         workers = [spawn(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*map(asyncio.shield, workers))
