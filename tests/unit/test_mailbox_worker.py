@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -126,6 +127,24 @@ async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> Non
         async with asyncio.timeout(5):
             await ended.wait()
         assert mailbox.statistics().counts["work_interrupted"] == 1
+
+
+async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ended the worker's task of its thread: the claim stayed until its lease was over, and no log told why."""
+
+    async def work(_: Any) -> None: ...
+
+    async with MemoryMailboxStore() as mailbox, Worker(mailbox, "w", lambda d: work(json.loads(d.payload))):
+        put = await mailbox.enqueue("t", b"no json", max_attempts=1)
+
+        async def dead() -> bool:
+            found = await mailbox.load_dispatch("t", put.dispatch_id)
+            return found is not None and found.status is Status.DEAD and "JSONDecodeError" in str(found.last_error)
+
+        await eventually(dead)
+    assert "failed: JSONDecodeError" in caplog.text
 
 
 class Lossy(MemoryBackend):

@@ -140,7 +140,7 @@ class Worker:
             await signal.nack(0 if self._closing else delay)
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
-        task = spawn(self._handler(claim))
+        task = spawn(self._called(claim))
         if self._stopped:
             task.cancel()  # it does not begin
         self._claims[claim.token] = claim, task
@@ -161,6 +161,9 @@ class Worker:
             await self._end(claim, task)
         except StaleClaim as e:
             _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
+
+    async def _called(self, claim: Dispatch) -> None:
+        await self._handler(claim)  # here, for a handler may also fail before it gives its awaitable
 
     async def _end(self, claim: Dispatch, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
