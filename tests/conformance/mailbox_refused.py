@@ -79,3 +79,29 @@ async def a_wrong_value_in_a_step_is_refused_and_leaves_the_claim_as_it_is(store
     assert (recorded.run_status, recorded.termination, recorded.result, recorded.run_error) == ("", "", b"", "a?b")
     assert await a.list_dispatches(thread_id) == [recorded]
     assert (await a.ack(claim)).status is Status.ACKED
+
+
+@_check()
+async def what_could_not_be_enqueued_is_not_delivered_live_either(stores: Stores) -> None:
+    """A wrong option showed only when nobody listened."""
+    store, thread_id, got = stores[0], fresh(), list[bytes]()
+
+    async def handler(payload: bytes) -> None:
+        got.append(payload)
+
+    loose: Any = store
+    stop = await store.listen_live(thread_id, handler)
+    for options in ({"priority": 999}, {"max_attempts": 0}, {"available_at_ms": -1}, {"now_ms": -1}):
+        with raises(InvalidRecord):
+            await loose.deliver(thread_id, b"x", **options)
+    for options in ({"run_id": ""}, {"dedupe_key": "a\0b"}, {"dispatch_id": 7}):
+        with raises(InvalidId):
+            await loose.deliver(thread_id, b"x", **options)
+    for deliver in (loose.deliver, loose.deliver_live):
+        with raises(InvalidRecord):
+            await deliver(thread_id, "text")
+    with raises(TypeError):
+        await loose.deliver(thread_id, b"x", prioritty=1)
+    await stop()
+    assert got == []
+    assert await store.list_dispatches(thread_id) == []

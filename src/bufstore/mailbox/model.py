@@ -7,6 +7,8 @@ store, so that no two claims ever carry the same one, not even after everything 
 from __future__ import annotations
 
 import enum
+import uuid
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -121,6 +123,29 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool = True
 
 
+def draft(
+    thread_id: str,
+    payload: bytes,
+    now_ms: int,
+    payload_max: int,
+    *,
+    dispatch_id: str | None = None,
+    available_at_ms: int | None = None,
+    **said: Any,
+) -> Dispatch:
+    """A dispatch to be enqueued; `said`: further fields of it. Raises InvalidId or InvalidRecord."""
+    made = Dispatch(
+        thread_id=thread_id,
+        dispatch_id=uuid.uuid4().hex if dispatch_id is None else dispatch_id,
+        payload=payload,
+        available_at_ms=0 if available_at_ms is None else available_at_ms,
+        created_at_ms=now_ms,
+        updated_at_ms=now_ms,
+        **said,
+    )
+    return check_dispatch(made, payload_max=payload_max)
+
+
 def check_dispatch(d: Dispatch, *, payload_max: int) -> Dispatch:
     """Return `d` if it can be enqueued. Raises InvalidId or InvalidRecord, before any I/O."""
     check_id(d.thread_id, "thread_id")
@@ -148,11 +173,11 @@ def check_claim(claim: Dispatch) -> Dispatch:
     return claim
 
 
-def check_bytes(value: object, what: str, payload_max: int) -> bytes:
+def check_bytes(value: object, what: str, payload_max: int | None = None) -> bytes:
     """Return `value` if it can be a payload or a result. Raises InvalidRecord."""
     if type(value) is not bytes:
         raise InvalidRecord(f"{what} must be bytes, not {type(value).__name__}")
-    if len(value) > payload_max:
+    if payload_max is not None and len(value) > payload_max:
         raise InvalidRecord(f"the {what} has {len(value)} bytes, the limit is {payload_max} (payload_max)")
     return value
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from contextlib import suppress
@@ -99,20 +98,19 @@ class MailboxStore:
         `dedupe_key`.
         """
         now = self._now(now_ms)
-        draft = Dispatch(
-            thread_id=thread_id,
-            dispatch_id=uuid.uuid4().hex if dispatch_id is None else dispatch_id,
+        draft = model.draft(
+            thread_id,
+            payload,
+            now,
+            self.config.payload_max,
             run_id=run_id,
-            payload=payload,
             priority=priority,
+            available_at_ms=available_at_ms,
             dedupe_key=dedupe_key,
-            available_at_ms=0 if available_at_ms is None else available_at_ms,
             max_attempts=max_attempts,
+            dispatch_id=dispatch_id,
             maybe_delivered=maybe_delivered,
-            created_at_ms=now,
-            updated_at_ms=now,
         )
-        model.check_dispatch(draft, payload_max=self.config.payload_max)
 
         async def attempt(unsure: bool) -> Dispatch:
             if unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
@@ -432,8 +430,10 @@ class MailboxStore:
     async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
         """Hand something to the present listener of the thread; nothing is kept."""
         check_id(thread_id, "thread_id")
+        model.check_bytes(payload, "payload")
+        timeout_s = self.config.live_timeout_s if timeout_s is None else timeout_s
         with self.counters.timed("live"):
-            live = await self.backend.deliver_live(thread_id, payload, timeout_s or self.config.live_timeout_s)
+            live = await self.backend.deliver_live(thread_id, payload, timeout_s)
         self.counters.count(f"live_{live.name.lower()}")
         return live
 
@@ -441,15 +441,30 @@ class MailboxStore:
         """Take live deliveries until the returned function is called. Each is answered before `handler` runs."""
         return await self.backend.listen_live(check_id(thread_id, "thread_id"), handler)
 
-    async def deliver(self, thread_id: str, payload: bytes, **enqueue: Any) -> Dispatch | None:
-        """Live if somebody listens (None), else enqueued.
+    async def deliver(
+        self,
+        thread_id: str,
+        payload: bytes,
+        *,
+        run_id: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        available_at_ms: int | None = None,
+        dedupe_key: str | None = None,
+        max_attempts: int = 5,
+        dispatch_id: str | None = None,
+        now_ms: int | None = None,
+    ) -> Dispatch | None:
+        """Live if somebody listens (None), else enqueued. What could not be enqueued is not delivered either.
 
         A live delivery without an answer may have arrived: what is enqueued then says ``maybe_delivered``.
         """
+        said: dict[str, Any] = {"run_id": run_id, "priority": priority, "available_at_ms": available_at_ms}
+        said |= {"dedupe_key": dedupe_key, "max_attempts": max_attempts, "dispatch_id": dispatch_id}
+        model.draft(thread_id, payload, self._now(now_ms), self.config.payload_max, **said)
         live = await self.deliver_live(thread_id, payload)
         if live is Live.DELIVERED:
             return None
-        return await self.enqueue(thread_id, payload, **enqueue, maybe_delivered=live is Live.UNKNOWN)
+        return await self.enqueue(thread_id, payload, **said, now_ms=now_ms, maybe_delivered=live is Live.UNKNOWN)
 
     def _now(self, now_ms: int | None) -> int:
         return self.backend.now_ms() if now_ms is None else model.check_ms(now_ms, "now_ms")
