@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -105,3 +106,29 @@ async def what_could_not_be_enqueued_is_not_delivered_live_either(stores: Stores
     await stop()
     assert got == []
     assert await store.list_dispatches(thread_id) == []
+
+
+@_check()
+async def a_number_that_makes_no_sense_is_refused_on_every_store(stores: Stores) -> None:
+    """Some stores took them, others failed with an error of their driver's."""
+    loose: Any = stores[0]
+    thread_id = fresh()
+    calls: list[Callable[[Any], Awaitable[object]]] = [
+        lambda wrong: loose.list_dispatches(thread_id, limit=wrong),
+        lambda wrong: loose.list_dispatches(thread_id, offset=wrong),
+        lambda wrong: loose.list_finished(limit=wrong),
+        lambda wrong: loose.queued_thread_ids(limit=wrong),
+        lambda wrong: loose.reclaim_expired(limit=wrong),
+        lambda wrong: loose.purge_finished(1, limit=wrong),
+        lambda wrong: loose.pull_signals(wrong, 0.1),
+    ]
+    for call in calls:
+        for limit in (-1, 2**70, 1.5, "3"):
+            with raises(InvalidQuery):
+                await call(limit)
+    await loose.enqueue(thread_id)
+    for lease_s in (-5, 0, math.nan, math.inf, 1e306, "5"):
+        with raises(InvalidRecord):
+            await loose.claim(thread_id, "w", lease_s=lease_s)
+    queued = await loose.list_dispatches(thread_id, (status for status in [Status.QUEUED]))
+    assert len(queued) == 1, "statuses are looked at once"

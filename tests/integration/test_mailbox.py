@@ -355,6 +355,8 @@ async def test_a_live_delivery_without_an_answer_is_enqueued_and_marked(on_nats:
         await client.subscribe(f"dispatch-live.{on_nats.name}.{token('t')}", cb=silent)
         await client.flush()
         assert await store.deliver_live("t", b"x", timeout_s=0.2) is Live.UNKNOWN
+        async with asyncio.timeout(store.config.live_timeout_s):
+            assert await store.deliver_live("t", b"x", timeout_s=0) is Live.UNKNOWN
     async with on_nats.open(1, live_timeout_s=0.2) as (store,):
         assert isinstance(store.backend, NatsBackend)
         client = store.backend._connection.client()

@@ -12,6 +12,7 @@ import pytest
 from bufstore import (
     AlreadyExists,
     Consistency,
+    InvalidId,
     MemoryThreadStore,
     NotFound,
     PostgresThreadStore,
@@ -416,3 +417,13 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
         assert len(causes) == 2
         # 16 when nothing else runs: who is to blame is found out inside the windows' transactions.
         assert (await store.statistics()).flusher.transactions < 60
+
+
+async def test_a_list_of_what_cannot_be_asked_is_refused_or_as_short_as_it_may_be(deployment: Deployment) -> None:
+    """Postgres refused it, with an error of the driver's."""
+    async with deployment.store() as store:
+        assert list(await store.quarantine.threads(limit=-1)) == list(await store.quarantine.threads(limit=2**70)) == []
+        wrong: Any
+        for wrong in ("\0", "\ud800", 7, None):
+            with pytest.raises(InvalidId):
+                await store.quarantine.threads(after=wrong)

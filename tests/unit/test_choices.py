@@ -127,6 +127,9 @@ def test_ids_are_a_list_and_not_the_letters_of_one() -> None:
                     await store.delete_messages("t", wrong)
                 with pytest.raises(InvalidId, match="thread_ids must be a list of ids, not "):
                     await store.bulk.learn_new(wrong)
+            for wrong in ("", "a\0b", "\ud800", 12):
+                with pytest.raises(InvalidId):
+                    await store.bulk.learn_new(["t", wrong])
             assert await store.load_messages("t") == [{"id": "1"}, {"id": "2"}, {"id": "12"}]
             await store.delete_messages("t", iter(["12"]))  # type: ignore[arg-type]
             assert await store.load_messages("t") == [{"id": "1"}, {"id": "2"}]

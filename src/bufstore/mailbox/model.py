@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from bufstore.errors import InvalidRecord
+from bufstore.errors import InvalidQuery, InvalidRecord
 from bufstore.types import check_id
 
 #: Stands for a number that the write itself gets from the store.
@@ -186,6 +186,20 @@ def check_ms(value: object, what: str) -> int:
     """Return `value` if it can be a time. Raises InvalidRecord."""
     if type(value) is not int or not 0 <= value < 1 << 52:
         raise InvalidRecord(f"{what} must be milliseconds since 1970 as an int, not {value!r}")
+    return value
+
+
+def lease_ms(lease_s: object) -> int:
+    """So many milliseconds. Raises InvalidRecord for what can be no lease."""
+    if not isinstance(lease_s, (int, float)) or not 0 < lease_s < 1 << 42:
+        raise InvalidRecord(f"lease_s must be a positive number of seconds, not {lease_s!r}")
+    return round(1000 * lease_s)
+
+
+def check_limit(value: object, what: str = "limit") -> int:
+    """Return `value` if it can say how many. Raises InvalidQuery."""
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise InvalidQuery(f"{what} must be an int from 0 to below 2**62, not {value!r}")
     return value
 
 

@@ -347,18 +347,18 @@ class MailboxStore:
         self, thread_id: str, statuses: Collection[Status] | None = None, *, limit: int = 100, offset: int = 0
     ) -> list[Dispatch]:
         """The thread's dispatches, in the order of claims. Costs what is kept of the thread."""
-        if limit < 0 or offset < 0:
-            raise InvalidQuery("limit and offset must not be negative")
-        for status in statuses or ():
+        limit, offset = model.check_limit(limit), model.check_limit(offset, "offset")
+        chosen = list(Status) if statuses is None else [*statuses]
+        for status in chosen:
             check_choice(status, Status, "a status", InvalidQuery)
         thread, found = await self.backend.all_of(check_id(thread_id, "thread_id"))
         shown = [as_seen(d, thread) for d in found] + ([thread.active] if thread.active is not None else [])
-        wanted = [d for d in shown if statuses is None or d.status in statuses]
+        wanted = [d for d in shown if d.status in chosen]
         return sorted(wanted, key=lambda d: d.order)[offset : offset + limit]
 
     async def list_finished(self, *, limit: int = 100) -> list[Dispatch]:
         """Finished dispatches of all threads, the oldest first."""
-        return await self.backend.finished(limit)
+        return await self.backend.finished(model.check_limit(limit))
 
     async def count_by_status(self, thread_id: str | None = None) -> dict[Status, int]:
         """How many there are; of one thread, or of all (which costs what is kept)."""
@@ -369,7 +369,7 @@ class MailboxStore:
 
     async def queued_thread_ids(self, *, limit: int = 1000) -> list[str]:
         """Threads that have queued dispatches, sorted."""
-        return sorted(await self.backend.queued_threads(limit))
+        return sorted(await self.backend.queued_threads(model.check_limit(limit)))
 
     async def reclaim_expired(self, *, limit: int = 1000, now_ms: int | None = None) -> list[Dispatch]:
         """Take back claims whose lease is over: queued again, dead or superseded, as with `nack`.
@@ -379,7 +379,7 @@ class MailboxStore:
         """
         now = self._now(now_ms)
         reclaimed: list[Dispatch] = []
-        expiring = await self.backend.expiring(now, limit)
+        expiring = await self.backend.expiring(now, model.check_limit(limit))
         failed: dict[str, BufstoreError] = {}
         for found in sorted(expiring, key=lambda t: t.thread_id in self._not_reclaimed):
             try:
@@ -403,7 +403,8 @@ class MailboxStore:
 
     async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
         """Remove what finished before that time, the oldest first; how many."""
-        purged = await self.backend.purge(model.check_ms(finished_before_ms, "finished_before_ms"), limit)
+        before_ms = model.check_ms(finished_before_ms, "finished_before_ms")
+        purged = await self.backend.purge(before_ms, model.check_limit(limit))
         self.counters.count("purged", purged)
         return purged
 
@@ -416,9 +417,8 @@ class MailboxStore:
     async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
         """Which threads may have work: each signal goes to one worker, over all instances, until it is answered."""
         c = self.config
-        signals = await self.backend.signals(
-            limit or c.signal_batch_size, c.signal_fetch_expires_s if timeout_s is None else timeout_s
-        )
+        limit = model.check_limit(limit or c.signal_batch_size)
+        signals = await self.backend.signals(limit, c.signal_fetch_expires_s if timeout_s is None else timeout_s)
         self.counters.count("signals", len(signals))
         return signals
 
@@ -476,7 +476,8 @@ class MailboxStore:
         return done.dispatch
 
     def _until(self, now: int, lease_s: float | None) -> int:
-        return model.check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
+        wanted_ms = model.lease_ms(self.config.lease_s if lease_s is None else lease_s)
+        return model.check_ms(now + wanted_ms, "the end of the lease")
 
     async def _as_holder(
         self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object

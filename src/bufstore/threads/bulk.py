@@ -20,7 +20,7 @@ from bufstore.threads.lineage import LineageChange
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.runs import Runs
 from bufstore.threads.write import Call, call_after, call_of
-from bufstore.types import Message, ProducerSequence, Receipt, check_ids
+from bufstore.types import Message, ProducerSequence, Receipt, check_id, check_ids
 
 
 class BulkCheckpoint(NamedTuple):
@@ -54,11 +54,10 @@ class BulkWriter:
     async def learn_new(self, thread_ids: Collection[str]) -> None:
         """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
 
-        With a store other than PostgresThreadStore it does nothing. Raises Unavailable errors.
+        With a store other than PostgresThreadStore it does nothing. Raises InvalidId, Unavailable errors.
         """
-        await together(
-            buffer.learn_new(some) for buffer, some in self._lanes.shared_out(check_ids(thread_ids, "thread_ids"))
-        )
+        wanted = [check_id(t, "a thread's id") for t in check_ids(thread_ids, "thread_ids")]
+        await together(buffer.learn_new(some) for buffer, some in self._lanes.shared_out(wanted))
 
     async def claim(self, runs: Iterable[Run]) -> None:
         """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`."""

@@ -75,8 +75,10 @@ class Quarantine:
         return await self._replay(check_id(thread_id, "thread_id"), 0)
 
     async def threads(self, *, after: str = "", limit: int = _PAGE) -> Sequence[str]:
-        """Threads that have entries here, in order of their ids, those behind `after`."""
-        return await self._ledger.parked.threads(after, limit)
+        """Threads that have entries here, in order of their ids, those behind `after`. Raises InvalidId."""
+        if after != "":
+            check_id(after, "after")
+        return await self._ledger.parked.threads(after, max(1, min(limit, _LIMIT_MAX)))
 
     async def discard(self, seqs: Sequence[int]) -> int:
         """Delete these entries for good. Returns how many there were.
