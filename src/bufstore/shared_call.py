@@ -26,7 +26,7 @@ class SharedCall(Generic[T]):
         if self._closed:
             raise Closed("the store is closed")
         if self._next is None:
-            self._next = spawn(self._run(self._running), name="bufstore-shared-call")
+            self._next = spawn(self._run(self._running), name="bufstore-shared-call", apart=True)
             self._next.add_done_callback(_looked_at)
         asked = self._next
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,11 +45,15 @@ def no_cancel_lost() -> Iterator[None]:
             raise asyncio.CancelledError
 
 
-def spawn(work: Awaitable[T], *, name: str | None = None) -> asyncio.Task[T]:
+def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -> asyncio.Task[T]:
     """A task that begins one turn of the loop later, also where an app has made the tasks of its loop eager.
 
-    Who keeps a task must have it before its work begins, or has even ended.
+    Who keeps a task must have it before its work begins, or has even ended. It has a copy of the caller's context.
+    `apart`: an empty one, for what lives longer than the call that happens to be the first to need it: that call's
+    context, with a request or a span in it, would live as long.
     """
+    if apart:  # a task takes a copy of what it is made in; not every task factory of an app takes a context
+        return Context().run(lambda: spawn(work, name=name))
     loop = asyncio.get_running_loop()
     coroutine = work if asyncio.iscoroutine(work) else _result(work)
     # asyncio tells nobody whether a factory makes them eager (`asyncio.eager_task_factory`, from Python 3.12 on).

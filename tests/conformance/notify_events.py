@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from bufstore.testing.basics import Check, raises, registrar
 from conformance.notify_schedulings import Heard, Notifiers, fresh_name
 
 CHECKS: list[Check] = []
+_WHO: ContextVar[str] = ContextVar("who", default="nobody")
 _check = registrar(CHECKS)
 
 # Work completed, ownership lost: the same four for both.
@@ -192,6 +194,25 @@ async def the_same_callback_twice_is_two_listeners(subject: Notifiers) -> None:
         await there.notify_scheduled(kind, 2)
         await heard.until(1)
         assert len(heard) == 1
+
+
+@_check()
+async def a_callback_has_the_context_of_its_listener(subject: Notifiers) -> None:
+    async with subject.two() as (here, there):
+        heard, work = Heard(), fresh_name("work")
+
+        async def listens(who: str, listen: Callable[[str, Callable[[], None]], Awaitable[Unlisten]]) -> None:
+            _WHO.set(who)
+            await listen(work, lambda: heard.kind(f"{who} as {_WHO.get()}"))
+
+        for who in ("alice", "bob"):
+            await asyncio.create_task(listens(who, here.listen_completed))
+            await asyncio.create_task(listens(who, here.listen_ownership_lost))
+        await there.notify_completed(work)
+        await heard.until(2)
+        await there.notify_ownership_lost(work)
+        await heard.until(4)
+        assert sorted(heard) == ["alice as alice"] * 2 + ["bob as bob"] * 2
 
 
 @_check()

@@ -6,6 +6,7 @@ import asyncio
 import re
 import warnings
 from collections.abc import Awaitable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,21 @@ async def _spawned(factory: Any) -> None:
     future.set_result(1)
     assert await spawn(future) == 1
     asyncio.get_running_loop().set_task_factory(None)  # what ends the loop makes tasks, too
+
+
+def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
+    who: ContextVar[str] = ContextVar("who", default="nobody")
+
+    async def look() -> str:
+        return who.get()
+
+    async def main() -> None:
+        # As apps have it from before Python 3.11: without a context.
+        asyncio.get_running_loop().set_task_factory(lambda loop, work: asyncio.Task(work, loop=loop))  # type: ignore[arg-type]
+        who.set("the caller")
+        assert (await spawn(look()), await spawn(look(), apart=True)) == ("the caller", "nobody")
+
+    asyncio.run(main())
 
 
 def test_tasks_are_made_in_one_place() -> None:

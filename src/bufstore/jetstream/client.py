@@ -19,7 +19,7 @@ from bufstore.config import mask_url
 from bufstore.errors import ConfigError
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.parser import MessageParser
-from bufstore.tasks import to_the_end
+from bufstore.tasks import spawn, to_the_end
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +87,13 @@ class ListeningClient(Client):
             if more is not None:
                 await more
 
-        found = await self.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
-        if frames.supported:
-            self._listeners[found._id] = heard
-        return found
+        async def subscribe() -> Subscription:
+            found = await self.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+            if frames.supported:
+                self._listeners[found._id] = heard
+            return found
+
+        return await spawn(subscribe(), apart=True)  # nats-py begins a task that lives as long as it
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         heard = self._listeners.get(sid)

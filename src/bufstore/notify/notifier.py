@@ -10,7 +10,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Self, TypeVar
+from contextvars import copy_context
+from typing import Any, ParamSpec, Self, TypeVar
 
 from bufstore.errors import Closed, ConfigError, InvalidQuery
 from bufstore.notify.broker import Broker, HintUnavailable
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 #: How many hints may be asked about at once; beyond that, listeners are called without asking.
 _CLAIMS_MAX = 256
 
+P = ParamSpec("P")
 C = TypeVar("C", bound=Callable[..., None])
 
 
@@ -36,8 +38,8 @@ class Notifier:
     asked to deliver, ConfigError when it refuses to; once it has returned, what is published later is heard, and lost
     connections heal themselves.
 
-    A callback is a plain function that returns at once (it sets an event, say). It is called on the event loop; what
-    it raises is logged and disturbs nobody.
+    A callback is a plain function that returns at once (it sets an event, say). It is called on the event loop, with
+    the context variables of its `listen_*`; what it raises is logged and disturbs nobody.
 
     `timeout_s` bounds every publish and every question about a hint.
     """
@@ -108,7 +110,7 @@ class Notifier:
         wanted = [check_id(kind, "the kind") for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         if not wanted:
             raise InvalidQuery("name at least one kind to listen for")
-        return await self._scheduled.subscribe(wanted, callback)
+        return await self._scheduled.subscribe(wanted, _here(callback))
 
     async def notify_completed(self, work_id: str) -> None:
         """Tell all listeners for this id that its work is done."""
@@ -116,7 +118,7 @@ class Notifier:
 
     async def listen_completed(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
         """Call back when this work is said to be done."""
-        return await self._completed.subscribe([check_id(work_id, "the work id")], callback)
+        return await self._completed.subscribe([check_id(work_id, "the work id")], _here(callback))
 
     async def notify_ownership_lost(self, work_id: str) -> None:
         """Tell the worker on this id that it may have lost it."""
@@ -124,7 +126,7 @@ class Notifier:
 
     async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
         """Call back when this work is said to be somebody else's: look, then stop."""
-        return await self._lost.subscribe([check_id(work_id, "the work id")], callback)
+        return await self._lost.subscribe([check_id(work_id, "the work id")], _here(callback))
 
     def statistics(self) -> NotifierStatistics:
         """What has been told, heard and dropped."""
@@ -255,3 +257,13 @@ class Notifier:
                 callback(*args)
         except Exception:
             _log.exception("a callback of a notifier failed", extra={"action": "notify_callback"})
+
+
+def _here(callback: Callable[P, None]) -> Callable[P, None]:
+    """The callback as it is called from here: who calls it has the context of somebody else, or none."""
+    context = copy_context()
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        context.copy().run(callback, *args, **kwargs)  # of a copy each, for one may be entered once at a time
+
+    return call

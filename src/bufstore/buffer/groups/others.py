@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, Protocol
 
 from bufstore.buffer.groups.turns import NEEDS_MAX_S, Pace, Turns, Usual
@@ -275,7 +276,7 @@ class Others:
     def _look_later(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_QUIET_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(_QUIET_S, self._look, context=Context())
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
