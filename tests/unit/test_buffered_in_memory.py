@@ -33,6 +33,7 @@ from bufstore import (
     ThreadMetadata,
     ThreadQuarantined,
 )
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.ports.log import Floor
 from bufstore.jetstream.messages import Conflict, Outgoing
 from bufstore.memory import MemoryNats
@@ -444,6 +445,30 @@ def test_who_hears_that_something_is_flushed_has_heard_before_what_was_parked() 
         await store.buffer.log.publish(Outgoing(store.buffer.subjects.of("t"), b"garbage"), 5.0)
         await store.force_flush("t")
         assert heard[0] == "t"
+
+    alone(main)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_flush_takes_no_longer_than_it_is_told_however_its_time_is_spent(everything: bool) -> None:
+    """The log, Postgres, and whoever is to flush answer one after the other, and each takes a while."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        log, ledger, loop = store.buffer.log, store.buffer.ledger, asyncio.get_running_loop()
+
+        async def nothing(answer: Any) -> Any:
+            await asyncio.sleep(3)
+            return answer
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(log, "latest", lambda *_: nothing(0))
+            patch.setattr(log, "latest_ends", lambda ends, _: nothing([0] * len(ends)))
+            patch.setattr(ledger, "cursors", lambda: nothing({}))
+            patch.setattr(ledger, "watermark", lambda _: nothing(Watermark()))
+            began = loop.time()
+            with pytest.raises(FlushTimeout):
+                await (store.force_flush_all(timeout_s=4) if everything else store.force_flush("t", timeout_s=4))
+            assert loop.time() - began == pytest.approx(4, abs=0.1)
 
     alone(main)
 

@@ -140,22 +140,24 @@ class Reads(Generic[S]):
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
         self._home.check()
-        last = await self._told(lambda s: self._log.latest(self._subjects.of(thread_id), s), thread_id, timeout_s)
-        last = last or await self._asked(self._waits_to(thread_id), thread_id, timeout_s)
+        left_s = _left_of(timeout_s)
+        last = await self._told(lambda s: self._log.latest(self._subjects.of(thread_id), s), thread_id, left_s())
+        last = last or await self._asked(self._waits_to(thread_id), thread_id, left_s())
         if last:
-            await self._waiter.thread(thread_id, last, timeout_s)
+            await self._waiter.thread(thread_id, last, left_s())
         return last
 
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is acknowledged now is flushed."""
         self._home.check()
+        left_s = _left_of(timeout_s)
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        targets = dict(enumerate(await self._told(lambda s: self._log.latest_ends(filters, s), None, timeout_s)))
+        targets = dict(enumerate(await self._told(lambda s: self._log.latest_ends(filters, s), None, left_s())))
         if not all(targets.values()):
-            passed = await self._asked(self._ledger.cursors(), None, timeout_s)
+            passed = await self._asked(self._ledger.cursors(), None, left_s())
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
-        await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, timeout_s)
-        await self._asked(self.restored.counts_since(self.restored.era), None, timeout_s)
+        await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, left_s())
+        await self._asked(self.restored.counts_since(self.restored.era), None, left_s())
 
     async def _waits_to(self, thread_id: str) -> int:
         return (await self.restored.counting(lambda: self._ledger.watermark(thread_id))).waits_to
@@ -343,3 +345,10 @@ class Reads(Generic[S]):
 
 def _broken(state: State) -> bool:
     return state.watermark.broken_since is not None
+
+
+def _left_of(timeout_s: float) -> Callable[[], float]:
+    """What is left of this time, from now on."""
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + timeout_s
+    return lambda: max(0.0, ends_at - loop.time())
