@@ -146,7 +146,7 @@ class CheckpointEngine:
     ) -> None:
         """Append a checkpoint, behind its parent. Returns once it is durable in the log. Raises like `append`.
 
-        `make`, which is called once and at once: what is appended, with at most so many bytes of values that an earlier
+        `make`, which is called at once: what is appended, with at most so many bytes of values that an earlier
         checkpoint has brought, those of all channels but `changed`. The first one that this process saves on another's
         carries them: so a third can read the thread from the log alone. Where history is left out, what a checkpoint
         builds on must be there, too: any but the newest of a flush may go.
@@ -159,17 +159,25 @@ class CheckpointEngine:
             mine.life = before.life if goes_on else None
             goes_on = goes_on and mine.life is not None
         try:
-            # Also where it is to go without them: who is overtaken needs what they were when the call began.
-            whole = make(0 if goes_on and mine.life is None else self._carry_bytes)
-            try:
-                await self.append(thread_id, whole if mine.life is None else _only(whole, changed), last=mine)
-            except Overtaken:
-                mine.life = None
-                await self.append(thread_id, whole, last=mine)
+            if mine.life is None:
+                await self.append(thread_id, make(0 if goes_on else self._carry_bytes), last=mine)
+            else:
+                await self._append_alone(thread_id, make(0), changed, make, mine)
             mine.id = id_ if alone else None
         finally:
             if mine.id is None and self._put.get((thread_id, ns)) is mine:
                 del self._put[thread_id, ns]
+
+    async def _append_alone(
+        self, thread_id: str, put: Put, changed: Container[str], make: Callable[[int], Put], mine: LastPut
+    ) -> None:
+        """Append a checkpoint without what the one before has brought; with it, should somebody else come between."""
+        try:
+            await self.append(thread_id, put, last=mine)
+        except Overtaken:
+            mine.life = None
+            # What it brings is as it was when the call began: the caller may have changed its objects by now.
+            await self.append(thread_id, _filled(put, make(self._carry_bytes), changed), last=mine)
 
     @property
     def _carry_bytes(self) -> int:
@@ -195,10 +203,11 @@ class CheckpointEngine:
         known = operation if thread_id in self._recent else None
         del operation
         life = last.life if last is not None else None
+        held = known is not None or life is not None  # who may be overtaken has it, too
         appending = Appending(
             thread_id, payload, self._is_down, self._goes_on, deletes, self._assume_new, seen, only_behind, life
         )
-        cost = self.backlog.enter(len(payload) if known is None else 2 * len(payload))
+        cost = self.backlog.enter(2 * len(payload) if held else len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         except StoreUnavailable:
@@ -440,7 +449,8 @@ def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | No
     return drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines)
 
 
-def _only(put: Put, channels: Container[str]) -> Put:
-    """The checkpoint with the values of these channels."""
-    blobs = [blob for blob in put.blobs if blob.channel in channels]
-    return Put(put.checkpoint, blobs, [(channel, version) for channel, version in put.empty if channel in channels])
+def _filled(put: Put, whole: Put, changed: Container[str]) -> Put:
+    """The checkpoint, and from `whole` the values of the channels that it does not change."""
+    blobs = [blob for blob in whole.blobs if blob.channel not in changed]
+    empty = [(channel, version) for channel, version in whole.empty if channel not in changed]
+    return Put(put.checkpoint, [*put.blobs, *blobs], [*put.empty, *empty])
