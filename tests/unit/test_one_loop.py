@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,3 +72,24 @@ def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused() -> None
 async def _never(loop: asyncio.AbstractEventLoop) -> None:
     loop.stop()
     await asyncio.Event().wait()
+
+
+@pytest.mark.timeout(30)
+def test_a_blocking_call_during_which_the_program_ends_is_no_success() -> None:
+    """`asyncio.run` cancels the call; of a bare CancelledError LangGraph's executor says nothing."""
+
+    async def main() -> Future[None]:
+        saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
+        begun = asyncio.Event()
+
+        async def never() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        called = thread.submit(saver._wait, never())
+        await begun.wait()
+        await saver.aclose()
+        return called
+
+    with ThreadPoolExecutor() as thread, pytest.raises(ConfigError, match="it stopped in the call"):
+        asyncio.run(main()).result()

@@ -7,7 +7,7 @@ import functools
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar
@@ -51,6 +51,7 @@ T = TypeVar("T")
 #: How often a blocking call looks whether the saver's loop runs, and how long it waits for one that begins to.
 _LOOKS_S = 1.0
 _NO_LOOP = "the saver's event loop does not run: keep it running, or use BufferedSaver"
+_LOOP_ENDED = f"{_NO_LOOP}; it stopped in the call: a write may or may not be stored"
 
 
 def _blocking(
@@ -378,9 +379,15 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         call = asyncio.run_coroutine_threadsafe(work, self._loop)
         while not wait([call], _LOOKS_S).done:
             if not self._runs():
-                call.cancel()
-                raise ConfigError(f"{_NO_LOOP}; it stopped in the call: a write may or may not be stored")
-        return call.result()
+                if not self._loop.is_closed():
+                    call.cancel()
+                raise ConfigError(_LOOP_ENDED)
+        try:
+            return call.result()
+        except (
+            CancelledError
+        ):  # as the loop ended; LangGraph takes a bare one for the end of a run in which all is well
+            raise ConfigError(_LOOP_ENDED) from None
 
     def _runs(self) -> bool:
         """Whether the saver's loop runs, or begins to now: it is given a moment."""
