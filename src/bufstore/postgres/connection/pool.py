@@ -67,13 +67,13 @@ class _Quiet(logging.Filter):
 
 
 def _is_ours(arg: object) -> bool:
-    # Some messages name the pool, some the connection, some its pipeline.
-    if isinstance(arg, str):
-        return arg.partition("-")[0] == _POOL_NAME  # or one of its tasks, "bufstore-worker-1"
+    if isinstance(arg, str):  # some messages name the pool or a task of it, some the connection, some its pipeline
+        return _OURS.fullmatch(arg) is not None
     return isinstance(arg._conn if isinstance(arg, AsyncPipeline) else arg, _Connection)
 
 
 _POOL_NAME = "bufstore"
+_OURS = re.compile(rf"{_POOL_NAME}(-worker-\d+|-scheduler)?")
 for _name in ("psycopg", "psycopg.pool"):
     logging.getLogger(_name).addFilter(_Quiet())
 
