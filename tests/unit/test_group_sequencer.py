@@ -1091,3 +1091,23 @@ def test_writes_without_an_answer_are_said_to_be_so_until_there_is_one() -> None
         await one.sequencer.aclose()
 
     run(main())
+
+
+def test_the_same_of_the_parts_of_large_entries() -> None:
+    async def main() -> None:
+        world = World(random.Random(0))
+        (one,) = await started(world, message_bytes_max=8192)
+        world.faults = ("lost",)
+        for expected in (False, True):
+            unit = one.add("a", 0, size=60_000)
+            await unit.done.wait()
+            assert isinstance(unit.ends[0], LogUnavailable)
+            assert ("answers no writes" in one.sequencer.trouble) is expected
+        world.faults = ()
+        unit = one.add("a", 0, size=60_000)
+        await unit.done.wait()
+        assert isinstance(unit.ends[0], int)
+        assert one.sequencer.trouble == ""
+        await one.sequencer.aclose()
+
+    run(main())

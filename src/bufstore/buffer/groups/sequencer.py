@@ -115,8 +115,8 @@ class Sequencer:
         self._hear = hear
         #: When another writer was found to write to the same threads; None: not lately.
         self._overtaken_at: float | None = None
-        #: How often the group on its way was sent without an answer.
-        self._unanswered = 0
+        #: How often the group on its way was sent without an answer, and how many parts of large entries in a row.
+        self._unanswered = self._unanswered_parts = 0
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
@@ -238,7 +238,7 @@ class Sequencer:
             self._stream.message_bytes_max  # noqa: B018 - who is not connected does not know it
         except BufstoreError as e:
             return str(e)
-        if self._unanswered < 2:  # once, it may be the connection that was lost
+        if max(self._unanswered, self._unanswered_parts) < 2:  # once, it may be the connection that was lost
             return ""
         return "NATS answers no writes; if its disk is full, free it and restart nats-server"
 
@@ -309,6 +309,7 @@ class Sequencer:
             end_one(queued.unit, Closed("the store was closed before the entry was sent"))
             raise
         except AppendUnknown as e:
+            self._unanswered_parts += 1
             # Parts count for nothing without a group.
             end_one(queued.unit, LogUnavailable(f"a part of a large entry was not stored: {e}"))
         except BufstoreError as e:
@@ -321,6 +322,7 @@ class Sequencer:
             )
             end_one(queued.unit, AppendUnknown(f"unexpected {type(e).__name__}"))
         else:
+            self._unanswered_parts = 0
             reach(Failpoint.PARTS_STORED)
             self._queue(
                 msgspec.structs.replace(queued, messages=messages, size=sum(map(size_of, messages)), parts_at=parts_at)
@@ -380,6 +382,7 @@ class Sequencer:
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
         # writers return. Returning earlier would acknowledge what a crash can still lose.
         self.groups += 1
+        self._unanswered_parts = 0
         self._heads.observe(written.group, stored_bytes(written.group, written.message))
         self._stored(written)
         number = -1
