@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
+import nats
 import pytest
 
 from bufstore import ConfigError, Consistency, PostgresThreadStore, ThreadMetadata
 from bufstore.embedded import Servers
-from bufstore.notify import NatsNotifier, PostgresNotifier
+from bufstore.notify import NatsNotifier, PostgresNotifier, RedisNotifier
 from bufstore.tokens import ExclusiveWork, Locks, TokensConfig
 from conftest import Deployment
 from helpers import elsewhere, run_of
@@ -99,6 +100,25 @@ async def test_the_same_of_a_notifier(deployment: Deployment, kind: str) -> None
         await asyncio.wait_for(heard.wait(), 10)
         await elsewhere(notifier.aclose)
     await asyncio.to_thread(asyncio.run, notifier.aclose())
+
+
+@pytest.mark.parametrize("kind", ["redis", "client"])
+async def test_a_notifier_that_keeps_no_connection_of_its_own_closes_on_its_loop_only(
+    deployment: Deployment, request: pytest.FixtureRequest, kind: str
+) -> None:
+    url = request.getfixturevalue("redis_server").url if kind == "redis" else ""
+    client, prefix = await nats.connect(deployment.servers.nats.url), f"t{secrets.token_hex(4)}"
+    async with (
+        await RedisNotifier.open(url, prefix=prefix) if url else await NatsNotifier.open(client, prefix=prefix)
+    ) as notifier:
+        heard = asyncio.Event()
+        await notifier.listen_scheduled("k", lambda _: heard.set())
+        await elsewhere(notifier.aclose)
+        await notifier.notify_scheduled("k")
+        await asyncio.wait_for(heard.wait(), 10)
+    await asyncio.to_thread(asyncio.run, notifier.aclose())
+    assert not [sub.subject for sub in client._subs.values() if not sub.subject.startswith("_INBOX.")]
+    await client.close()
 
 
 async def test_closing_elsewhere_is_refused_and_changes_nothing(servers: Servers, on_nats: Mailboxes) -> None:

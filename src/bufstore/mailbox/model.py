@@ -191,8 +191,8 @@ def check_ms(value: object, what: str) -> int:
 
 def lease_ms(lease_s: object) -> int:
     """So many milliseconds. Raises InvalidRecord for what can be no lease."""
-    if not isinstance(lease_s, (int, float)) or not 0 < lease_s < 1 << 42:
-        raise InvalidRecord(f"lease_s must be a positive number of seconds, not {lease_s!r}")
+    if not isinstance(lease_s, (int, float)) or not 0.001 <= lease_s < 1 << 42:
+        raise InvalidRecord(f"lease_s must be a number of seconds, 0.001 or more, not {lease_s!r}")
     return round(1000 * lease_s)
 
 

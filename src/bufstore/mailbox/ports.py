@@ -77,7 +77,7 @@ class Backend(Protocol):
 
     def closes_here(self) -> bool:
         """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
-        ...
+        return True
 
     async def aclose(self) -> None: ...
 

@@ -37,6 +37,7 @@ class Broker(Protocol):
 
     def closes_here(self) -> bool:
         """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
+        return True
 
     async def aclose(self) -> None:
         """Release the connections that it owns."""

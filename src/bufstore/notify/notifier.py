@@ -14,6 +14,7 @@ from contextvars import copy_context
 from typing import Any, ParamSpec, Self, TypeVar
 
 from bufstore.errors import Closed, ConfigError, InvalidQuery
+from bufstore.home import Home
 from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
@@ -59,6 +60,8 @@ class Notifier:
         self._claims: set[asyncio.Task[None]] = set()
         self._closed = False
         self._closing = Closing()
+        #: Of what it has sent or listens to; None: nothing.
+        self._home: Home | None = None
         self._healthy = True
         #: What may not be listened to.
         self._refused: set[Event] = set()
@@ -76,6 +79,7 @@ class Notifier:
                 self._refused.add(event)
                 raise
             self._refused.discard(event)
+            self._home = self._home or Home()
             return unlisten
 
         return SharedListener(f"listener of {event.name.lower()}", open_, deliver)
@@ -143,7 +147,8 @@ class Notifier:
 
     async def aclose(self) -> None:
         """Stop listening and let go of what the notifier opened itself. May be called twice."""
-        if self._broker.closes_here():
+        used_here = self._closed or self._home is None or self._home.closes_here()
+        if used_here and self._broker.closes_here():
             await self._closing(self._close)
 
     async def _close(self) -> None:
@@ -170,6 +175,7 @@ class Notifier:
         else:
             self._published += 1
             self._healthy = True
+            self._home = self._home or Home()
 
     def _trouble(self, error: Exception) -> None:
         if self._healthy:  # once an outage

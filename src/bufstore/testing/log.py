@@ -199,6 +199,7 @@ async def what_is_stored_comes_back_as_it_was(logs: Logs) -> None:
     assert await other.last([a, b], PATIENCE_S) == {a: stored[0], b: stored[1]}
     assert await other.after(logs.subjects.of_partition(0), 0, PATIENCE_S) == stored
     assert [await other.identity(at) for at in (one, two, two + 1)] == [*stored, None]
+    assert log.trouble == "", "a write was answered"
 
 
 @_check()
