@@ -21,10 +21,10 @@ from bufstore import failpoints
 
 #: pytest's own.
 _NOT_OURS = ("PYTEST_CURRENT_TEST",)
-#: What a program handles. To ask for all of them takes longer than many a test.
+#: What a program handles (SIGALRM is pytest-timeout's). To ask for all of them takes longer than many a test.
 _CAUGHT = tuple(
     signal.Signals[name]
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGALRM", "SIGPIPE")
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGPIPE")
 )
 
 
