@@ -15,7 +15,7 @@ from thorough import seldom
 
 
 @pytest.mark.parametrize(
-    "arguments", [["status", "--nothing"], ["flush"], *seldom(["--version"], ["status", "--help"], ["flush", "--json"])]
+    "arguments", [["flush"], *seldom(["--version"], ["status", "--nothing"], ["status", "--help"], ["flush", "--json"])]
 )
 def test_it_says_and_ends_with_what_a_started_one_does(arguments: list[str]) -> None:
     started = subprocess.run([*COMMAND, *arguments], input=b"", capture_output=True, env=ENVIRONMENT, timeout=60)

@@ -18,6 +18,7 @@ from bufstore.langgraph.protocol import Part
 from bufstore.langgraph.read_cache import _FOLLOWED_MAX, ReadCache
 from bufstore.memory import MemoryNats
 from langgraph_savers import checkpoint, config
+from thorough import seldom
 from unit.fake_log import run
 
 CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=0.5, lease_s=4, retain_after_flush_s=60.0)
@@ -261,7 +262,7 @@ def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_
 
 
 @pytest.mark.parametrize("followed", [True, False])
-@pytest.mark.parametrize("writer", ["nobody", "this process", "another", "another, which was read"])
+@pytest.mark.parametrize("writer", ["nobody", "another", *seldom("this process", "another, which was read")])
 def test_nothing_is_written_behind_what_was_read_before_others_went_on(writer: str, followed: bool) -> None:
     """The log does not show it any more: a process knows of it if it has seen all of the log since."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
+from bufstore.langgraph import saver as saver_module
 from bufstore.memory import MemoryNats
 from helpers import elsewhere, run_of
 from langgraph_savers import checkpoint, config
@@ -52,7 +53,8 @@ async def test_a_saver() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused() -> None:
+def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "_LOOKS_S", 0.2)
     loop = asyncio.new_event_loop()
     saver = loop.run_until_complete(AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats()))
     with pytest.raises(ConfigError, match="does not run"):

@@ -112,6 +112,6 @@ TestStore.settings = examples(
 )
 
 
-@pytest.mark.parametrize("seed", [*range(2), *seldom(*range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *seldom(*range(1, 20))])
 def test_a_long_life(seed: int) -> None:
     live(seed)
