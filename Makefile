@@ -43,9 +43,8 @@ WORKERS ?= 3
 BY_FILE := --dist loadfile --max-worker-restart 0
 SIDE_BY_SIDE := -n $(WORKERS) $(BY_FILE)
 ALONE := -n 2 $(BY_FILE)
-# A third of the examples of each property, a tenth where one waits for the end; `make test-long` tries all.
-FEWER := BUFSTORE_THOROUGH=0.3
-FEWEST := BUFSTORE_THOROUGH=0.1
+# A tenth of the examples of each property; `make test-long` tries all.
+FEWER := BUFSTORE_THOROUGH=0.1
 # Without servers nothing waits: as many as there are cores.
 WITHOUT_SERVERS := -n logical --dist worksteal tests/unit
 
@@ -94,7 +93,7 @@ lowest: $(READY) ## Run some tests with the lowest versions of what bufstore nee
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers, with a tenth of their examples (a minute)
-	$(FEWEST) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
+	$(FEWER) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
 
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)

@@ -97,6 +97,7 @@ async def test_status_and_doctor_say_when_the_log_will_be_full(deployment: Deplo
             await asyncio.gather(writing, return_exceptions=True)
 
 
+@pytest.mark.long  # fifteen seconds of timeouts
 def test_status_without_postgres_shows_the_log(own_servers: Servers) -> None:
     addresses = {"BUFSTORE_NATS": own_servers.nats.url, "BUFSTORE_POSTGRES": own_servers.postgres.dsn}
     assert bufstore_cli("import", "-", stdin=lines_of([("t", [1])]), **addresses).code == 0

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import partial
 
+import pytest
+
 from bufstore.notify import NatsNotifier, Notifier, PostgresNotifier, Unlisten
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
@@ -36,9 +38,10 @@ async def _let_go(request: weakref.ref[Request]) -> None:
         gc.collect()
         return request() is None
 
-    await eventually(gone)
+    await eventually(gone, 60)
 
 
+@pytest.mark.long  # as long as their timers
 async def test_the_first_calls_of_stores_that_share_threads_are_let_go(deployment: Deployment) -> None:
     # Timers that are over before they are due stay with asyncio until then, with the context that they were set in.
     soon = {"append_timeout_s": 4.0, "read_timeout_s": 4.0}

@@ -112,6 +112,7 @@ async def test_a_log_that_has_no_lanes_gets_none(deployment: Deployment) -> None
             pass
 
 
+@pytest.mark.long  # fifteen seconds
 @pytest.mark.parametrize("by", ["command", *seldom("call")])
 async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(laned: Deployment, by: str) -> None:
     laned.verified = False

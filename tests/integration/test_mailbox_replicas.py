@@ -165,6 +165,7 @@ async def _opened(boxes: Mailboxes, stack: AsyncExitStack) -> list[MailboxStore]
     return []
 
 
+@pytest.mark.long  # fifteen seconds of elections
 async def test_dying_leaders_leave_nothing_and_double_nothing(servers: Servers, cluster: Cluster) -> None:
     boxes = Mailboxes("nats", servers, cluster)
     place = Place("replicas", boxes, servers, cluster)

@@ -134,6 +134,7 @@ async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_ser
         assert len(rows) == 1
 
 
+@pytest.mark.long  # fifteen seconds
 async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_until_it_is_flushed_again(
     own_servers: Servers, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ async def test_the_contract_of_tokens_is_kept_while_leaders_go(seed: int, cluste
     assert leaders.gone["killed"]
 
 
+@pytest.mark.long  # twenty seconds; the chaos is in the short ones
 async def test_nothing_is_lost_or_done_twice_when_a_leader_is_killed(opened: Open, cluster: Cluster) -> None:
     instances = [await opened(ttl_s=2, timeout_s=3) for _ in range(2)]
     accepted, begun = set[tuple[str, int]](), defaultdict[tuple[str, int], list[int]](list)

@@ -114,6 +114,7 @@ async def test_a_thread_that_was_wrongly_assumed_to_be_new_forks_and_loses_nothi
         assert (added.checkpoint, added.parent_config) == (put, None)
 
 
+@pytest.mark.long  # as long as the log shows it
 async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: Servers, place: Place) -> None:
     """It has never read it; but the run that began here has carried all values into the log."""
     thread_id = fresh()

@@ -24,6 +24,7 @@ def sink(deployment: Deployment, **options: Any) -> SinkConfig:
     return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **options)
 
 
+@pytest.mark.long  # thirty seconds
 @pytest.mark.parametrize("archiving", [True, *seldom(False)])
 async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: Any, *, archiving: bool) -> None:
     """A log that is nearly full, and a row that somebody holds while the drain waits for it."""

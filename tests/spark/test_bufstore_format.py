@@ -31,6 +31,7 @@ def streamed(spark: Any, folder: Path, **more: str) -> Any:
     )
 
 
+@pytest.mark.long  # thirty seconds
 async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployment) -> None:
     await prepared(deployment)
     threads = [fresh() for _ in range(4)]

@@ -426,6 +426,7 @@ async def test_a_parent_and_its_children_in_one_batch(spark: Any, deployment: De
     assert await held(deployment, [*children, lost]) == {c: [0, 1] for c in children} | {lost: []}
 
 
+@pytest.mark.long  # forty seconds
 async def test_a_thread_is_deleted_behind_its_children_whichever_task_has_them(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:

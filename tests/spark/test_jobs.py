@@ -141,6 +141,7 @@ async def test_analytics_of_a_log(spark: Any, deployment: Deployment) -> None:
     assert await asyncio.to_thread(lag(entries, flushed).collect) == []
 
 
+@pytest.mark.long  # fifteen seconds
 async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     path, threads = str(tmp_path / "archive"), [fresh() for _ in range(6)]
     await write(deployment, threads, range(4))
@@ -243,6 +244,7 @@ async def test_a_drain_that_takes_too_long_says_so_once(spark: Any, deployment: 
             await asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1, timeout_s=2.0)
 
 
+@pytest.mark.long  # ten seconds
 async def test_jobs_are_named_in_sparks_ui(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
     archived = tmp_path / "ranges" / "archive"  # which has a folder of that name, too

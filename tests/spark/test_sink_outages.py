@@ -97,6 +97,7 @@ def sorted_rows(threads: list[str], steps: range) -> list[dict[str, Any]]:
     return sorted(rows_of(threads, steps), key=lambda row: (row["thread_id"], row["position"]))
 
 
+@pytest.mark.long  # fifteen seconds
 async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Servers) -> None:
     deployment = Deployment(own_servers)
     known, new = [fresh() for _ in range(3)], [fresh() for _ in range(3)]
