@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from ._nats import NatsServer
 _NODES = 3
 # Beside those that servers choose themselves, and like them below those of outgoing connections.
 _PORTS = range(10_000, 15_000)
+_PARTS = 50
 
 
 @contextmanager
@@ -51,5 +53,11 @@ def three_servers(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now, for servers to listen on, also when they start again."""
-    return list(islice(filter(_port_is_free, secrets.SystemRandom().sample(_PORTS, 500)), count))
+    """Ports of 127.0.0.1 that nobody listens on now, for servers to listen on, also when they start again.
+
+    Each process looks into a part of its own first: it must not take those of a neighbour's server that is down.
+    """
+    chance, begin = secrets.SystemRandom(), os.getpid() % _PARTS * (len(_PORTS) // _PARTS)
+    ours = _PORTS[begin : begin + len(_PORTS) // _PARTS]
+    ports = chance.sample(ours, len(ours)) + chance.sample(_PORTS, 500)
+    return list(islice(filter(_port_is_free, dict.fromkeys(ports)), count))
