@@ -285,7 +285,8 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
             for level in (Consistency.READ_YOUR_WRITES, Consistency.STRONG):
                 with pytest.raises(ReadNotFresh):
                     await old.load_messages(thread_id, consistency=level)
-            with pytest.raises(FlushTimeout, match="the log did not say in time"):
+            # Which of the two depends on whether the node has noticed by then that it is alone.
+            with pytest.raises((FlushTimeout, LogUnavailable)):
                 await old.force_flush_all(timeout_s=2.0)
         finally:
             with suppress(AttributeError):
