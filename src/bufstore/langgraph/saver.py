@@ -384,9 +384,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
                 raise ConfigError(_LOOP_ENDED)
         try:
             return call.result()
-        except (
-            CancelledError
-        ):  # as the loop ended; LangGraph takes a bare one for the end of a run in which all is well
+        except CancelledError:
+            # As the loop ended. LangGraph takes a bare one for the end of a run in which all is well.
             raise ConfigError(_LOOP_ENDED) from None
 
     def _runs(self) -> bool:
