@@ -206,7 +206,7 @@ async def test_force_flush_ends_at_its_deadline(deployment: Deployment) -> None:
         thread_id = fresh()
         receipt = await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         with pytest.raises(FlushTimeout) as caught:
-            await store.force_flush(thread_id, timeout_s=0.3)
+            await store.force_flush(thread_id, timeout_s=1)
         assert (caught.value.target, caught.value.flushed) == (receipt.thread_seq, 0)
 
 

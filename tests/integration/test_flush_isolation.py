@@ -248,7 +248,7 @@ async def test_what_postgres_refuses_to_one_thread_delays_only_that(
             await write(store, [bad, *good])
             await flushed_within(store, good, 10.0)
             with pytest.raises(FlushTimeout, match=state):
-                await store.force_flush(bad, timeout_s=0.5)
+                await store.force_flush(bad, timeout_s=2)
             assert await store.quarantined() == 0
             await query(owner, mends.format(schema=deployment.name))
             await store.force_flush(bad, timeout_s=20)

@@ -79,7 +79,7 @@ async def test_the_log_forgets_a_thread_that_waits_and_nobody_else_does(deploy: 
             ):
                 with pytest.raises(ReadNotFresh):
                     await lost
-            for late in (other.force_flush(thread_id, timeout_s=0.5), other.force_flush_all(timeout_s=0.5)):
+            for late in (other.force_flush(thread_id, timeout_s=2), other.force_flush_all(timeout_s=2)):
                 with pytest.raises(FlushTimeout, match="another session holds its row"):
                     await late
             again = await other.checkpoint_append(
