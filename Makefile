@@ -49,7 +49,7 @@ FEWER := BUFSTORE_THOROUGH=0.1
 WITHOUT_SERVERS := -n logical --dist worksteal tests/unit
 
 .PHONY: test
-test: check ## Run the tests on real servers (lint, types and layers first; about 17 minutes)
+test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
 	$(FEWER) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long and not leaders"
 	$(FEWER) $(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
 

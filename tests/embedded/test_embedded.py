@@ -141,6 +141,7 @@ def backends(server: PostgresServer) -> list[Any]:
     return [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
 
 
+@pytest.mark.long  # servers of its own
 def test_stop_and_start_keep_data_and_ports(folder: Path) -> None:
     servers = Servers(folder / "new" / "data with space")
     with servers:
@@ -502,6 +503,7 @@ def test_a_folder_closed_to_the_account_of_postgres_is_named(folder: Path) -> No
         PostgresServer(folder / "closed" / "data").start()
 
 
+@pytest.mark.long  # copies all of Postgres
 @needs_root
 def test_programs_closed_to_the_account_of_postgres_are_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bufstore.embedded import _wheels

@@ -293,6 +293,7 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
         assert found == [*(said(n, 20_000) for n in range(kept)), "more"]
 
 
+@pytest.mark.long  # many large entries
 async def test_large_entries_that_do_not_fit_stop_nobody(own_servers: Servers) -> None:
     """Their parts stood behind the last group, filled the log to where no group fitted, and were never purged."""
     deployment = Deployment(own_servers, max_bytes=8 << 20, failover_window_s=2.0)

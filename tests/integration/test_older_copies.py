@@ -90,6 +90,7 @@ async def _passed(deployment: Deployment, before: dict[int, int]) -> bool:
     return any(seq > before.get(p, 0) for p, seq in now.items())
 
 
+@pytest.mark.long  # as long as a cursor stands still
 async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: Servers, tmp_path: Path) -> None:
     """No flush meets the older cursor; all the same nothing is purged that the copy misses, and it gets it."""
     deployment = Deployment(own_servers, failover_window_s=8.0)

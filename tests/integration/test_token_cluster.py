@@ -188,6 +188,7 @@ async def leading(work: ExclusiveWork, stream: str) -> int:
     return int((await eventually(asked, 30))[1:])
 
 
+@pytest.mark.long  # three servers, and an election
 async def test_locks_on_three_replicas_exclude_each_other_while_a_leader_dies(cluster: Cluster) -> None:
     config, name = Storage(replicas=3), f"t{secrets.token_hex(5)}"
 

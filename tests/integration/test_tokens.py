@@ -50,6 +50,7 @@ async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: O
     assert [(await instance.statistics()).found for instance in instances] == [0, 0, 0]
 
 
+@pytest.mark.long  # ten seconds
 async def test_no_item_is_left_lying(opened: Open) -> None:
     """Items that come in the very moment in which a holder finds nothing more: with a TTL of 30 s, one would show."""
     work = await opened(ttl_s=30)

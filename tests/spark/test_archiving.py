@@ -84,6 +84,7 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
 
 
+@pytest.mark.long  # many folders
 async def test_folders_are_listed_by_as_many_tasks_as_there_are_cores(spark: Any, tmp_path: Path) -> None:
     """Spark begins a task for each, of which an archive has many, where there are more than this many."""
     folders, threshold = 9, "spark.sql.sources.parallelPartitionDiscovery.threshold"

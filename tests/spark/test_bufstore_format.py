@@ -59,6 +59,7 @@ async def test_rows_without_a_thread_do_not_hide_each_other(spark: Any, deployme
     assert found == [("", n, is_null) for n in range(3) for is_null in (False, True)]
 
 
+@pytest.mark.long  # several streams
 async def test_a_stream_whose_commit_fails_is_gone_on_with(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
     good, bad = fresh(), fresh()

@@ -42,6 +42,7 @@ async def test_a_driver_killed_between_the_sink_and_sparks_commit(
     assert await held(deployment, threads) == {t: list(range(9)) for t in threads}
 
 
+@pytest.mark.long  # two Javas
 async def test_of_a_batch_within_which_the_driver_was_killed_no_changed_row_is_swallowed(
     spark: Any, deployment: Deployment, config: SinkConfig, tmp_path: Path
 ) -> None:

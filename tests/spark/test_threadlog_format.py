@@ -182,6 +182,7 @@ async def test_a_batch_begins_at_the_first_entry_and_a_stream_behind_the_last(
     assert steps_of(await collected(spark.read.parquet(str(tmp_path / "out")))) == {thread: [3, 4]}
 
 
+@pytest.mark.long  # several queries
 async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
     assert len(kept) == 20 + 3
 
 
+@pytest.mark.long  # on servers of its own
 async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
     """Readers who want to be sure ask the leader; then a partition gets its first message."""
     subjects = Subjects(replicated.name, replicated.log.partitions)
