@@ -1,7 +1,7 @@
 """Public names that are imported when they are first asked for.
 
-A package that is imported needs only the drivers of what is used of it. Type checkers read the imports beside the
-table instead; tests/unit/test_public_names.py keeps the two equal.
+Importing a package needs only the drivers of those of its names that are used. Type checkers read the imports beside
+the table instead; tests/unit/test_public_names.py keeps the two equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-#: What to install for a driver that is missing or does not work, by the module that is imported.
+#: What to install for a driver that is missing or does not work, by the driver's module.
 _INSTALL = {
     "nats": "nats-py",
     "psycopg": "'psycopg[binary,pool]'",
@@ -26,9 +26,9 @@ _INSTALL = {
 def names(
     package: str, modules: Mapping[str, Iterable[str]]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """``__all__``, ``__getattr__`` and ``__dir__`` of a package; `modules`: public names by the module they live in.
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package; `modules`: its public names by their module.
 
-    Asking for a name raises ImportError, with what to install, when its module's driver is missing.
+    ``__getattr__`` raises ImportError, which says what to install, when the driver of the name's module is missing.
     """
     module_of = {name: module for module, found in modules.items() for name in found}
 
@@ -44,16 +44,16 @@ def names(
             raise ImportError(
                 f"{package}.{name} needs {driver}: pip install {_INSTALL[driver]} ({e})", name=driver
             ) from e
-        setattr(sys.modules[package], name, value)  # the next time nobody asks
+        setattr(sys.modules[package], name, value)  # so Python does not call `find` again for this name
         return value
 
     return sorted(module_of), find, lambda: sorted({*vars(sys.modules[package]), *module_of})
 
 
 def _driver(error: ImportError) -> str | None:
-    """The driver that could not be imported, or None if it was something else."""
+    """Return the driver that could not be imported, or None if something else could not."""
     name = (error.name or "").partition(".")[0]
     if name in _INSTALL:
         return name
-    # psycopg without libpq names no module.
+    # The error of a psycopg without libpq names no module.
     return "psycopg" if "pq wrapper" in str(error) else None

@@ -1,10 +1,10 @@
-"""The same stores for code without an event loop: each call runs on a loop of its own thread and waits for it.
+"""The same stores for code without an event loop: each call runs on a loop in another thread and waits.
 
     with BlockingThreadStore(lambda: BufferedThreadStore.open(PostgresThreadStore(dsn), nats=url)) as store:
         store.checkpoint("thread-1", messages, run)
 
-The methods are those of the asynchronous stores, generated from them, with their types. Any number of threads may call
-at once; their calls run side by side on the one loop.
+The methods are generated from those of the asynchronous stores and have their types. Any number of threads may call at
+once; their calls run side by side on the one loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 def _blocking(
     method: Callable[Concatenate[Any, P], Awaitable[R]], *, as_long_as_it_takes: bool = False
 ) -> Callable[Concatenate[BlockingThreadStore | _Part, P], R]:
-    """The method, waited for; `as_long_as_it_takes`: its own bound is the only one."""
+    """Return the method as a blocking one. `as_long_as_it_takes`: `call_timeout_s` does not bound it."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -41,10 +41,10 @@ def _blocking(
 class BlockingThreadStore(LoopThread):
     """A `ThreadRunStore` whose calls block. Use ``with``, or `close` it.
 
-    `open_store` makes the store, on the loop (a BufferedThreadStore opens there what it keeps); its errors pass
-    through. `call_timeout_s` bounds every call beyond the store's own times (but not `erase`): CallTimeout. After
-    `close`, and from a call that `close` has overtaken: Closed. A call from the loop's own thread would wait for
-    itself: ConfigError.
+    `open_store` makes the store, on the loop, where a BufferedThreadStore also opens what it keeps; its errors pass
+    through. A call raises CallTimeout when it takes longer than `call_timeout_s` plus its own `timeout_s`, if it has
+    one (`erase` may take longer); Closed after `close`, or when `close` overtakes it; ConfigError on the loop's own
+    thread, where it would wait for itself.
     """
 
     def __init__(self, open_store: Callable[[], Awaitable[ThreadRunStore]], *, call_timeout_s: float = 60.0) -> None:
@@ -116,7 +116,8 @@ class BlockingBulkWriter(_Part):
 class _BufferedCalls:
     """The calls of a `BufferedThreadStore`.
 
-    Not assigned in the class itself: to type checkers, what a subclass assigns keeps the type of its base class.
+    `BlockingBufferedStore` does not assign them itself, because type checkers would then give them the types that they
+    have in its base class.
     """
 
     checkpoint = _blocking(BufferedThreadStore.checkpoint)
@@ -143,7 +144,7 @@ class _BufferedCalls:
 
 
 class BlockingBufferedStore(_BufferedCalls, BlockingThreadStore):
-    """A `BufferedThreadStore` whose calls block: with levels and receipts in the reads, and its administration."""
+    """A `BufferedThreadStore` whose calls block: its reads take levels and receipts, and it has the administration."""
 
     def __init__(
         self, open_store: Callable[[], Awaitable[BufferedThreadStore]], *, call_timeout_s: float = 60.0

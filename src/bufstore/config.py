@@ -16,34 +16,34 @@ from urllib.parse import unquote, urlsplit
 
 from bufstore.errors import ConfigError
 
-#: Each lane has connections and a flusher of its own in every process.
+#: The most lanes of a log. Each lane has its own connections and flusher in every process.
 LANES_MAX = 64
 
-#: No failover loses more than this; what does is a restore, and that is what archives are for.
+#: No failover loses more than this, in seconds. A restore may lose more; archives are for restores.
 FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
 _SCHEME = re.compile(r"(nats|tls|wss?)://")
-#: What stands behind a URL's user.
+#: The part of a URL behind its user.
 _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 #: Words of a subject: no wildcard, nothing that ends a line of the protocol.
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*\.?")
 
 
 def check_name(value: str, what: str) -> None:
-    """Raise ConfigError for what cannot be a name on a server, `what` in words."""
+    """Raise ConfigError unless `value` can be a name on a server. `what` says in words whose name it is."""
     if not _NAME.fullmatch(value):
         raise ConfigError(f"{what} must be 1 to 64 of A-Z a-z 0-9 _ -")
 
 
 def large_bytes_max(log_bytes: int) -> int:
-    """Up to where entries that go in parts may fill a log of this size: the rest is for the groups behind them."""
+    """Return how many bytes of a log entries in parts may fill: the groups behind them need the rest."""
     return log_bytes - log_bytes // 16
 
 
 def check_failover_window(seconds: float, what: str) -> None:
-    """Raise ConfigError for an impossible `LogConfig.failover_window_s`, `what` in words."""
+    """Raise ConfigError for an impossible `LogConfig.failover_window_s`. `what` names the setting in words."""
     if not 0 < seconds <= FAILOVER_WINDOW_MAX_S:
         raise ConfigError(
             f"{what} must be positive, and 30 days ({FAILOVER_WINDOW_MAX_S:.0f}) at most: until it is over nothing "
@@ -52,7 +52,7 @@ def check_failover_window(seconds: float, what: str) -> None:
 
 
 def check_whole(config: Any) -> None:
-    """Raise ConfigError for a field of a configuration that is to be an int and is none: 8.0, True, "8"."""
+    """Raise ConfigError if an int field of a configuration holds anything but an int: 8.0, True, "8"."""
     for f in fields(config):
         value = getattr(config, f.name)
         if f.type == "int | None" and value is None:
@@ -62,7 +62,7 @@ def check_whole(config: Any) -> None:
 
 
 class Secretive:
-    """A repr that shows no secret: fields marked ``secret`` are masked, passwords in URLs too."""
+    """A repr that shows no secret: it masks fields marked ``secret``, and the logins in URLs."""
 
     def __repr__(self) -> str:
         shown = []
@@ -77,22 +77,22 @@ class Secretive:
 
 
 def mask_url(url: str) -> str:
-    """The URL with any user, password or token in it replaced by ``***``."""
-    # Not urlsplit: a password may hold any character, and up to the last "@" all of it is secret.
+    """Return the URL with any user, password or token in it replaced by ``***``."""
+    # urlsplit cannot do this: a password may hold any character, so everything up to the last "@" is secret.
     return _USER.sub(lambda m: (m[1] or "") + "***@", url)
 
 
 def split_url(url: str) -> tuple[str, str | None, str | None]:
-    """A NATS URL without its user, the user (alone: a token) and the password, percent-decoded.
+    """Return a NATS URL without its user, the user (a token if it stands alone) and the password, percent-decoded.
 
-    Raises ConfigError, which shows nothing of the URL, when what is behind the user is no address.
+    Raises ConfigError, which shows nothing of the URL, when the part behind the user is no address.
     """
     scheme = m[0] if (m := _SCHEME.match(url)) else ""
-    # Up to the last "@": a password may hold any character.
+    # The login ends at the last "@": a password may hold any character.
     login, has_login, address = url[len(scheme) :].rpartition("@")
     bare = scheme + address
     usable = False
-    with suppress(ValueError):  # a port that is no number
+    with suppress(ValueError):  # the port is no number
         parts = urlsplit(scheme + address if scheme else f"nats://{address}")
         usable = bool(parts.hostname) and parts.port != 0 and _ADDRESS.fullmatch(address) is not None
         usable = usable and (scheme.startswith("ws") or parts.path in ("", "/"))
@@ -117,7 +117,7 @@ class NatsConfig(Secretive):
     user: str | None = None
     password: str | None = field(default=None, metadata={"secret": True})
     token: str | None = field(default=None, metadata={"secret": True})
-    #: What is loaded into it later, a new CA or client certificate, is used by the next connection.
+    #: The next connection uses a CA or client certificate that is loaded into this context later.
     tls: SSLContext | None = None
     tls_hostname: str | None = None
     #: JetStream domain: needed on a leaf node; excludes api_prefix.
@@ -157,9 +157,10 @@ class NatsConfig(Secretive):
         return (self.api_prefix or "$JS.API").rstrip(".")
 
     def published_on(self, subject: str) -> str:
-        """Where a message is published that is stored on `subject`: leaf nodes pass a bucket's on beside the API only.
+        """Return the subject on which to publish a message that is stored on `subject`.
 
-        Not with an `api_prefix`: whoever imports the API of another account imports the bucket's subjects as they are.
+        With a `domain`, leaf nodes pass on a bucket's messages only below the API's prefix. An `api_prefix` changes no
+        subject: an app that imports the API of another account imports the bucket's subjects as they are.
         """
         return f"{self.api}.{subject}" if self.domain and subject.startswith("$KV.") else subject
 
@@ -170,31 +171,31 @@ class LogConfig:
 
     stream: str = "THREADLOG"
     bucket: str = "thread-hot"
-    #: First word of the log's subjects.
+    #: The first word of the log's subjects.
     subject: str = "thread"
     #: How many partitions the threads are split into; fixed for the life of a stream.
     partitions: int = 8
     #: How many logs the threads are shared among, each with a leader of its own (docs/OPERATIONS.md, Lanes); fixed
     #: for the life of a stream.
     lanes: int = 1
-    #: Which of them this is. Nobody sets it: the configuration of all lanes is that of the first.
+    #: Which of these logs this one is. Leave it at 0: one configuration, the first lane's, stands for all lanes.
     lane: int = 0
     replicas: int = 1
     #: Server tags that the stream and bucket must be placed on.
     placement_tags: Sequence[str] = ()
     placement_cluster: str | None = None
-    #: Limit of the log on disk (of each lane's), which the server reserves. Flushed entries give way; unflushed ones
-    #: raise LogFull.
+    #: The limit of the log on disk (of each lane's log), which the server reserves. Flushed entries make room for new
+    #: ones; when unflushed ones fill the log, a write raises LogFull.
     max_bytes: int = 2 << 30
-    #: Largest entry; one over the server's max_payload is stored in several messages. At most 15/16 of max_bytes; the
-    #: default gives way to that.
+    #: The largest entry. An entry over the server's max_payload is stored in several messages. At most 15/16 of
+    #: max_bytes, which also bounds the default.
     max_entry_bytes: int = 64 << 20
-    #: How much of its last commits Postgres may lose in a failover: entries stay at least this long after their flush,
-    #: and no operation takes longer than half of it. 30 days at most. The log says it; `change_log` changes it on a
-    #: running log.
+    #: How many seconds of commits Postgres may lose in a failover: entries stay in the log at least this long after
+    #: their flush, and no operation takes longer than half of it. 30 days at most. The log keeps this setting;
+    #: `change_log` changes it on a running log.
     failover_window_s: float = 60.0
-    #: Nothing leaves the log before `bufstore.spark.archive` has it; without archiving it fills (LogFull). Said by the
-    #: log and changed like `failover_window_s`.
+    #: True: nothing leaves the log before `bufstore.spark.archive` has it, and a log that nobody archives fills up
+    #: (LogFull). The log keeps this setting; it is changed like `failover_window_s`.
     archive: bool = False
 
     def __post_init__(self) -> None:
@@ -224,7 +225,7 @@ class LogConfig:
 
     @property
     def entry_bytes_max(self) -> int:
-        """`max_entry_bytes`, or what a log of `max_bytes` can hold if that is less."""
+        """The largest entry: `max_entry_bytes`, or what a log of `max_bytes` can hold if that is less."""
         return min(self.max_entry_bytes, large_bytes_max(self.max_bytes))
 
 
@@ -246,16 +247,16 @@ class BufferConfig:
     #: Operator: a transaction starts early at this many entries or payload bytes; also the memory bound of the flusher.
     flush_max_entries: int = 10_000
     flush_max_bytes: int = 64 << 20
-    #: Operator: others flush an owner's partitions within this time after its end.
+    #: Operator: when an owner ends, others flush its partitions within this time.
     lease_s: float = 6
-    #: Operator: how long flushed entries stay in the log, for readers of the log, as far as `outage_reserve` allows.
+    #: Operator: how long flushed entries stay in the log for readers of the log, if `outage_reserve` leaves the room.
     retain_after_flush_s: float = 24 * 3600.0
-    #: Operator: the fraction of max_bytes that is kept free of retained entries for an outage of Postgres. Less of it:
-    #: longer retention. More: longer outages, even when several processes restart.
+    #: Operator: the fraction of max_bytes that is kept free of retained entries for an outage of Postgres. A smaller
+    #: fraction allows longer retention; a larger one, longer outages, even when several processes restart.
     outage_reserve: float = 0.75
-    #: Operator: with this many entries in quarantine no more are parked: poison waits in the log, `trouble` says so.
+    #: Operator: with this many entries in quarantine, no more are parked: poison waits in the log (`flush_trouble`).
     quarantine_max: int = 10_000
-    #: Developer: threads (and runs) whose last state is remembered for one-round-trip writes.
+    #: Developer: how many threads (and runs) have their last state remembered, for writes of one round trip.
     cached_threads: int = 20_000
 
     def __post_init__(self) -> None:
@@ -286,7 +287,7 @@ class BufferConfig:
 
     @classmethod
     def fitting(cls, log: LogConfig, **options: Any) -> Self:
-        """A configuration for a log that others have set up: defaults that do not fit its window are adapted."""
+        """Return a configuration for a log that others have set up, with the defaults adapted to its window."""
         longest = log.failover_window_s / 2
         fitted: dict[str, Any] = {
             "append_timeout_s": min(cls.append_timeout_s, longest),
@@ -301,7 +302,7 @@ ToNats: TypeAlias = str | Sequence[str] | NatsConfig | Mapping[str, Any]
 
 
 def as_nats_config(value: ToNats) -> NatsConfig:
-    """What was said as a NatsConfig."""
+    """Return `value` as a NatsConfig."""
     if isinstance(value, NatsConfig):
         return value
     if isinstance(value, Mapping):

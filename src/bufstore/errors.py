@@ -37,7 +37,7 @@ BufstoreError
 ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
 ├── DataLoss                    a reader of the log missed messages that were purged, or an archive is not whole
 ├── PositionPassed              a job reads what was there at a position, and Postgres is past it: read at a later one
-├── ArchiveOvertaken            another run has archived the same range: nothing is lost, the next one goes on there
+├── ArchiveOvertaken            another run has archived the same range: nothing is lost, the next run goes on there
 ├── MalformedEntry              bytes in the log that are not an entry (they go to quarantine)
 └── EmbeddedError               an embedded development server did not start or stop
 
@@ -54,12 +54,12 @@ class BufstoreError(Exception):
     """Base of all errors raised by bufstore."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Not as of any exception: that calls the class with the text alone, and most have other arguments.
+        # The default calls the class with the text alone, but most of these classes take other arguments.
         return _remade, (type(self), self.args), self.__dict__
 
 
 def _remade(kind: type[BufstoreError], args: tuple[object, ...]) -> BufstoreError:
-    """An error that was pickled or copied, its attributes apart."""
+    """Return a copied or unpickled error, still without its attributes."""
     error = kind.__new__(kind)
     error.args = args
     return error
@@ -114,7 +114,7 @@ class LineageError(Rejected):
 class TooLarge(Rejected):
     """The entry is larger than ``max_entry_bytes``, or than a log of ``max_bytes`` can hold.
 
-    Or what is no entry is larger than one message, or one call, may be.
+    Also raised for something other than an entry that is larger than one message, or one call, may be.
     """
 
     def __init__(self, size: int, limit: int, set_by: str = "LogConfig.max_entry_bytes, max_bytes") -> None:
@@ -196,7 +196,7 @@ class TokenBusy(Rejected):
         by = f" (held by {holder})" if holder else ""
         super().__init__(f"{key!r} is busy{by}: nothing was submitted or acquired")
         self.key = key
-        #: The name that its holder gave itself; empty when nobody holds it, or that is not known.
+        #: The name that the holder of the key gave itself; empty when nobody holds the key, or the name is not known.
         self.holder = holder
 
 
@@ -254,7 +254,7 @@ class StepUnknown(BufstoreError):
     interrupt.
     """
 
-    #: Of an enqueue: the id to ask for, also one that the store chose.
+    #: The id to ask for after an enqueue, including one that the store chose; None after other steps.
     dispatch_id: str | None = None
 
 
@@ -295,7 +295,7 @@ class FlushTimeout(BufstoreError):
     def __init__(
         self, thread_id: str | None, *, target: int, flushed: int, reason: str = "", partition: int | None = None
     ) -> None:
-        """`partition`: the first one not flushed up to its `target`; `reason`: its owner, and what that waits for."""
+        """`partition`: the first one not flushed up to its `target`; `reason`: its owner, and what holds it up."""
         who = "all threads" if thread_id is None else f"thread {thread_id!r}"
         where = f", partition {partition}" if partition is not None else ""
         why = f" ({reason})" if reason else ""
@@ -312,10 +312,10 @@ class StoreMisconfigured(BufstoreError):
 
 
 class LogRolledBack(BufstoreError):
-    """The log ends before what Postgres has applied, or is not the log that it was.
+    """The log ends before what Postgres has applied, or is no longer the same log.
 
     Nothing more is appended or flushed: a new acknowledged entry could not be told from a lost one. Stop all instances
-    and run ``bufstore repair`` (`bufstore.repair`), which first only looks.
+    and run ``bufstore repair`` (`bufstore.repair`), which only looks at first.
     """
 
     def __init__(self, reason: str) -> None:
@@ -324,7 +324,7 @@ class LogRolledBack(BufstoreError):
 
 
 class DataLoss(BufstoreError):
-    """A reader of the log (a Spark job, an archive) found that messages which it has not read are gone.
+    """A reader of the log (a Spark job, an archive) found that messages are gone that it has not read yet.
 
     They are in Postgres if they were purged after their flush. With ``failOnDataLoss=false``, or from another position,
     the reader goes on without them.

@@ -1,7 +1,7 @@
 """Where a process may die, by name: a crash test kills it exactly there.
 
 A *failpoint* stands between two steps that outlive the process (a message in the log or the bucket, a transaction, a
-consumer, a purge): what is only in memory between them makes no difference to the next process. Each member of
+consumer, a purge): a change in memory alone would make no difference to the next process. Each member of
 `Failpoint` is reached from one place in the source, by moving parts and adapters, never by decisions.
 
 Off unless a test sets `active` in its own process; no configuration does. Off, a failpoint costs one call and one look
@@ -24,7 +24,7 @@ class Failpoint(StrEnum):
     CLAIM_STORED = "claim-stored"
     #: Before a group of entries, or a part of a large one, is sent. Nothing of it is stored.
     PUBLISH_BEFORE = "publish-before"
-    #: It is stored, nobody has been told. A retry with an entry's key must find it, not store it twice.
+    #: The group is stored, nobody has been told. A retry with an entry's key must find it, not store it twice.
     PUBLISH_ACKED = "publish-acked"
     #: The parts of a large entry are stored, the group that names them is not. Parts alone must count for nothing.
     PARTS_STORED = "parts-stored"
@@ -46,9 +46,9 @@ class Failpoint(StrEnum):
     FLUSH_REPORTED = "flush-reported"
     #: Acked. The floor must not be ahead of the cursor.
     FLUSH_ACKED = "flush-acked"
-    #: Cursors of partitions without entries are moved, nobody has been told. Nothing of theirs may stand before them.
+    #: The cursors of idle partitions are moved, nobody has been told. They must not have passed an entry of theirs.
     IDLE_MOVED = "idle-moved"
-    #: The first half of a window that had to be split is committed. The other half must not be passed by.
+    #: The first half of a window that had to be split is committed. The cursor must not pass the other half.
     FLUSH_HALF_SETTLED = "flush-half-settled"
 
     # Threads that wait.
@@ -56,7 +56,7 @@ class Failpoint(StrEnum):
     QUEUE_WRITTEN = "queue-written"
     #: The cursor has passed entries that wait. The next owner must find them, and put later ones behind them.
     QUEUE_COMMITTED = "queue-committed"
-    #: In a flush transaction: what waited is applied and does not wait any more, the watermark does not say so yet.
+    #: In a flush transaction: what waited is applied and waits no more; the watermark does not say so yet.
     QUEUE_LEFT = "queue-left"
 
     # Taking partitions, giving them up.
@@ -70,19 +70,19 @@ class Failpoint(StrEnum):
     SHARE_DROPPED = "share-dropped"
 
     # Purging.
-    #: Before what was flushed long enough ago is purged.
+    #: Before the purge of what was flushed long enough ago.
     PURGE_BEFORE = "purge-before"
-    #: Purged, not remembered. The entry at the cursor must have stayed.
+    #: The log is purged, this process has not noted it. The entry at the cursor must have stayed.
     PURGE_DONE = "purge-done"
 
     # Quarantine.
-    #: In the flush transaction: entries are in quarantine, the cursor has not passed them. Else parked twice or lost.
+    #: In the flush transaction: entries are parked, the cursor has not passed them. Else they are parked twice or lost.
     PARK_WRITTEN = "park-written"
-    #: In a replay's transaction: the entry is applied, its row in quarantine is still there. Else applied twice.
+    #: In a replay's transaction: the entry is applied, its row in quarantine is still there. Else it is applied twice.
     REPLAY_APPLIED = "replay-applied"
-    #: In a replay's transaction: all is written, nothing is committed. Else lost from both.
+    #: In a replay's transaction: all is written, nothing is committed. Else the entry is lost from both.
     REPLAY_SETTLED = "replay-settled"
-    #: A replay is committed, writers have not been told. They must notice that the chain is another.
+    #: A replay is committed, writers have not been told. They must notice that the chain has changed.
     REPLAY_COMMITTED = "replay-committed"
     #: In a discard's transaction: the row is gone, the thread's row does not say so yet.
     DISCARD_WRITTEN = "discard-written"
@@ -90,23 +90,23 @@ class Failpoint(StrEnum):
     DISCARD_COMMITTED = "discard-committed"
 
     # Changes of lineage, deletions.
-    #: Checked, without a place among the others. Nothing has changed.
+    #: The change is checked; it has no place among the others yet. Nothing has changed.
     LINEAGE_BEFORE = "lineage-before"
-    #: The record is stored, nothing of it is carried out. The next change must do it.
+    #: The record is stored, nothing of it is carried out. The next change must carry it out.
     LINEAGE_PLACED = "lineage-placed"
     #: One edit of several is in the log. The next change must do the rest, and repeat this one without harm.
     LINEAGE_EDITED = "lineage-edited"
-    #: All edits are in the log, the record is not marked. Repeated, they must not touch what was made anew since.
+    #: All edits are in the log, the record is not marked. Repeated, they must not touch what was created again since.
     LINEAGE_CARRIED_OUT = "lineage-carried-out"
-    #: Marked; the caller has not been told.
+    #: The record is marked, the caller has not been told.
     LINEAGE_MARKED = "lineage-marked"
 
     # Starting.
-    #: In a migration's transaction: tables are changed, the version is not written. Else it would run twice.
+    #: In a migration's transaction: tables are changed, the version is not written. Else the migration would run twice.
     MIGRATION_HALF = "migration-half"
     #: One set of tables is migrated, another may not have begun.
     MIGRATION_DONE = "migration-done"
-    #: Postgres knows the epoch, the stream does not exist. Must not be taken for a stream that was lost.
+    #: Postgres knows the epoch, the stream does not exist. That must not be taken for a stream that was lost.
     EPOCH_SET = "epoch-set"
     #: The stream exists, the bucket may not.
     STREAM_CREATED = "stream-created"
@@ -116,7 +116,7 @@ class Failpoint(StrEnum):
     # Closing.
     #: Writes on their way have ended; what they stored is not flushed.
     CLOSE_DRAINED = "close-drained"
-    #: Everything is flushed, everything is open.
+    #: Everything is flushed, and everything is still open.
     CLOSE_FLUSHED = "close-flushed"
     #: Partitions are given up, the member is still listed.
     CLOSE_GIVEN_UP = "close-given-up"
@@ -129,6 +129,6 @@ active: Callable[[Failpoint], None] | None = None
 
 
 def reach(point: Failpoint) -> None:
-    """Tell a test, if one listens, that the process is here."""
+    """Tell a test, if one listens, that the process has reached this point."""
     if active is not None:
         active(point)

@@ -1,4 +1,4 @@
-"""What is held for a time: renewed while it is used, and found lost by our own clock when it was not."""
+"""Something that is held for a time: renewed while it is used; our own clock finds it lost if it was not renewed."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from bufstore.tasks import end, spawn
 
 
 class Holding:
-    """Something that is ours for `for_s` from each confirmed renewal on. Whoever has it closes it."""
+    """Something that is ours for `for_s` seconds from each confirmed renewal on. The user of a Holding closes it."""
 
     def __init__(self, for_s: float, began: float, lost: Callable[[], object]) -> None:
-        """`began`: it was taken not before then, by the loop's clock. `lost` is called when it was not renewed."""
+        """`began`: when the taking began, by the loop's clock. `lost` is called when no renewal came in time."""
         self._for_s, self._lost = for_s, lost
         self._timer: asyncio.TimerHandle | None = None
         self._renewing: asyncio.Task[None] | None = None
         self.confirm(began)
 
     def confirm(self, began: float) -> None:
-        """It was renewed, not before `began`."""
+        """Note a renewal that was begun at `began`."""
         self.stop()
         self.began, self.until = began, began + self._for_s
-        # Not when a renewal fails: its answer may be out for longer than there is time.
+        # A timer decides, not a failed renewal: a renewal's answer may take longer than the time that is left.
         self._timer = asyncio.get_running_loop().call_at(self.until, self._run_out)
 
     def stop(self) -> None:
-        """Nothing is held any more, and nothing will be found lost."""
+        """Hold it no more: from now on it is not found lost."""
         if self._timer is not None:
             self._timer.cancel()
 
     def keep(self, renew: Callable[[], Awaitable[bool]], every_s: float) -> None:
-        """Call `renew`, which confirms, so long after each confirmation, and again soon; until it says no."""
+        """Call `renew`, which confirms, until it says no: `every_s` after each confirmation, soon again without one."""
         self._renewing = spawn(self._renew(renew, every_s), name="bufstore-renew")
 
     async def _renew(self, renew: Callable[[], Awaitable[bool]], every_s: float) -> None:
@@ -48,6 +48,6 @@ class Holding:
         self._lost()
 
     async def aclose(self) -> None:
-        """Renew it no more. Its time goes on, until `stop`."""
+        """End the renewals. Its time runs on until `stop`."""
         renewing, self._renewing = self._renewing, None
         await end(renewing)

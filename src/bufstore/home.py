@@ -1,7 +1,7 @@
-"""Where something was opened, and alone may be used: on its event loop, and in its process.
+"""The event loop and the process in which something was opened, the only ones that may use it.
 
-A process that is forked off has copies of everything, and shares the sockets with its parent: what the one writes or
-reads is in the way of the other's. So it lets go of them, and uses nothing that its parent has opened.
+A forked process has copies of everything and shares the sockets with its parent, so that the reads and writes of the
+two would mix. So it lets go of the sockets, and uses nothing that its parent has opened.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol
 
 from bufstore.errors import ConfigError
 
-#: What a call says in a process that was forked off.
+#: The message of the error that a call raises in a forked process.
 FORKED = "a store does not outlive a fork: open one in each process"
-#: How many forks lead from the process that imported this to the one that it is in now.
+#: The number of forks from the process that imported this module to the current process.
 _forks = 0
 
 
@@ -25,19 +25,19 @@ class Connected(Protocol):
     """Something with a socket."""
 
     def fileno(self) -> int:
-        """The socket. Negative, or any error, if there is none now."""
+        """Return the socket's descriptor. A negative number, or any error, means that there is no socket now."""
 
 
 _connected: weakref.WeakSet[Connected] = weakref.WeakSet()
 
 
 def owned_here(connected: Connected) -> None:
-    """In a process that is forked off, its socket leads nowhere, and its end ends nothing."""
+    """Note a connection of this process, so that a forked process cuts its copy of the socket off."""
     _connected.add(connected)
 
 
 class Home:
-    """The running loop, in this process."""
+    """The event loop that runs, and the process that it runs in, when this object is made."""
 
     __slots__ = ("_forks", "_loop")
 
@@ -46,18 +46,18 @@ class Home:
 
     @property
     def left(self) -> bool:
-        """Whether this is another process, forked off since: all that was opened is its parent's."""
+        """Whether this process was forked off since: then everything that was opened belongs to its parent."""
         return self._forks != _forks
 
     def check(self) -> None:
-        """Raise ConfigError elsewhere: what is kept for later calls belongs there, and would break."""
+        """Raise ConfigError in another process or on another loop, where what is kept for later calls would break."""
         if self._forks != _forks:
             raise ConfigError(FORKED)
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")
 
     def closes_here(self) -> bool:
-        """Whether this process closes it: that of which it was forked off does. Raises ConfigError on another loop."""
+        """Whether this process has to close what it uses; a forked one has not. Raises ConfigError on another loop."""
         if self.left:
             return False
         self.check()
@@ -69,8 +69,9 @@ def _forked() -> None:
     _forks += 1
     if not _connected:
         return
-    # An end without another one: what is read ends, and what is written fails. Closing the sockets instead would have
-    # later ones get their numbers, which the copies still use; shutting them down would end the parent's connections.
+    # A socket without a peer replaces each of them: reads end, and writes fail. Closing the sockets instead would free
+    # their numbers for later sockets, while the copies still use them. Shutting the sockets down would end the parent's
+    # connections.
     ours, other = socket.socketpair()
     other.close()
     with ours:

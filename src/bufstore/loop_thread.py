@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for code that has none: each call runs there and waits for its end."""
+"""An event loop in a thread of its own, for code that has none: each call runs there while its caller waits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from bufstore.errors import CallTimeout, Closed, ConfigError
 
 R = TypeVar("R")
 
-#: A thread can wait for twice as long (some 290 years).
+#: The longest time for which a call may wait: half of what a thread can wait (some 290 years).
 _OWN_MAX_S = threading.TIMEOUT_MAX / 2
 
 
 class LoopThread:
     """A store on an event loop of a thread of its own.
 
-    `open_store` makes the store, on the loop; its errors pass through. `call_timeout_s` bounds every call beyond the
-    store's own times: CallTimeout. After `close`, and from a call that `close` has overtaken: Closed. A call from the
-    loop's own thread would wait for itself, and a process that was forked off has no loop: ConfigError.
+    `open_store` makes the store, on the loop; its errors pass through. A call raises CallTimeout when it takes longer
+    than `call_timeout_s` plus its own time within the store; Closed after `close`, or when `close` overtakes
+    it; ConfigError on the loop's own thread, where it would wait for itself, and in a forked process: it has no loop.
     """
 
     def __init__(self, open_store: Callable[[], Awaitable[Any]], *, call_timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class LoopThread:
         self._closing = self._stopped = False
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
-        # Not waited for by an interpreter that ends without `close`: what was acknowledged is in the log.
+        # A daemon: an interpreter that ends without `close` need not wait, because the log has what was acknowledged.
         self._thread = threading.Thread(target=self._serve, name="bufstore-blocking", daemon=True)
         self._thread.start()
         try:
@@ -52,8 +52,8 @@ class LoopThread:
     def close(self) -> None:
         """Close the store (it drains what it can, within its own times) and end the thread. Idempotent.
 
-        In a process that was forked off it does nothing: the store is its parent's. Nor does it once the interpreter
-        ends, when no other thread runs any more: what was acknowledged is in the log.
+        Does nothing in a forked process, because the store is its parent's, and nothing while the interpreter ends,
+        because no other thread runs then; the log has what was acknowledged.
         """
         self._check_thread()
         if os.getpid() != self._process or sys.is_finalizing():
@@ -83,7 +83,7 @@ class LoopThread:
     def _stop(self) -> None:
         with self._lock:
             self._closing = True
-        with contextlib.suppress(RuntimeError):  # something has ended it already
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._timeout_s)
         with self._lock:
@@ -103,11 +103,11 @@ class LoopThread:
                 raise Closed("the store is closed")
             try:
                 future = asyncio.run_coroutine_threadsafe(begun, self._loop)
-            except RuntimeError:  # a signal handler has closed it since
+            except RuntimeError:  # a signal handler has closed the loop since
                 begun.close()
                 raise Closed("the store is closed") from None
             self._pending.add(future)
-            if self._stopped:  # or just now, too late for it to begin
+            if self._stopped:  # the loop has just stopped, before the call could begin
                 future.cancel()
         try:
             return future.result(timeout_s)
@@ -115,12 +115,12 @@ class LoopThread:
             raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
         except TimeoutError:
             if future.done() and not future.cancelled():
-                return future.result()  # it has ended just now; or the error is the store's own
+                return future.result()  # the call has ended just now, or the error is the store's own
             raise CallTimeout(
                 f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
             ) from None
         finally:
-            future.cancel()  # when the caller gives up (or is interrupted) so does the call
+            future.cancel()  # a call whose caller gave up (or was interrupted) ends, too
             with self._lock:
                 self._pending.discard(future)
 
@@ -130,10 +130,10 @@ class LoopThread:
 
 
 def own_time_s(timeout_s: object) -> float:
-    """What a call was given to wait for within the store, which it has before `call_timeout_s` begins to count."""
+    """Return how long a call may wait within the store, by its `timeout_s`, before `call_timeout_s` begins to count."""
     return min(timeout_s, _OWN_MAX_S) if isinstance(timeout_s, int | float) and timeout_s > 0 else 0.0
 
 
 async def _begin(work: Callable[[], Awaitable[R]]) -> R:
-    # Called here and not by the caller: what needs a running loop finds one.
+    # The caller does not call `work` itself: here, code that needs a running loop finds one.
     return await work()

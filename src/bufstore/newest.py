@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Newest(OrderedDict[K, V], Generic[K, V]):
-    """The entries that were set last, `most` of them; setting one again makes it the newest."""
+    """The items that were set last, at most `most` of them; setting a key again makes its item the newest."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ __all__ = ["BufferedSession"]
 class BufferedSession:
     """The SDK's `Session` on a thread of a store, with the store's guarantees and errors.
 
-    Each item is a message with an id of its own: the SDK's items have none, or one that repeats.
+    Each item is a message with an id of its own, because the SDK's items have no id, or one that repeats.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class BufferedSession:
         self._store = store
 
     async def get_items(self, limit: int | None = None) -> list[TResponseInputItem]:
-        """The items, oldest first; with `limit` the last ones."""
+        """Return the items, oldest first; with `limit`, that many of the last ones."""
         if limit is None and self.session_settings is not None:
             limit = self.session_settings.limit
         items: list[Any] = [message["item"] for message in await self._messages()]
         return items if limit is None else items[-limit:] if limit > 0 else []
 
     async def add_items(self, items: list[TResponseInputItem]) -> None:
-        """Append the items, all of them or none. What is unknown after a lost answer is found out."""
+        """Append all the items or none. After a lost answer, find out whether they are stored."""
         if not items:
             return
         messages = _messages_of(items)
@@ -61,7 +61,7 @@ class BufferedSession:
                 return
 
     async def pop_item(self) -> TResponseInputItem | None:
-        """Remove the last item and return it; None if there is none. Two get the same only after a lost answer."""
+        """Remove and return the last item, or None. Two callers get the same item only after a lost answer."""
         while messages := await self._messages():
             last = [messages[-1]["id"]]
             try:
@@ -77,7 +77,7 @@ class BufferedSession:
 
     async def replace_items(self, items: Sequence[TResponseInputItem]) -> None:
         """Make `items` the whole list, in one entry: after a compaction, say."""
-        # An id as long as it may be leaves no room for more.
+        # A hash: a session id of the largest size would leave no room for the prefix.
         run_id = f"replaced/{blake2b(self.session_id.encode(), digest_size=16).hexdigest()}"
         run = Run(run_id=run_id, thread_id=self.session_id, status=RunStatus.DONE)
         await self._store.checkpoint(self.session_id, _messages_of(items), run)
@@ -90,7 +90,7 @@ class BufferedSession:
             return
 
     async def _messages(self) -> list[Any]:
-        # Whatever the store's own level is: who pops reads again what others have popped.
+        # Whatever the store's own level is: a caller that pops must see which items others have popped.
         return await self._store.load_messages(self.session_id, consistency=Consistency.READ_YOUR_WRITES) or []
 
 

@@ -22,7 +22,7 @@ class SharedCall(Generic[T]):
         self._closed = False
 
     async def __call__(self) -> T:
-        """The answer of a call that begins after this one; raises what that call raises, and Closed."""
+        """Return the answer of a call that begins after this one. Raises what that call raises, and Closed."""
         if self._closed:
             raise Closed("the store is closed")
         if self._next is None:
@@ -38,7 +38,7 @@ class SharedCall(Generic[T]):
             raise
 
     async def aclose(self) -> None:
-        """End what runs; who waits for it is told Closed."""
+        """End the calls; a caller that waits for one gets Closed."""
         self._closed = True
         await end(self._running, self._next)
 
@@ -51,4 +51,4 @@ class SharedCall(Generic[T]):
 
 def _looked_at(task: asyncio.Task[T]) -> None:
     if not task.cancelled():
-        task.exception()  # all callers may have been cancelled
+        task.exception()  # marks the error as seen: all callers may have been cancelled

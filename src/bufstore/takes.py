@@ -1,4 +1,4 @@
-"""What is taken for callers who may be cancelled meanwhile: nothing is taken by half, or for nobody."""
+"""Taking things for callers that may be cancelled meanwhile: nothing is taken by half, or for nobody."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bufstore.tasks import spawn
 T = TypeVar("T")
 HandBack = Callable[[Any], Awaitable[object]]
 
-#: Steps have a time of their own; a handler that is cancelled and does not end has none.
+#: How long `aclose` waits, in seconds. Steps have bounds of their own; a cancelled handler that does not end has none.
 _PATIENCE_S = 20.0
 
 
 class Takes:
-    """Whoever has it closes it first: what is handed back needs the connection."""
+    """What is being taken and handed back. Close it before the connection, which handing back needs."""
 
     def __init__(self) -> None:
         self._ending = set[asyncio.Future[Any]]()
 
     async def take(self, taking: Coroutine[Any, Any, T], hand_back: HandBack) -> T:
-        """What `taking` gives. A cancelled caller leaves at once; `taking` goes on, and what it took is handed back."""
+        """Return what `taking` gives. A cancelled caller leaves at once; `taking` goes on, and its result goes back."""
         task = spawn(taking)
         try:
             return await asyncio.shield(task)
@@ -33,23 +33,23 @@ class Takes:
             raise
 
     def abandon(self, taking: asyncio.Future[Any], hand_back: HandBack) -> None:
-        """Nobody wants what `taking` gives any more: it is handed back."""
+        """Hand back what `taking` gives: its caller does not want it any more."""
         self.leave(spawn(_hand_back(taking, hand_back)))
 
     def leave(self, ending: asyncio.Future[Any]) -> None:
-        """Nobody else may wait for it; `aclose` does."""
+        """Have `aclose` wait for `ending`, because nobody else may."""
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     async def aclose(self) -> None:
-        """Return when all is handed back, or cannot be for so long that it comes back when its time is over."""
+        """Return when all is handed back, or after a time: the rest comes back by itself when its time is over."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + _PATIENCE_S
         while self._ending and (left_s := ends_at - loop.time()) > 0:
-            await asyncio.wait(self._ending, timeout=left_s)  # who is cancelled here stops none of it
+            await asyncio.wait(self._ending, timeout=left_s)  # a caller that is cancelled here stops none of them
 
 
 async def _hand_back(taking: asyncio.Future[Any], hand_back: HandBack) -> None:
-    with suppress(BufstoreError):  # then it comes back when its time is over
+    with suppress(BufstoreError):  # what is not handed back comes back when its time is over
         if (taken := await taking) is not None:
             await hand_back(taken)

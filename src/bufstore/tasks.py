@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: What goes on whoever gives it up; asyncio itself keeps no task.
+#: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
 _going_on: set[asyncio.Task[Any]] = set()
 
 
 class StrayCancelledError(Exception):
-    """Something that this task awaits was cancelled, and not this task."""
+    """Something that this task awaits was cancelled, but not the task itself."""
 
 
 @contextmanager
 def own_cancels_only() -> Iterator[None]:
-    """Raise StrayCancelledError for a CancelledError of something else: it is an error as any other, and ends no loop.
+    """Raise StrayCancelledError for a CancelledError of something else: an error like any other, which ends no loop.
 
-    An app's code may await what another part of the app cancels.
+    An app's code may await something that another part of the app cancels.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def own_cancels_only() -> Iterator[None]:
 
 @contextmanager
 def no_cancel_lost() -> Iterator[None]:
-    """Raise CancelledError when this task is cancelled in the block, also where what it awaits swallows that."""
+    """Raise CancelledError if this task is cancelled in the block, even if something that it awaits swallows that."""
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
     try:
@@ -46,17 +46,17 @@ def no_cancel_lost() -> Iterator[None]:
 
 
 def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -> asyncio.Task[T]:
-    """A task that begins one turn of the loop later, also where an app has made the tasks of its loop eager.
+    """Return a task that begins one turn of the loop later, even if an app has made the tasks of its loop eager.
 
-    Who keeps a task must have it before its work begins, or has even ended. It has a copy of the caller's context.
-    `apart`: an empty one, for what lives longer than the call that happens to be the first to need it: that call's
-    context, with a request or a span in it, would live as long.
+    So a caller that keeps the task has it before its work begins. The task gets a copy of the caller's context, or with
+    `apart` an empty context. Use `apart` for work that outlives the call that happens to need it first; otherwise that
+    call's context, with a request or a span in it, would live as long.
     """
-    if apart:  # a task takes a copy of what it is made in; not every task factory of an app takes a context
+    if apart:  # a task copies the context that it is made in; not every task factory of an app takes a context
         return Context().run(lambda: spawn(work, name=name))
     loop = asyncio.get_running_loop()
     coroutine = work if asyncio.iscoroutine(work) else _result(work)
-    # asyncio tells nobody whether a factory makes them eager (`asyncio.eager_task_factory`, from Python 3.12 on).
+    # asyncio does not tell whether a factory makes eager tasks (`asyncio.eager_task_factory`, from Python 3.12 on).
     if "eager_task_factory" in getattr(loop.get_task_factory(), "__qualname__", ""):
         return asyncio.Task(coroutine, loop=loop, name=name)
     return loop.create_task(coroutine, name=name)
@@ -67,20 +67,20 @@ async def _result(work: Awaitable[T]) -> T:
 
 
 async def to_the_end(work: Awaitable[T], *, name: str | None = None) -> T:
-    """The result. The work goes on to its end also when the caller is cancelled meanwhile, however often."""
+    """Return the result. The work goes on to its end even if the caller is cancelled meanwhile, however often."""
     return await asyncio.shield(_keep(work, name))
 
 
 class Closing:
-    """Closes to the end, also when a caller is cancelled meanwhile: nobody could close what it left open.
+    """Closes to the end even if a caller is cancelled meanwhile, because nobody could close what was left open.
 
-    Who closes meanwhile waits for the same end. Later it is done again, and must find nothing to do.
+    A caller that comes meanwhile waits for the same end. A later caller closes again, and must find nothing to do.
     """
 
     _task: asyncio.Task[None] | None = None
 
     async def __call__(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Raises what `close` raises."""
+        """Run `close`, or wait for the run that has begun. Raises what `close` raises."""
         if self._task is None or self._task.done():
             self._task = _keep(close(), "bufstore-close")
         await asyncio.shield(self._task)
@@ -94,7 +94,7 @@ def _keep(work: Awaitable[T], name: str | None) -> asyncio.Task[T]:
 
 
 async def end(*tasks: asyncio.Future[Any] | None) -> None:
-    """End these tasks, if they have not ended; nobody wants their answers any more."""
+    """End these tasks, if they have not ended. Their results and errors are dropped."""
     left = [task for task in tasks if task is not None]
     for task in left:
         task.cancel()
@@ -102,7 +102,7 @@ async def end(*tasks: asyncio.Future[Any] | None) -> None:
 
 
 async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """The results, in order; the first error once all have ended."""
+    """Return the results, in order. Raises the first error once all calls have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     found: list[T] = []
     for result in results:

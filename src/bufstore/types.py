@@ -38,9 +38,9 @@ class Consistency(enum.Enum):
 class ProducerSequence(msgspec.Struct, frozen=True):
     """The producer that numbers a write, and the number: see `BufferedThreadStore.checkpoint`.
 
-    A producer's sequence numbers grow per thread, in the order in which the writes are to take effect: a batch's
-    number, for example, and within it the row's. A number that is not above the highest number that the thread has from
-    this producer is a repeat.
+    A producer's numbers grow per thread, in the order in which the writes are to take effect: with the batch, for
+    example, and within a batch with the row. A number is a repeat unless it is above the highest number that the thread
+    has from this producer.
     """
 
     #: E.g. the name of a streaming query. A thread remembers the 8 producers that wrote to it last.
@@ -71,7 +71,7 @@ def check_id(value: object, what: str) -> str:
     ids: nothing is normalised.
     """
     if type(value) is str and value.isascii() and 0 < len(value) <= MAX_ID_BYTES and "\0" not in value:
-        return value  # almost always
+        return value  # the usual case
     if type(value) is not str:
         raise InvalidId(f"{what} must be a str, not {type(value).__name__}")
     if not value:
@@ -88,16 +88,16 @@ def check_id(value: object, what: str) -> str:
 
 
 def check_ids(values: Ids, what: str) -> Ids:
-    """Return `values` if they can be several ids. Raises InvalidId for a str, which would be taken for its letters."""
+    """Return `values` if they can be several ids. Raises InvalidId for a str: its letters would be the ids."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise InvalidId(f"{what} must be a list of ids, not {type(values).__name__}")
     return values
 
 
 def check_choice(value: T, kind: Any, what: str, error: type[BufstoreError]) -> T:
-    """Return `value` if it is one of `kind`, an enum or a Literal. Raises `error`, which says what there is.
+    """Return `value` if it is one of `kind`, an enum or a Literal. Raises `error`, which names the choices.
 
-    A member's value is none: what compares it with members by identity would take "strong" for any other level.
+    A member's value is no choice: code that compares members by identity would take "strong" for another level.
     """
     choices = list(kind) if isinstance(kind, enum.EnumMeta) else get_args(kind)
     if any(isinstance(value, type(choice)) and value == choice for choice in choices):
