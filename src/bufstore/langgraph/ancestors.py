@@ -19,7 +19,7 @@ class Walk:
         self.ns = ns
         #: The checkpoint that comes next; None: all is found, or there are no more.
         self.at = at
-        #: Where it has been: nothing keeps a checkpoint from naming itself, or a later one, as its parent.
+        #: The checkpoints it has passed: nothing keeps a checkpoint from naming itself, or a later one, as its parent.
         self._passed: set[str] = set()
         #: The writes of each channel, oldest last.
         self.writes: dict[str, list[WriteRow]] = {channel: [] for channel in channels}
@@ -29,11 +29,11 @@ class Walk:
 
     @property
     def channels(self) -> list[str]:
-        """Those that have met no value yet."""
+        """The channels that have met no stored value yet."""
         return [c for c in self.writes if c not in self.inline and c not in self.blobs]
 
     def first_beyond(self, tables: Tables) -> str | None:
-        """The next checkpoint that these rows do not have."""
+        """Return the next checkpoint that these rows do not have; None: there is none."""
         at, passed = self.at, set(self._passed)
         while at is not None and (row := tables.checkpoints.get((self.ns, at))) is not None:
             passed.add(at)
@@ -41,7 +41,7 @@ class Walk:
         return at
 
     def on(self, tables: Tables) -> None:
-        """Go on as far as there are checkpoints among these rows."""
+        """Walk on as far as these rows have the checkpoints."""
         written: dict[str, list[WriteRow]] = {}
         left = set(self.channels)
         for write in tables.writes.values():
@@ -69,6 +69,6 @@ class Walk:
 
 
 def unknown_blobs(tables: Tables, named: Iterable[BlobKey], channels: Iterable[str]) -> list[BlobKey]:
-    """Those of the named blobs of these channels of which nobody has asked yet whether they are there."""
+    """Return the named blobs of these channels for which nobody has asked yet whether they are there."""
     wanted = set(channels)
     return sorted(key for key in set(named) - tables.known if key[1] in wanted)

@@ -1,4 +1,4 @@
-"""How much may wait for the log at the same time: whoever comes later waits for room, before it is serialized."""
+"""Bounds what waits for the log at the same time: a later write waits for room before it is serialized."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections import deque
 
 from bufstore.errors import Closed, LogUnavailable
 
-#: What a write costs besides its payload.
+#: How many bytes a write costs besides its payload.
 _EACH_BYTES = 4096
 
 
 class Backlog:
     """Counts the bytes of the writes that wait for the log, and lets others wait for room, first come, first served.
 
-    A write that has room may be larger than the room that is left, so there is one write more than `bytes_max` allows.
+    A write may be larger than the room that is left, so one write more than `bytes_max` allows may wait for the log.
     """
 
     def __init__(self, bytes_max: int, timeout_s: float) -> None:
         self.bytes_max, self._timeout_s = bytes_max, timeout_s
         self.bytes = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        #: One that waited has been told to go on, and has not yet said how large it is.
+        #: Whether a write that waited has been told to go on and has not said yet how large it is.
         self._one_goes_on = False
         self._closed = False
 
     @property
     def full(self) -> bool:
-        """Whether one has to wait for room."""
+        """Whether a write has to wait for room."""
         return self.bytes >= self.bytes_max or bool(self._waiting) or self._one_goes_on
 
     async def room(self) -> None:
-        """Wait for room. What comes next, without a pause in between, is `enter`.
+        """Wait for room. The caller must call `enter` next, without a pause in between.
 
-        Raises LogUnavailable (nothing was stored) when there is none in time, Closed.
+        Raises LogUnavailable (nothing was stored) when there is no room in time, and Closed.
         """
         if self._closed:
             raise Closed("the saver is closed")
@@ -53,22 +53,22 @@ class Backlog:
                 self._one_goes_on = False
             elif turn in self._waiting:
                 self._waiting.remove(turn)
-            loop.call_soon(self._wake)  # once it has said how large it is
+            loop.call_soon(self._wake)  # once this write has said how large it is
 
     def enter(self, size: int) -> int:
-        """Count a write with a payload of this size; what to `leave` with."""
+        """Count a write with a payload of this size. Returns what to `leave` with."""
         cost = size + _EACH_BYTES
         self.bytes += cost
         return cost
 
     def leave(self, cost: int) -> None:
-        """The write has ended."""
+        """Note that a write has ended."""
         self.bytes -= cost
         if self._waiting:
             self._wake()
 
     def close(self) -> None:
-        """Whoever waits is told that nothing comes any more."""
+        """Let every write that waits for room fail with Closed, and later ones, too."""
         self._closed = True
         while self._waiting:
             turn = self._waiting.popleft()

@@ -42,7 +42,7 @@ class _SaverThread(LoopThread):
 def _blocking(
     method: Callable[Concatenate[AsyncBufferedSaver, P], Awaitable[T]],
 ) -> Callable[Concatenate[BufferedSaver, P], T]:
-    """The method, waited for."""
+    """Return the method as a blocking one."""
     name = method.__name__
 
     @functools.wraps(method, assigned=("__doc__",))
@@ -57,7 +57,7 @@ def _blocking(
 def _in_a_thread(
     method: Callable[Concatenate[BufferedSaver, P], T],
 ) -> Callable[Concatenate[BufferedSaver, P], Coroutine[Any, Any, T]]:
-    """The blocking method, for code with an event loop of its own."""
+    """Return the blocking method as an asynchronous one, which waits in a thread."""
     name = method.__name__
 
     @functools.wraps(method, assigned=("__doc__",))
@@ -72,8 +72,9 @@ def _in_a_thread(
 class BufferedSaver(BaseCheckpointSaver[str]):
     """An `AsyncBufferedSaver` whose calls block, in any thread: it has an event loop in a thread of its own.
 
-    In place of LangGraph's ``PostgresSaver``. Use `from_conn_string`, or `open` and `close`. Its asynchronous methods
-    wait in threads. `call_timeout_s` bounds every call beyond the saver's own times: CallTimeout.
+    Use it in place of LangGraph's ``PostgresSaver``, with `from_conn_string`, or with `open` and `close`. Its
+    asynchronous methods wait in threads. A call raises CallTimeout when it takes longer than `call_timeout_s` plus its
+    own `timeout_s`, if it has one.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
             saver.close()
 
     def setup(self) -> None:
-        """Nothing: see `AsyncBufferedSaver.setup`."""
+        """Do nothing: see `AsyncBufferedSaver.setup`."""
 
     def close(self) -> None:
         """Finish the writes on their way, flush what this process still can, and end the thread. Idempotent."""
@@ -161,7 +162,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         return self._inner.get_next_version(current, channel)
 
     def with_allowlist(self, extra_allowlist: Collection[tuple[str, ...]]) -> BaseCheckpointSaver[str]:
-        """A saver on the same event loop whose serializer may make objects of these classes, too."""
+        """Return a saver on the same event loop whose serializer may make objects of these classes, too."""
         inner = self._inner.with_allowlist(extra_allowlist)
         if inner is self._inner:
             return self
@@ -197,7 +198,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
 
 
 async def _some(found: AsyncIterator[CheckpointTuple]) -> builtins.list[CheckpointTuple]:
-    """The next items; none: there are no more."""
+    """Return the next items; an empty list: there are no more."""
     some: builtins.list[CheckpointTuple] = []
     async for item in found:
         some.append(item)

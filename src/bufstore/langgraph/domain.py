@@ -16,28 +16,28 @@ from bufstore.langgraph.payload import decode_payload
 #: The domain's name, which the log keeps.
 DOMAIN = "langgraph"
 
-#: Where the rows come from that a tail belongs on.
+#: Where the rows come from that a tail stands on: see `Tail.base`.
 STORE, LOG, CACHE = "store", "log", "cache"
 
 
 class Tail(State, frozen=True, kw_only=True):
     """What the log holds of a thread above what a store has.
 
-    A thread with all of its history is too large to be read whole. So a state of this domain has no rows: a read adds
-    the operations to the rows that it asked for (`bufstore.langgraph.reads`).
+    A thread with all of its history is too large to be read whole. So a state of this domain has no rows: a read puts
+    the operations on the rows that it asked for (`bufstore.langgraph.reads`).
     """
 
     operations: tuple[tuple[int, Operation], ...] = ()
-    #: What the operations belong on: the store's rows, nothing (they are all that there is), or rows read earlier.
+    #: What the operations stand on: the store's rows, nothing (they are all that there is), or rows read earlier.
     base: str = LOG
-    #: The position that those rows have at least.
+    #: The position that those rows have reached at least.
     base_seq: int = 0
-    #: The store has nothing of the thread, and never had anything that this log has brought.
+    #: True when the store has nothing of the thread, and never had anything that came from this log.
     new: bool = False
 
 
 def stored_tail(watermark: Watermark, *, there: bool) -> Tail:
-    """What a store answers. `there`: it has rows of the thread, whoever has written them."""
+    """Return the state that a store answers with. `there`: it has rows of the thread, whoever has written them."""
     new = not there and (watermark.gone or not watermark.flushed_seq) and not watermark.waits_to
     return Tail(watermark=watermark, base=STORE, base_seq=watermark.flushed_seq, new=new)
 
@@ -52,13 +52,13 @@ def _new_life() -> int:
 class Known(msgspec.Struct):
     """What a writer remembers of a thread: that it was looked at."""
 
-    #: Known from an earlier read only, because the store is away.
+    #: True when the thread is known only from an earlier read, because the store is away.
     cached: bool = False
-    #: There is nothing of it anywhere.
+    #: True when there is nothing of the thread anywhere.
     new: bool = False
-    #: The thread's last entry is one of this process.
+    #: True when the thread's last entry is one of this process.
     own: bool = False
-    #: Another one whenever somebody else may have written to it.
+    #: A number that changes whenever somebody else may have written to the thread.
     life: int = msgspec.field(default_factory=_new_life)
     weight: int = 1
 
@@ -86,7 +86,7 @@ class LangGraphDomain:
         return Known(new=True)
 
     def size(self, state: Tail) -> int:
-        return 0  # it is what the log has on top of rows that are read beside it (`bufstore.langgraph.recent`)
+        return 0  # a state is only the tail; `bufstore.langgraph.recent` keeps the rows below it
 
     def remember(self, state: Tail) -> Known:
         return Known(cached=state.base == CACHE, new=state.new and not state.operations)

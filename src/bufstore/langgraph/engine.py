@@ -50,7 +50,7 @@ from bufstore.nats.session import Nats, session_to
 from bufstore.newest import Newest
 from bufstore.types import Consistency, Receipt, check_choice
 
-#: What becomes of a thread that the log does not show while Postgres is away: see docs/LANGGRAPH.md.
+#: What to do about a thread that the log does not show while Postgres is away: see docs/LANGGRAPH.md.
 NewThreads = Literal["ask", "assume"]
 #: Whether a write is refused when another worker has written to the thread since it was read.
 OnConflict = Literal["allow", "reject"]
@@ -60,22 +60,22 @@ DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="lan
 
 _PAGE = 100
 _CARRY_BYTES = 1 << 20
-#: How much may wait for the log in one process: more than it ever does while the log answers.
+#: How many bytes may wait for the log in one process: more than ever wait while the log answers.
 _BACKLOG_BYTES = 64 << 20
-#: How often what is to go of a thread is chosen anew because somebody writes to it.
+#: How often, at most, the rows of a drop are chosen: again whenever somebody has written to the thread.
 _DROP_TRIES = 10
-#: About how large an entry of a copied thread is.
+#: About how many bytes an entry of a copied thread has.
 _COPY_BYTES = 4 << 20
-#: What a row takes there besides its values.
+#: About how many bytes a row takes there besides its values.
 _ROW_BYTES = 200
 
 
 class LastPut(msgspec.Struct):
     """A checkpoint that this process has saved."""
 
-    #: None: not yet, or others are being saved beside it.
+    #: Its id; None: it is not saved yet, or others were being saved beside it.
     id: str | None = None
-    #: See `bufstore.langgraph.domain.Known`.
+    #: The thread's life behind it (`bufstore.langgraph.domain.Known`); None: not known.
     life: int | None = None
 
 
@@ -94,16 +94,16 @@ class CheckpointEngine:
         cache_bytes: int = 64 << 20,
         name: str = "bufstore-langgraph",
     ) -> None:
-        """`name`: what NATS calls this process."""
+        """`name`: the prefix of the name by which NATS knows this process."""
         check_choice(consistency, Consistency, "consistency", ConfigError)
         check_choice(new_threads, NewThreads, "new_threads", ConfigError)
         check_choice(on_conflict, OnConflict, "on_conflict", ConfigError)
-        #: The last entry of each thread, as it was read or written behind that: its position if it was written, else
-        #: 0, and its id. None: nobody asks.
+        #: The last entry of each thread that this process has read or written: its position (0 if it was read), and
+        #: its id. None: nobody asks.
         self._seen: Newest[str, tuple[int, int]] | None = None
         if on_conflict == "reject":
             self._seen = Newest(config.cached_threads)
-        #: The checkpoint of each namespace that this process saved last.
+        #: The last checkpoint that this process saved, by thread and namespace.
         self._put: Newest[tuple[str, str], LastPut] = Newest(config.cached_threads)
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         self._is_down = self._store_is_down
@@ -111,7 +111,7 @@ class CheckpointEngine:
             raise ConfigError("LogConfig.lanes must be 1: LangGraph's checkpoints have one log")
         ledger, backing = store.behind(config)
         cache = ReadCache(cache_bytes // 2)
-        # Where history is left out, a flush may give the newest checkpoint another parent.
+        # 0 where history is left out: there, a flush may give the newest checkpoint another parent.
         self._recent = Recent(cache_bytes // 2 if store.history == "all" else 0)
         reader = CachingReader(backing.reader, cache)
         session = session_to(nats, config, f"{name}-{secrets.token_hex(8)}")
@@ -120,7 +120,7 @@ class CheckpointEngine:
         reader.watch = self.buffer.reads.store
         self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
         self._goes_on = self._reads.goes_on
-        #: What waits for the log.
+        #: The writes that wait for the log.
         self.backlog = Backlog(_BACKLOG_BYTES, config.append_timeout_s)
 
     async def open(self) -> Self:
@@ -146,13 +146,14 @@ class CheckpointEngine:
     ) -> None:
         """Append a checkpoint, behind its parent. Returns once it is durable in the log. Raises like `append`.
 
-        `make`, which is called at once: what is appended, with at most so many bytes of values that an earlier
-        checkpoint has brought, those of all channels but `changed`. The first one that this process saves on another's
-        carries them: so a third can read the thread from the log alone. Where history is left out, what a checkpoint
-        builds on must be there, too: any but the newest of a flush may go.
+        `make`, which is called at once, makes the checkpoint. It adds the values that earlier checkpoints have brought,
+        those of all channels but `changed`, if they take no more bytes than its argument. The first checkpoint that
+        this process saves on one of another process carries them, so that a third process can read the thread from the
+        log alone. Where history is left out, a checkpoint carries them unless the one before it is known to be ours: a
+        flush may leave out any checkpoint but its newest.
         """
         before, mine = self._put.get((thread_id, ns)), LastPut()
-        self._put[thread_id, ns] = mine  # until it has ended, nobody knows what others build on
+        self._put[thread_id, ns] = mine  # until this call has ended, nobody knows what others build on
         alone = before is None or before.id is not None
         goes_on = alone and (before.id if before is not None else None) == parent
         if before is not None and self._store.history != "all":
@@ -171,12 +172,12 @@ class CheckpointEngine:
     async def _append_alone(
         self, thread_id: str, put: Put, changed: Container[str], make: Callable[[int], Put], mine: LastPut
     ) -> None:
-        """Append a checkpoint without what the one before has brought; with it, should somebody else come between."""
+        """Append a checkpoint without the values that earlier ones have brought; with them if somebody came between."""
         try:
             await self.append(thread_id, put, last=mine)
         except Overtaken:
             mine.life = None
-            # What it brings is as it was when the call began: the caller may have changed its objects by now.
+            # Its own values stay those of when the call began: the caller may have changed its objects by now.
             await self.append(thread_id, _filled(put, make(self._carry_bytes), changed), last=mine)
 
     @property
@@ -188,22 +189,22 @@ class CheckpointEngine:
     ) -> Receipt:
         """Append the operation. Returns once it is durable in the log.
 
-        `only_behind`: the id of the only entry that it may stand behind; else ConcurrentWriter is raised. `last`: is
-        told the thread's life; if that has one, and it is another by now, Overtaken is raised.
+        `only_behind`: the id of the only entry that it may stand behind; else raises ConcurrentWriter. `last` is told
+        the thread's life. If it has one already, and the thread's is another by now, raises Overtaken.
 
         Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
         StoreUnavailable for a thread that only Postgres could tell about.
         """
         watched = self._seen is not None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
-        # A deletion goes on from nothing but what was read of the thread; a drop says what it is about (`only_behind`).
+        # A deletion is compared only with what was read of the thread; a drop says what it builds on (`only_behind`).
         checked = only_behind is None and not (deletes and thread_id not in (self._seen or ()))
         seen = partial(self._last_seen, thread_id) if watched and checked else None
-        # Beside the payload only where a read is to show it: what waits for the log holds no more than it must.
+        # Kept beside the payload only if a read is to show it: what waits for the log holds no more than it must.
         known = operation if thread_id in self._recent else None
         del operation
         life = last.life if last is not None else None
-        held = known is not None or life is not None  # who may be overtaken has it, too
+        held = known is not None or life is not None  # a caller that may be overtaken has kept the operation, too
         appending = Appending(
             thread_id, payload, self._is_down, self._goes_on, deletes, self._assume_new, seen, only_behind, life
         )
@@ -221,7 +222,7 @@ class CheckpointEngine:
             last.life = appending.left
         self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
         if watched:
-            # Behind what was seen, or our own: when the thread is looked up again, this is what it must end with.
+            # This entry stands behind one that was seen or is ours: the next lookup must find it as the last one.
             self._saw(thread_id, receipt.thread_seq, receipt.id)
         return receipt
 
@@ -232,7 +233,7 @@ class CheckpointEngine:
         try:
             last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
         except (StoreUnavailable, ReadNotFresh):
-            # Who names a checkpoint has it from somewhere, and of a new thread Postgres told nothing.
+            # A caller that names a checkpoint has its id from somewhere, and Postgres has told nothing of a new thread.
             known = checkpoint_id is not None or self._reads.has_read(thread_id)
             if known or not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
@@ -241,13 +242,13 @@ class CheckpointEngine:
         return found
 
     async def ancestors(self, thread_id: str, ns: str, at: str | None, channels: Sequence[str]) -> Walk:
-        """See `CheckpointReads.ancestors`. `at`: the first of them."""
+        """See `CheckpointReads.ancestors`. `at`: the id of the first ancestor."""
         walk = Walk(ns, at, channels)
         await self._reads.ancestors(thread_id, walk, self._consistency)
         return walk
 
     def _saw(self, thread_id: str, position: int, last: int) -> None:
-        # Writes that were stored together do not return in their order.
+        # Writes that were stored together may return in any order.
         if self._seen is not None and (not position or self._seen.get(thread_id, (0, 0))[0] < position):
             self._seen[thread_id] = position, last
 
@@ -263,7 +264,7 @@ class CheckpointEngine:
     # --- many checkpoints -------------------------------------------------------------------------------------
 
     async def pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
-        """The checkpoints of a list, newest first, each with its thread, blobs and writes.
+        """Yield the checkpoints of a list, newest first, each with its thread, blobs and writes.
 
         A list cannot be overlaid with the tails of all threads and stay a page: what it covers is flushed first.
         Raises FlushTimeout, StoreUnavailable, LogUnavailable.
@@ -289,18 +290,18 @@ class CheckpointEngine:
             await self.buffer.force_flush_all(timeout_s=timeout_s)
         else:
             await self.buffer.force_flush(thread_id, timeout_s=timeout_s)
-        # Who waits for a flush wants to know what Postgres has made of it, and is not told of what it has parked first.
+        # A caller of a flush wants to see what Postgres made of it, and the notice of parked entries may come later.
         self._recent.forget(thread_id)
 
     async def delete(self, thread_id: str) -> None:
-        """Delete the thread: an entry like any other. Raises like `append`."""
+        """Append an entry that deletes the thread. Raises like `append`."""
         await self.append(thread_id, Delete())
 
     async def delete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete what these runs have saved in any thread. Raises like `pages` and `append`.
 
-        ThreadQuarantined is raised when all else is deleted. Also for a checkpoint of theirs that is in quarantine as a
-        whole: a replay would bring it back.
+        Raises ThreadQuarantined once all else is deleted: for a thread in quarantine, and for a checkpoint of these
+        runs whose entry is in quarantine, because a replay would bring it back.
         """
         if not run_ids:
             return
@@ -319,7 +320,7 @@ class CheckpointEngine:
             raise refused
 
     async def _parked_of(self, run_ids: Container[str]) -> ThreadQuarantined | None:
-        """Of the first thread with an entry in quarantine that brings a checkpoint of these runs."""
+        """Return the error of the first thread with an entry in quarantine that saves a checkpoint of these runs."""
         quarantine, after = self.buffer.quarantine, 0
         while found := await quarantine.page(after=after, limit=_PAGE):
             for info in found:
@@ -337,13 +338,13 @@ class CheckpointEngine:
         await self._drop(thread_id, all_but_latest)
 
     async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
-        """Prune or delete the threads whose last checkpoint is older than this time; which they are."""
+        """Prune or delete the threads whose last checkpoint is older than this time. Returns their ids."""
         await self.flush(None)
         done: list[str] = []
         for thread_id in await self._store.idle(before):
             if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
                 continue
-            with contextlib.suppress(ConcurrentWriter):  # it is not idle any more
+            with contextlib.suppress(ConcurrentWriter):  # the thread is not idle any more
                 if delete:
                     await self._delete_as_it_is(thread_id, before)
                 elif not await self._drop(thread_id, all_but_latest):
@@ -359,7 +360,7 @@ class CheckpointEngine:
         await self.append(thread_id, Delete(), only_behind=last)
 
     async def _flushed_to(self, thread_id: str) -> int | None:
-        """The id of the thread's last entry, if all of the thread is in Postgres: what is read there now is all."""
+        """Return the id of the thread's last entry if Postgres has it, so that a read there shows all; else None."""
         state, _ = await self.buffer.reads.joined(thread_id)
         return None if state.operations else state.watermark.applied_id
 
@@ -373,14 +374,14 @@ class CheckpointEngine:
             await quarantine.discard([entry.seq for entry in found])
 
     async def outlines(self, thread_id: str) -> list[Outline]:
-        """The thread's checkpoints without their values, once it is flushed."""
+        """Flush the thread, and return its checkpoints without their values."""
         await self.flush(thread_id)
         return await self._store.outlines(thread_id)
 
     async def _drop(self, thread_id: str, choose: Callable[[list[Outline]], Drop | None]) -> bool:
-        """Append what is chosen of the thread's checkpoints; whether that is anything.
+        """Append the drop that `choose` makes of the thread's checkpoints. Returns whether it chose any.
 
-        Behind nothing else than what was seen: a checkpoint that comes meanwhile may name values that are to go.
+        The drop stands directly behind what was seen: a checkpoint between them might name values that are to go.
         Raises ConcurrentWriter if others write all the time.
         """
         for _ in range(_DROP_TRIES):
@@ -445,12 +446,12 @@ def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:
 
 
 def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | None:
-    """What deletes these of a thread's checkpoints."""
+    """Return the drop of those of a thread's checkpoints that `keys` names; None: there are none."""
     return drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines)
 
 
 def _filled(put: Put, whole: Put, changed: Container[str]) -> Put:
-    """The checkpoint, and from `whole` the values of the channels that it does not change."""
+    """Return the checkpoint with the values that `whole` has for the channels that the checkpoint does not change."""
     blobs = [blob for blob in whole.blobs if blob.channel not in changed]
     empty = [(channel, version) for channel, version in whole.empty if channel not in changed]
     return Put(put.checkpoint, [*put.blobs, *blobs], [*put.empty, *empty])

@@ -27,12 +27,12 @@ from bufstore.langgraph.model import (
 class Folded:
     """The effect of a thread's operations, in the order in which Postgres gets it: deletions first, then rows.
 
-    A row of a key comes once: a statement that inserts or updates cannot touch a row twice.
+    Each key has one row: a statement that inserts or updates cannot touch a row twice.
     """
 
     def __init__(self, thread_id: str, operations: Iterable[Operation]) -> None:
         self.thread_id = thread_id
-        #: The whole thread, as it was, goes.
+        #: Whether the whole thread, as it was before, is deleted.
         self.deleted = False
         self._clear()
         for operation in operations:
@@ -44,13 +44,13 @@ class Folded:
         self.dropped_blobs: set[BlobKey] = set()
         self.checkpoints: dict[CheckpointKey, CheckpointRow] = {}
         self.blobs: dict[BlobKey, BlobRow] = {}
-        #: Checkpoints that stand here as another thread has them.
+        #: The checkpoints that were copied from another thread.
         self.copied: set[CheckpointKey] = set()
-        #: The row, and whether it replaces one that is there.
+        #: The row of each key, and whether it replaces one that is there.
         self.writes: dict[WriteKey, tuple[WriteRow, bool]] = {}
 
     def written(self, tables: Tables) -> Tables:
-        """What the statements of a flush make of the thread's tables: deletions first, then rows."""
+        """Return what the statements of a flush make of the thread's tables: deletions first, then rows."""
         after = Tables() if self.deleted else tables.copy()
         after.apply(Drop(sorted(self.dropped), sorted(self.dropped_namespaces), sorted(self.dropped_blobs)))
         after.blobs = {**self.blobs, **after.blobs}

@@ -13,18 +13,18 @@ from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, vers
 from bufstore.langgraph.outlines import outline_of
 from bufstore.types import check_choice
 
-#: "all": every checkpoint. "run": of each run the newest one of a flush, and those where somebody may want to go back
-#: to. "latest": the newest one of a flush.
+#: "all": every checkpoint. "run": of each run the newest one of a flush, and those to which somebody may want to go
+#: back. "latest": the newest one of a flush.
 History = Literal["all", "run", "latest"]
 
-#: Checkpoints that somebody else than the run has asked for.
+#: The sources of checkpoints that somebody other than the run has asked for.
 _SOURCES = frozenset({"input", "update", "fork"})
-#: Writes that say that a run has stopped there.
+#: The channels of writes that say that a run has stopped at their checkpoint.
 _STOPS = frozenset({"__interrupt__", "__error__", "__resume__"})
 
 
 def check_history(history: History) -> History:
-    """`history` if it is one. Raises ConfigError."""
+    """Return `history` if it is a mode. Raises ConfigError."""
     return check_choice(history, History, "history", ConfigError)
 
 
@@ -44,9 +44,9 @@ _checkpoint = msgspec.json.Decoder(_Checkpoint).decode
 def thin(folded: Folded, history: History) -> None:
     """Leave out checkpoints that newer ones of the same flush have superseded, with their writes and blobs.
 
-    The parent of one that stays is the nearest ancestor that stays. A value that it names stays. A thread with a
-    DeltaChannel, whose values stand in its history, is left as it is; so is a checkpoint of an old version, which
-    needs its parent.
+    A checkpoint that stays gets its nearest ancestor that stays as its parent, and keeps the values that it names. A
+    thread with a DeltaChannel, whose values stand in its history, is left as it is; so is one with a checkpoint of an
+    old version, which needs its parent.
     """
     if history == "all" or any(_needs_history(row, folded) for row in folded.checkpoints.values()):
         return
@@ -85,7 +85,7 @@ def _needs_history(row: CheckpointRow, folded: Folded) -> bool:
 def _rewired(row: CheckpointRow, gone: Set[CheckpointKey], folded: Folded) -> CheckpointRow:
     parent, passed = row.parent, set[str]()
     while parent is not None and (row.ns, parent) in gone:
-        # No writer makes a circle, but the log may hold anything.
+        # No writer makes a circle of parents, but the log may hold anything.
         again = parent in passed
         passed.add(parent)
         parent = None if again else folded.checkpoints[row.ns, parent].parent

@@ -28,7 +28,7 @@ from bufstore.memory.ledger import MemoryLedger
 
 
 class MemoryCheckpointStore:
-    """LangGraph's tables in memory, which forget everything with the process.
+    """LangGraph's tables in memory, which are lost when the process ends.
 
     With a `bufstore.memory.MemoryNats` they make a buffered saver that needs no server, for an app's unit tests.
     """
@@ -62,7 +62,7 @@ class MemoryCheckpointStore:
         return stored_tail(await self._ledger.watermark(thread_id), there=there)
 
     async def answers(self) -> None:
-        """Always."""
+        """Return at once: memory always answers."""
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
         """See `CheckpointStore.latest`."""
@@ -167,7 +167,7 @@ def _add(found: Tables, all_: Tables, row: CheckpointRow) -> None:
 
 
 def _contains(value: Any, wanted: Any) -> bool:
-    """As a jsonb contains another one."""
+    """Whether `value` contains `wanted` as a jsonb contains another one."""
     if isinstance(wanted, dict):
         return isinstance(value, dict) and all(k in value and _contains(value[k], w) for k, w in wanted.items())
     if isinstance(wanted, list):

@@ -1,7 +1,7 @@
 """The rows of LangGraph's tables, and the rows of one thread as a whole.
 
 A row is exactly what LangGraph's own saver for Postgres stores. `Tables` holds rows of one thread and knows what each
-operation makes of them: the store in memory, a read of the tail, and the tests all ask it.
+operation makes of them: the store in memory, a read of the tail, and the tests all use it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-#: A channel that is written when a task sends to another; before version 4 a checkpoint takes them from its parent.
+#: The channel of what tasks send to others. A checkpoint before version 4 takes it from its parent's writes.
 TASKS = "__pregel_tasks"
 
-#: A write, and maybe how it is written.
+#: A write, alone or with how it is written.
 W = TypeVar("W")
 
 
@@ -61,7 +61,7 @@ class WriteRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.task_path, self.task_id, self.idx
 
 
-#: Namespace and id; namespace, channel and version; namespace and checkpoint's id, task and index.
+#: The keys of rows: namespace and id; namespace, channel and version; namespace, checkpoint's id, task and index.
 CheckpointKey = tuple[str, str]
 BlobKey = tuple[str, str, str]
 WriteKey = tuple[str, str, str, int]
@@ -72,9 +72,9 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="p
 
     checkpoint: CheckpointRow
     blobs: Sequence[BlobRow] = ()
-    #: Channels that hold no value that has a blob.
+    #: Channels (with their versions) that hold no value, or none that has a blob.
     empty: Sequence[tuple[str, str]] = ()
-    #: Channels of which nothing was given: they hold none as far as this one tells.
+    #: Channels (with their versions) of which no value was given: as far as this operation tells, they hold none.
     untold: Sequence[tuple[str, str]] = ()
 
 
@@ -98,7 +98,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="rows"):
-    """Rows as another thread has them. A thread is copied by one or more of these."""
+    """Rows are copied from another thread. One or more of these copy a whole thread."""
 
     checkpoints: Sequence[CheckpointRow] = ()
     blobs: Sequence[BlobRow] = ()
@@ -121,7 +121,7 @@ class LangGraphChange(msgspec.Struct, frozen=True):
 
 
 def put(checkpoints: dict[CheckpointKey, CheckpointRow], row: CheckpointRow) -> None:
-    """Put a row among others as Postgres does: one that is there keeps its parent."""
+    """Put a row among others as Postgres does: a checkpoint that is there already keeps its parent."""
     before = checkpoints.get((row.ns, row.id))
     checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
 
@@ -132,7 +132,7 @@ def left_by(
     blobs: Mapping[BlobKey, BlobRow],
     writes: Mapping[WriteKey, W],
 ) -> tuple[dict[CheckpointKey, CheckpointRow], dict[BlobKey, BlobRow], dict[WriteKey, W]]:
-    """What a drop leaves of these rows."""
+    """Return what a drop leaves of these rows."""
     gone, namespaces, dropped = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
     return (
         {k: orphaned(row, gone) for k, row in checkpoints.items() if k not in gone and k[0] not in namespaces},
@@ -148,11 +148,11 @@ class Tables:
         self.checkpoints: dict[CheckpointKey, CheckpointRow] = {}
         self.blobs: dict[BlobKey, BlobRow] = {}
         self.writes: dict[WriteKey, WriteRow] = {}
-        #: Of a part of a thread: blobs of which is known whether they are there.
+        #: If these are only some of a thread's rows: the blobs of which it is known whether they are there.
         self.known: set[BlobKey] = set()
-        #: And blobs that are not, if nothing else tells.
+        #: Blobs that are not there unless the store has them: see `Put.untold`.
         self.untold: set[BlobKey] = set()
-        #: Whether rows were dropped; of what is left of a part, others of the thread may be newer.
+        #: Whether rows were dropped. If so, and this is a part of a thread, checkpoints outside it may be the newest.
         self.dropped = False
 
     def add(
@@ -169,7 +169,7 @@ class Tables:
         self.writes |= {(w.ns, w.checkpoint_id, w.task_id, w.idx): w for w in writes}
 
     def copy(self) -> Tables:
-        """The same rows, to be changed without these."""
+        """Return the same rows, which can be changed without these."""
         same = Tables()
         same.checkpoints, same.blobs, same.writes = dict(self.checkpoints), dict(self.blobs), dict(self.writes)
         same.known, same.untold, same.dropped = set(self.known), set(self.untold), self.dropped
@@ -233,14 +233,14 @@ class Tables:
 
 
 def merged(before: WriteRow | None, write: WriteRow, upsert: bool) -> WriteRow:
-    """The row of a key that has the row `before` when `write` comes."""
+    """Return the row that a key has after `write`, if it had the row `before`."""
     if before is None:
         return write
     return msgspec.structs.replace(write, task_path=before.task_path) if upsert else before
 
 
 def orphaned(row: CheckpointRow, gone: set[CheckpointKey]) -> CheckpointRow:
-    """The row, without a parent that is gone."""
+    """Return the row, without a parent that is gone."""
     lost = row.parent is not None and (row.ns, row.parent) in gone
     return msgspec.structs.replace(row, parent=None) if lost else row
 
@@ -254,7 +254,7 @@ _versions = msgspec.json.Decoder(_Versions).decode
 
 
 def versions_of(row: CheckpointRow) -> set[BlobKey]:
-    """The blobs that a checkpoint names, whether there are such or not."""
+    """Return the keys of the blobs that a checkpoint names, whether they are there or not."""
     versions = _versions(row.checkpoint).channel_versions or {}
     return {(row.ns, channel, str(version)) for channel, version in versions.items()}
 

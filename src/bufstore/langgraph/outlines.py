@@ -1,4 +1,4 @@
-"""What may go of a thread's history: the decision, on checkpoints without their values."""
+"""Which part of a thread's history may be deleted: the decision, on checkpoints without their values."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _metadata = msgspec.json.Decoder(_Metadata).decode
 
 
 def outline_of(row: CheckpointRow, blobs: Container[BlobKey], *, parent_sends: bool) -> Outline:
-    """The outline of a checkpoint.
+    """Return the outline of a checkpoint.
 
-    `blobs`: those that there are. `parent_sends`: something was sent among its parent's writes.
+    `blobs`: those that exist. `parent_sends`: whether something was sent among its parent's writes.
     """
     checkpoint, metadata = _checkpoint(row.checkpoint), _metadata(row.metadata)
     named = versions_of(row)
-    # A snapshot of a delta channel leaves a true in the row, with a blob behind it.
+    # A snapshot of a delta channel stands as `true` in the row, and its value in a blob.
     values = checkpoint.channel_values or {}
     root = metadata.parents.get("") if isinstance(metadata.parents, dict) else None
     snapshot = {key[1] for key in named if values.get(key[1]) is True and key in blobs}
@@ -52,10 +52,10 @@ def outline_of(row: CheckpointRow, blobs: Container[BlobKey], *, parent_sends: b
 
 
 def all_but_latest(outlines: Iterable[Outline]) -> Drop | None:
-    """What goes when only the newest checkpoint of each namespace stays; None: nothing goes.
+    """Return the drop after which only the newest checkpoint of each namespace is left; None: nothing goes.
 
-    A subgraph's call goes with the root's checkpoint that it started from, once that one is there. An old checkpoint's
-    parent stays as long as what was sent to it is taken from there.
+    The namespace of a subgraph's call goes with the root graph's checkpoint that the call started from, if that is in
+    the thread. The parent of an old checkpoint stays if the checkpoint takes from it what was sent to it.
     """
     by_ns: dict[str, dict[str, Outline]] = {}
     for outline in outlines:
@@ -68,7 +68,7 @@ def all_but_latest(outlines: Iterable[Outline]) -> Drop | None:
     calls = set()
     for ns, found in by_ns.items():
         root = found[max(found)].root
-        # A call's namespace has its task behind a colon; a subgraph that keeps its state between calls has none.
+        # The namespace of a call has its task behind a colon; a subgraph that keeps state between calls has no colon.
         if ":" in ns and root in roots and root not in kept.get("", ()):
             calls.add(ns)
     gone = [o for ns, found in by_ns.items() if ns not in calls for o in found.values() if o.id not in kept[ns]]
@@ -76,7 +76,7 @@ def all_but_latest(outlines: Iterable[Outline]) -> Drop | None:
 
 
 def drop_of(gone: Iterable[Outline], all_: Iterable[Outline], namespaces: Iterable[str] = ()) -> Drop | None:
-    """What deletes these checkpoints, and the blobs that none of the others names; None: nothing goes."""
+    """Return the drop of these checkpoints and of the blobs that none of the others names; None: nothing goes."""
     lost = {(o.ns, o.id): o for o in gone}
     needed = {key for o in all_ if (o.ns, o.id) not in lost for key in o.blobs}
     freed = {key for o in lost.values() for key in o.blobs} - needed

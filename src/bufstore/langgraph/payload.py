@@ -30,14 +30,14 @@ _decoder: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation
 
 
 class _Run(msgspec.Struct, gc=False):
-    """What the metadata of a checkpoint say of the run that has saved it."""
+    """What the metadata of a checkpoint say about the run that saved it."""
 
     run_id: str | None = None
 
 
 _run_id = msgspec.json.Decoder(_Run).decode
 _skim = msgspec.json.Decoder(msgspec.Raw).decode
-#: An escaped NUL: behind an even number of backslashes. A jsonb cannot hold it.
+#: An escaped NUL, which stands behind an even number of backslashes. A jsonb cannot hold it.
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _INT4 = 1 << 31
 
@@ -47,7 +47,7 @@ def encode_payload(operation: Operation) -> bytes:
 
 
 def decode_payload(data: bytes) -> Operation:
-    """The operation of bytes. Raises ValueError, and nothing else, for what is none or what no table could hold."""
+    """Return the operation. Raises ValueError, and nothing else, for bytes that hold none, or one no table can hold."""
     try:
         operation = _decoder.decode(data)
         _check(operation)
@@ -57,12 +57,12 @@ def decode_payload(data: bytes) -> Operation:
 
 
 def kind_of(operation: Operation) -> str:
-    """What an operation is called."""
+    """Return the name of the kind of an operation."""
     return str(type(operation).__struct_config__.tag)
 
 
 def shown(operation: Operation) -> dict[str, Any]:
-    """What an operation does, for people and as JSON can hold it: all but what is serialized.
+    """Return what an operation does, for people and as JSON can hold it, without the serialized values.
 
     Raises ValueError for JSON that Python cannot hold.
     """
@@ -115,7 +115,7 @@ def _write(row: WriteRow) -> dict[str, Any]:
 
 
 def saves_of(data: bytes, run_ids: Container[str]) -> bool:
-    """Whether a payload brings a checkpoint that one of these runs has saved. Of an undecodable one nobody can say."""
+    """Whether a payload has a checkpoint that one of these runs has saved. False if it cannot be decoded."""
     try:
         operation = decode_payload(data)
     except ValueError:
@@ -131,7 +131,7 @@ def saves_of(data: bytes, run_ids: Container[str]) -> bool:
 
 
 def _run_of(metadata: bytes) -> str | None:
-    """The run that has saved a checkpoint, if its metadata say."""
+    """Return the run that has saved a checkpoint; None: its metadata do not say."""
     try:
         return _run_id(metadata).run_id
     except msgspec.MsgspecError:
@@ -144,7 +144,7 @@ def holds_nul(json: bytes) -> bool:
 
 
 def _check(operation: Operation) -> None:
-    """Raise ValueError for what Postgres would refuse: found here, the fault is one entry's at once."""
+    """Raise ValueError for what Postgres would refuse: found here, the entry to blame is known at once."""
     match operation:
         case Put(checkpoint, blobs, _):
             _check_rows([checkpoint], blobs, ())

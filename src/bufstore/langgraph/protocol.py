@@ -22,7 +22,7 @@ class Part(msgspec.Struct, frozen=True):
     tables: Tables
     #: All namespaces of the thread, if they were asked for.
     namespaces: frozenset[str] | None = None
-    #: What a question for the thread's state would have told, if it was asked with the rest.
+    #: The thread's state, as a question for it would have told; None: it was not asked for with the rest.
     state: Tail | None = None
 
 
@@ -52,11 +52,11 @@ class Outline(msgspec.Struct, frozen=True):
     blobs: frozenset[BlobKey]
     #: The root graph's checkpoint that the subgraph's call started from.
     root: str | None
-    #: Its channels' values are rebuilt from earlier checkpoints' writes.
+    #: Whether its channels' values are rebuilt from earlier checkpoints' writes.
     delta: bool
-    #: It takes what was sent from its parent's writes: see `bufstore.langgraph.model.takes_sends`.
+    #: Whether it takes what was sent to it from its parent's writes: see `bufstore.langgraph.model.takes_sends`.
     needs_parent: bool
-    #: ISO 8601.
+    #: The time of the checkpoint (ISO 8601); empty: not known.
     ts: str
 
 
@@ -69,7 +69,7 @@ class CheckpointStore(Protocol):
         ...
 
     def behind(self, config: BufferConfig) -> tuple[Ledger, Backing[Tail]]:
-        """What a buffer in front of it works with."""
+        """Return what a buffer in front of this store works with."""
         ...
 
     async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
@@ -77,41 +77,41 @@ class CheckpointStore(Protocol):
         ...
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
-        """The namespace's newest checkpoint with its blobs and writes; of an old version also what was sent to it.
+        """Return the namespace's newest checkpoint, its blobs and writes; of an old version also what was sent to it.
 
-        With it the writes of later checkpoints that are not there yet; and the thread's namespaces, unless there are
-        more than `namespaces_max`.
+        Also returns the writes of later checkpoints that are not there yet, and the thread's namespaces unless there
+        are more than `namespaces_max`.
         """
         ...
 
     async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
-        """A checkpoint by its id, with its blobs and writes, and what was sent to it; its writes also without it."""
+        """Return a checkpoint with its blobs and writes, and what was sent to it; without it, its writes alone."""
         ...
 
     async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
-        """This checkpoint and its ancestors, `limit` at most, with their blobs and writes of these channels.
+        """Return this checkpoint and its ancestors, `limit` at most, with their blobs and writes of these channels.
 
-        Metadata are left out. Behind what is stored last of a channel nothing more of it need come, and behind what is
-        stored last of all of them nothing at all.
+        Metadata are left out. Beyond the nearest stored value of a channel nothing more of that channel is needed, and
+        beyond the nearest stored values of all of them nothing at all.
         """
         ...
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
-        """These blobs, and the writes of these checkpoints."""
+        """Return these blobs, and the writes of these checkpoints."""
         ...
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
-        """The next checkpoints of a list, newest first, each with its thread, blobs and writes."""
+        """Return the next checkpoints of a list, newest first, each with its thread, blobs and writes."""
         ...
 
     async def outlines(self, thread_id: str) -> list[Outline]:
-        """All checkpoints of a thread."""
+        """Return the outlines of all checkpoints of a thread."""
         ...
 
     async def idle(self, before: str) -> list[str]:
-        """The threads whose last checkpoint is older than this time (ISO 8601)."""
+        """Return the threads whose last checkpoint is older than this time (ISO 8601)."""
         ...
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-        """Thread, namespace and id of the checkpoints that these runs have saved."""
+        """Return thread, namespace and id of the checkpoints that these runs have saved."""
         ...

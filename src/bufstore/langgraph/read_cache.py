@@ -15,14 +15,14 @@ from bufstore.langgraph.protocol import Part
 #: Namespace, and the id of a checkpoint or None for the newest one.
 Asked = tuple[str, str | None]
 
-#: Of so many threads, those used last, it is looked up now and then whether anybody has written to them.
+#: For how many threads, those used last, it is looked up now and then whether anybody has written to them.
 _FOLLOWED_MAX = 5000
 
 
 class _Read(msgspec.Struct):
     part: Part
     at: float
-    #: The process would have seen it, had anybody written to the thread since.
+    #: Whether this process would have seen it if anybody had written to the thread since.
     followed: bool = True
 
     @property
@@ -32,10 +32,10 @@ class _Read(msgspec.Struct):
 
 class _Thread(msgspec.Struct):
     reads: dict[Asked, _Read]
-    #: What told all namespaces that the thread had, without its rows.
+    #: The read that told all namespaces of the thread, without its rows; None: no read did.
     namespaces: _Read | None = None
     size: int = 0
-    #: Whether any of these reads is.
+    #: Whether any of these reads is followed.
     followed: bool = True
 
     def all(self) -> Iterator[_Read]:
@@ -58,7 +58,7 @@ class ReadCache:
         return thread is not None and thread.namespaces is not None
 
     def put(self, thread_id: str, asked: Asked, part: Part, at: float) -> None:
-        """Remember what was read, beginning at the time `at` (`bufstore.buffer.elapsed`)."""
+        """Remember what a read has found that began at the time `at` (`bufstore.buffer.elapsed`)."""
         thread = self._threads.setdefault(thread_id, _Thread({}))
         self._threads.move_to_end(thread_id)
         before = thread.reads.get(asked)
@@ -73,7 +73,7 @@ class ReadCache:
             self.forget(next(iter(self._threads)))
 
     def get(self, thread_id: str, asked: Asked) -> Part | None:
-        """What was read; an empty part for a namespace that the thread did not have."""
+        """Return what was read; an empty part for a namespace that the thread did not have; None: not known."""
         thread = self._threads.get(thread_id)
         if thread is None:
             return None
@@ -86,7 +86,7 @@ class ReadCache:
         return Part(told.part.watermark, Tables())
 
     def oldest(self, thread_id: str) -> Watermark | None:
-        """The watermark that all that is remembered of the thread has at least; None: nothing is."""
+        """Return the lowest watermark of what is remembered of the thread; None: nothing is remembered."""
         thread = self._threads.get(thread_id)
         if thread is None:
             return None
@@ -94,18 +94,20 @@ class ReadCache:
         return min((read.part.watermark for read in thread.all()), key=lambda w: w.flushed_seq, default=None)
 
     def is_last(self, thread_id: str, position: int, head: int, since: float) -> bool:
-        """Whether nobody has written to the thread behind a position at which it was read, as far as can be known.
+        """Whether it is known that nobody has written to the thread behind a position at which it was read.
 
-        `head`: its last entry as this process has seen the log. `since`: what was read from then on needs no more.
+        `head`: the thread's last entry as this process has seen the log. `since`: a read that began later than this
+        counts even if it is not followed.
         """
         thread = self._threads.get(thread_id)
         reads = [read for read in thread.all() if read.position == position] if thread is not None else []
         return head <= position and any(read.followed or read.at > since for read in reads)
 
     def let_go(self, head: Callable[[str], int] | None) -> None:
-        """The log is about to forget who wrote to which thread. `head`: what it knows still; None: nothing.
+        """Follow no more the threads that were written to: the log is about to forget their heads.
 
-        Most threads that are read are written to behind that, and need not be looked at again.
+        `head`: tells the head that the log still knows of a thread; None: it knows none. Most threads that are read are
+        written to afterwards, and need not be looked at again.
         """
         left = _FOLLOWED_MAX
         for thread_id, thread in reversed(self._threads.items()):

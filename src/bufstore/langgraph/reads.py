@@ -1,8 +1,8 @@
 """The read path: rows of Postgres with the thread's tail on top.
 
-Two questions are asked at once: the rows that a read is about, with the watermark of their moment, and the tail above
-the watermark of another moment. An operation of the tail takes effect when it stands above the rows' own watermark. So
-both may be of different moments; only rows older than the tail's beginning are read again.
+A read asks two questions at once: one for its rows, with the watermark of their moment, and one for the tail above the
+watermark of another moment. An operation of the tail takes effect if it stands above the rows' own watermark. So the
+two answers may be of different moments; only rows older than the tail's beginning are read again.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from bufstore.types import Consistency
 
 CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]
 
-#: A thread with more namespaces is read in an outage only where it was read before.
+#: In an outage, a thread with more namespaces than this is read only in those that were read before.
 NAMESPACES_MAX = 1000
-#: A read begins again when a flush or an outage comes between its two questions.
+#: How many times a read is tried. It begins again when a flush or an outage comes between its two questions.
 _TRIES = 4
 _LOOK_S = 0.1
 _RECENT_FOR_S = 60.0
-#: So many ancestors are read at a time.
+#: How many ancestors are read at a time.
 _ANCESTORS = 250
 
-#: Rows that this read has asked for already: with them comes what the first question for the thread's state would tell.
+#: The rows that this read has asked for already. With them comes the answer to its first question for the state.
 _on_the_way: ContextVar[list[asyncio.Future[Part]] | None] = ContextVar("rows on the way", default=None)
 
 
@@ -59,7 +59,7 @@ class CachingReader:
 
     def __init__(self, inner: StateReader[Tail], cache: ReadCache) -> None:
         self._inner, self._cache = inner, cache
-        #: Whether the store answers; set once there is a buffer.
+        #: Knows whether the store answers; None until there is a buffer.
         self.watch: StoreWatch[Tail] | None = None
 
     def _remembered(self, thread_id: str) -> Tail | None:
@@ -85,12 +85,12 @@ class CachingReader:
             await end(asked)
 
     async def _told(self, thread_id: str) -> Tail:
-        """What the store answers; to the first question of a read that has asked for rows, in the same breath."""
+        """Return what the store answers. A read's first question takes the answer that comes with its rows."""
         rows = _on_the_way.get()
         if not rows:
             return await self._inner.state(thread_id)
         asked = rows.pop()
-        await asyncio.wait([asked])  # which leaves it alone if this question is given up
+        await asyncio.wait([asked])  # unlike `await asked`, leaves it alone if this question is given up
         part = asked.result() if not asked.cancelled() else None
         return await self._inner.state(thread_id) if part is None or part.state is None else part.state
 
@@ -104,10 +104,10 @@ class CheckpointReads:
     def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache, recent: Recent) -> None:
         self._store, self._buffer, self._cache, self._recent = store, buffer, cache, recent
         self._home = Home()
-        #: Threads that Postgres has told something of, whether or not what it told is remembered.
+        #: Threads of which Postgres has told something, whether or not that is still remembered.
         self._told: newest.Newest[str, None] = newest.Newest(buffer.config.cached_threads)
-        #: So long after Postgres has told of a thread it is asked again: the log must reach back to what is read while
-        #: it is away, and nobody may go on for ever without having heard of a quarantine.
+        #: After how many seconds Postgres is asked about a thread again. In an outage, the log must reach back to what
+        #: Postgres told last; and nobody may go on for ever without having heard of a quarantine.
         self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
         buffer.log.on_forget(self._let_go)
 
@@ -122,14 +122,14 @@ class CheckpointReads:
     def is_last(self, thread_id: str, position: int) -> bool:
         """Whether nobody has written to the thread behind this position, at which it was read.
 
-        Call this when the log has been seen to its end. A process that has seen all of it since the read knows; else
-        nobody can have written unseen for half of the window after it.
+        Call this when the log has been seen to its end. A process that has seen all of the log since the read knows.
+        Any other knows for half of the failover window after the read, because nobody can have written unseen so soon.
         """
         young = elapsed.now_s() - self._buffer.log.windows.rely_s / 2
         return self._cache.is_last(thread_id, position, self._head(thread_id), young)
 
     def goes_on(self, thread_id: str, position: int) -> bool:
-        """`is_last`, for a thread of which the log shows nothing; if not, what was read there is forgotten."""
+        """Return `is_last`, for a thread that the log does not show. If it is False, forget what was read there."""
         if self.is_last(thread_id, position):
             return True
         self._cache.forget_read_at(thread_id, position)
@@ -143,9 +143,9 @@ class CheckpointReads:
         level: Consistency,
         since: CheckpointKey | None = None,
     ) -> tuple[int, tuple[Tables, CheckpointRow] | None]:
-        """The checkpoint (None: the namespace's newest), with rows among which are its blobs and writes.
+        """Return the id of the thread's last entry, and the checkpoint with rows that include its blobs and writes.
 
-        Behind the id of the thread's last entry. `since`: a checkpoint before which the namespace did not exist.
+        `checkpoint_id`: None for the newest one. `since`: a checkpoint before which the namespace did not exist.
 
         Raises what `bufstore.buffer.read.reads.Reads.thread` raises.
         """
@@ -165,7 +165,7 @@ class CheckpointReads:
             return told
 
     async def _newest(self, thread_id: str, ns: str, checkpoint_id: str | None) -> Newest | None:
-        """The checkpoint from what this process has read and written, if that has the thread's last entry."""
+        """Return the checkpoint from what this process has read and written, if the thread's last entry is in it."""
         log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
 
         def known() -> Newest | None:
@@ -179,13 +179,13 @@ class CheckpointReads:
             last = await log.latest(subject, self._buffer.config.read_timeout_s)
         except (LogUnavailable, AppendUnknown):
             return None
-        now = known()  # an entry of ours may have come
+        now = known()  # an entry of ours may have come meanwhile
         return now if now is not None and 0 < last <= now.end.seq else None
 
     async def _from_log(
         self, thread_id: str, ns: str, checkpoint_id: str | None, since: CheckpointKey | None
     ) -> tuple[int, tuple[Tables, CheckpointRow] | None] | None:
-        """What the end of the thread's chain in the log tells by itself; None: not enough.
+        """Return what the end of the thread's chain in the log tells by itself; None: it does not tell enough.
 
         The first checkpoint that a process saves on one that it has read carries all values, if they are not too large.
         """
@@ -220,7 +220,7 @@ class CheckpointReads:
             row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
             if checkpoint_id is not None or not _is_hidden(part, tables, ns, row):
                 break
-            # The tail drops the only one that Postgres was asked for. Which is the newest then, it tells once it knows.
+            # The tail drops the only checkpoint that Postgres was asked for. After a flush Postgres tells the newest.
             if state.base == CACHE:
                 raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
             try:
@@ -241,19 +241,19 @@ class CheckpointReads:
         return last, (tables, row) if row is not None else None
 
     def has_read(self, thread_id: str) -> bool:
-        """Whether Postgres has told something of the thread, however long ago; of the last `cached_threads` threads."""
+        """Whether Postgres has ever told something of the thread. The last `cached_threads` of these are remembered."""
         return thread_id in self._told
 
     async def ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> None:
         """Walk through a checkpoint's ancestors.
 
-        Raises StoreUnavailable also while Postgres is away and what is remembered would have to do; ReadNotFresh,
-        ThreadQuarantined.
+        Raises ReadNotFresh, ThreadQuarantined, and StoreUnavailable, also when Postgres is away and only what is
+        remembered could answer.
         """
         while (at := walk.at) is not None:
             walk.on(await self._some_ancestors(thread_id, walk, level))
             if walk.at == at:
-                return  # it is not there, and so the history begins behind it
+                return  # the checkpoint is not there, so the history begins behind it
 
     async def _some_ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> Tables:
         for _ in range(_TRIES):
@@ -281,11 +281,11 @@ class CheckpointReads:
         raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 
     async def _complete(self, thread_id: str, part: Part, state: Tail, tables: Tables, row: CheckpointRow) -> None:
-        """Add what the checkpoint names and neither the rows that were read nor the tail have."""
+        """Add what the checkpoint names but neither the rows that were read nor the tail have."""
         missing = versions_of(row) - tables.known
         if state.base != STORE:
             missing -= tables.untold
-        # What was sent to it came with it, if it was read.
+        # A checkpoint that was read has come with what was sent to it.
         read = (row.ns, row.id) in part.tables.checkpoints
         sends = [(row.ns, row.parent)] if takes_sends(row) and not read and row.parent is not None else []
         all_in_log = state.base == LOG and not state.partial
@@ -301,7 +301,7 @@ class CheckpointReads:
     async def _more(
         self, thread_id: str, state: Tail, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]
     ) -> Part:
-        """Rows that belong to what was read. Raises ReadNotFresh if Postgres has gone back since: some may be lost."""
+        """Return rows that belong to what was read. Raises ReadNotFresh if Postgres has gone back: some may be lost."""
         more = await self._store.rows(thread_id, blobs, writes_of)
         if more.watermark.flushed_seq < state.base_seq:
             raise ReadNotFresh(f"Postgres failed over during the read of thread {thread_id!r}; read it again")
@@ -312,7 +312,7 @@ class CheckpointReads:
         return self._buffer.reads.store.down or "it does not answer"
 
     async def _read(self, thread_id: str, asked: Asked, level: Consistency) -> tuple[Part, Tail]:
-        """Rows, and a tail that begins at or below their watermark."""
+        """Return rows, and a tail that begins at or below their watermark."""
         for _ in range(_TRIES):
             at = elapsed.now_s()
             rows = spawn(self._rows(thread_id, asked)) if self._buffer.reads.store.down is None else None
@@ -335,26 +335,26 @@ class CheckpointReads:
         raise ReadNotFresh(f"thread {thread_id!r} was flushed, or Postgres failed, during each of {_TRIES} reads")
 
     async def _state(self, thread_id: str, level: Consistency, rows: asyncio.Future[Part] | None) -> Tail:
-        # A strong read asks for it only when everything is flushed.
+        # A strong read asks for the state only after a flush, so the one that comes with these rows is too old.
         shared = [rows] if rows is not None and level is not Consistency.STRONG else []
         before = _on_the_way.set(shared)
         try:
             return await self._buffer.reads.thread(thread_id, level, quarantined="known")
         finally:
             _on_the_way.reset(before)
-            shared.clear()  # tasks that live on have it, too
+            shared.clear()  # tasks that live on have this list, too
 
     async def _fresh(
         self, rows: asyncio.Future[Part] | None, thread_id: str, asked: Asked, state: Tail, at: float
     ) -> Part | None:
-        """The rows that Postgres has; None: they are older than the tail, or it failed after it had told the rest."""
+        """Return the rows that Postgres has; None: they are older than the tail, or Postgres has failed meanwhile."""
         try:
             part = await (rows if rows is not None else self._rows(thread_id, asked))
         except StoreUnavailable:
             return None
         if part.watermark.flushed_seq < state.base_seq:
             return None
-        if elapsed.now_s() - at < self._buffer.log.windows.rely_s / 2:  # else what came since may be hidden already
+        if elapsed.now_s() - at < self._buffer.log.windows.rely_s / 2:  # else the log may not show what came since
             self._cache.put(thread_id, asked, part, at)
         if part.tables.checkpoints or part.namespaces or part.watermark != Watermark():
             self._told[thread_id] = None
@@ -368,9 +368,9 @@ class CheckpointReads:
         return await self._store.latest(thread_id, ns, limit)
 
     async def _remembered(self, thread_id: str, asked: Asked, state: Tail) -> Part | None:
-        """The rows as they were read last; None: the log does not reach back to some of what was read.
+        """Return the rows as they were read last; None: the log does not reach back to some of what was read.
 
-        Raises StoreUnavailable when they were not read, or it is not known that nobody has written since.
+        Raises StoreUnavailable when they were not read, or when somebody may have written since.
         """
         if state.watermark.broken_since is not None:
             self._cache.forget_read_at(thread_id, state.base_seq)
@@ -379,14 +379,14 @@ class CheckpointReads:
         if found is not None:
             position, subject = found.watermark.flushed_seq, self._buffer.subjects.of(thread_id)
             last = (await self._buffer.log.last([subject], self._buffer.config.read_timeout_s)).get(subject)
-            # What the log shows goes on from what was read, without a gap: `state` has found none.
+            # What the log shows follows what was read without a gap: `state` has found none.
             if (last is not None and last.seq >= position) or self.is_last(thread_id, position):
                 return found
         raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
 
 
 def _is_hidden(part: Part, tables: Tables, ns: str, row: CheckpointRow | None) -> bool:
-    """Whether older checkpoints than those that were read may be the newest: it was read, and is dropped."""
+    """Whether the newest checkpoint may be older than the one that was read, because the tail drops that one."""
     told = part.tables.latest(ns)
     return (
         told is not None
@@ -397,14 +397,14 @@ def _is_hidden(part: Part, tables: Tables, ns: str, row: CheckpointRow | None) -
 
 
 def _with_all_of(state: Tail, part: Part) -> Tables:
-    """The rows with all of the tail: Postgres was asked for what the tail does not have, and a flush since then moves
-    what it has to where nobody looks for it. What is applied twice leaves what it leaves once.
+    """Return the rows with all of the tail on top: Postgres was asked only for what the tail does not have, so
+    these rows lack what a flush has moved there since. An operation that is applied twice has the effect of one.
     """
     return _with_tail(Part(Watermark(), part.tables), state)
 
 
 def _with_tail(part: Part, state: Tail) -> Tables:
-    """The rows with what the tail has above their own watermark: Postgres was asked for all that it has."""
+    """Return the rows with what the tail has above their own watermark: Postgres was asked for all that it has."""
     tables = part.tables.copy()
     for seq, operation in state.operations:
         if seq > part.watermark.flushed_seq:

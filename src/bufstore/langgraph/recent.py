@@ -1,8 +1,8 @@
 """What this process knows of the threads that it goes on with: their newest rows, up to the thread's last entry.
 
-A graph reads a thread when a run begins, writes to it, and reads it again when the next one begins. What it has read,
-with what it has written behind that, is what Postgres and the log's tail would show, as long as the last of these is
-the thread's last entry in the log (docs/adr/0045). Pure: no I/O, no clock.
+A graph reads a thread when a run begins, writes to it, and reads it again when the next run begins. What the process
+has read and has written behind that equals what Postgres and the log's tail would show, as long as the last entry of
+these is the thread's last entry in the log (docs/adr/0045). Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bufstore.langgraph.model import (
     versions_of,
 )
 
-#: What was written is applied when it is read, or when there is so much of it.
+#: Written operations are applied when they are read, or once there are this many of them, or this many bytes.
 _COUNT, _BYTES = 64, 256 << 10
 
 
@@ -35,7 +35,7 @@ class End(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """The newest checkpoint of a namespace, if there is one, with rows among which are its blobs and writes."""
+    """The newest checkpoint of a namespace, if there is one, with rows that include its blobs and writes."""
 
     end: End
     tables: Tables
@@ -47,16 +47,16 @@ class _Thread:
 
     def __init__(self, end: End) -> None:
         self.end = end
-        #: When the store told of it last.
+        #: When the store last told of the thread (`bufstore.buffer.elapsed`).
         self.at = 0.0
         self.tables = Tables()
-        #: Of these namespaces the newest checkpoint is here, with all that is written on top of it and of later ones.
+        #: The namespaces whose newest checkpoint is here, with all that is written on top of it and of later ones.
         self.namespaces: set[str] = set()
-        #: There are no others.
+        #: Whether the thread has no other namespaces.
         self.whole = False
         #: Namespaces whose newest checkpoint needs more than is here.
         self.partial: set[str] = set()
-        #: What was written and is not applied yet, and its bytes; `end` is the last of them.
+        #: The operations that were written and are not applied yet, and their bytes; `end` is the last of them.
         self.behind: list[Operation] = []
         self.behind_bytes = 0
         self.size = 0
@@ -76,7 +76,7 @@ class _Thread:
         self._keep_newest()
 
     def fold(self) -> bool:
-        """Apply what was written. False: nobody knows what that leaves; the thread must be read again."""
+        """Apply what was written. False: the result is not known here; the thread must be read again."""
         behind, self.behind, self.behind_bytes = self.behind, [], 0
         for operation in behind:
             match operation:
@@ -121,11 +121,11 @@ class Recent:
         self._bytes_max = bytes_max
         self._threads: OrderedDict[str, _Thread] = OrderedDict()
         self.bytes = 0
-        #: Grows when something else than entries may have changed a thread: what was asked for before is not noted.
+        #: Grows when something other than entries may have changed a thread. A read that began before is not noted.
         self.life = 0
 
     def newest(self, thread_id: str, ns: str, id_: str | None, since: float) -> Newest | None:
-        """A namespace's newest checkpoint; None: it must be read, or it is not the one with this id.
+        """Return a namespace's newest checkpoint; None: it must be read, or its id is not `id_`.
 
         `since`: the store must have told of the thread at this time or later.
         """
@@ -155,9 +155,9 @@ class Recent:
         return thread_id in self._threads
 
     def wrote(self, thread_id: str, behind: int | None, end: End, operation: Operation | None, size: int) -> None:
-        """Note an entry of this process. `behind`: the id of the one before it, if that is what it was drafted on.
+        """Note an entry of this process. `behind`: the id of the entry that it was drafted on, if it was.
 
-        `operation`: what it does, in `size` bytes; None, if nothing was known of the thread when it was made.
+        `operation`: what the entry does, in `size` bytes; None if nothing was known of the thread when it was made.
         """
         thread = self._threads.get(thread_id)
         if thread is None:
@@ -175,7 +175,7 @@ class Recent:
         self._make_room(thread_id)
 
     def forget(self, thread_id: str | None) -> None:
-        """Something else than entries may have changed the thread; None: any thread."""
+        """Forget the thread (None: all), because something other than entries may have changed it."""
         self.life += 1
         if thread_id is not None:
             self._drop(thread_id)

@@ -48,7 +48,7 @@ from bufstore.types import Consistency, check_ids
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How often a blocking call looks whether the saver's loop runs, and how long it waits for one that begins to.
+#: How often, in seconds, a blocking call looks whether the saver's loop runs; also how long it waits for a start.
 _LOOKS_S = 1.0
 _NO_LOOP = "the saver's event loop does not run: keep it running, or use BufferedSaver"
 _LOOP_ENDED = f"{_NO_LOOP}; it stopped in the call: a write may or may not be stored"
@@ -57,7 +57,7 @@ _LOOP_ENDED = f"{_NO_LOOP}; it stopped in the call: a write may or may not be st
 def _blocking(
     method: Callable[Concatenate[AsyncBufferedSaver, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[AsyncBufferedSaver, P], T]:
-    """The method, waited for in another thread than that of the saver's event loop."""
+    """Return the method as a blocking one, for every thread but that of the saver's event loop."""
     name = method.__name__
 
     @functools.wraps(method, assigned=("__doc__",))
@@ -70,7 +70,7 @@ def _blocking(
 
 
 class SaverOptions(TypedDict, total=False):
-    """What `BufferedSaver` passes on: the options of `AsyncBufferedSaver.open`."""
+    """The options that `BufferedSaver` passes on to `AsyncBufferedSaver.open`."""
 
     config: BufferConfig | None
     serde: SerializerProtocol | None
@@ -83,13 +83,13 @@ class SaverOptions(TypedDict, total=False):
 class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     """LangGraph's checkpoints, acknowledged by the log and moved into Postgres many at a time.
 
-    In place of ``AsyncPostgresSaver``, on the same tables. Make one with `from_conn_string`, or with `open`, and then
-    close it with `aclose`. The blocking methods may be called from any thread but that of its event loop.
+    Use it in place of ``AsyncPostgresSaver``, on the same tables. Make one with `from_conn_string`, or make it with
+    `open` and close it with `aclose`. The blocking methods may be called from any thread but that of its event loop.
     """
 
     def __init__(self, engine: CheckpointEngine, *, serde: SerializerProtocol | None = None) -> None:
         super().__init__(serde=serde)
-        #: What works with log and store. The clones that `with_allowlist` makes share it.
+        #: The engine, which works with log and store. The clones that `with_allowlist` makes share it.
         self.engine = engine
         self._loop, self._home = asyncio.get_running_loop(), Home()
 
@@ -110,10 +110,10 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         `store`: a PostgresCheckpointStore or MemoryCheckpointStore, opened and closed with the saver. `nats`: where the
         log is; a `bufstore.memory.MemoryNats` for tests without a server. `config` names the log (by default stream
-        LANGGRAPH). `cache_bytes`: how much is remembered of what was read and written, to read on without Postgres.
-        `new_threads`: what a thread is taken for of which the log shows nothing while Postgres is away: "ask" raises
-        StoreUnavailable, "assume" takes it for a new one. `on_conflict`: whether two workers may write to a thread at
-        once, as with LangGraph's own saver, or "reject" raises ConcurrentWriter in the one that comes second.
+        LANGGRAPH). `cache_bytes`: how much of what was read and written is remembered, to read on without Postgres.
+        `new_threads`: what to do about a thread that the log does not show while Postgres is away: "ask" raises
+        StoreUnavailable, "assume" takes it for a new one. `on_conflict`: "allow" lets two workers write to a thread at
+        once, as LangGraph's own saver does; "reject" raises ConcurrentWriter in the worker that comes second.
 
         Raises what `bufstore.BufferedThreadStore.open` raises.
         """
@@ -147,7 +147,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         on_conflict: OnConflict = "allow",
         cache_bytes: int = 64 << 20,
     ) -> AsyncIterator[Self]:
-        """A saver on LangGraph's tables in `schema`, for the block; what is acknowledged is flushed at its end.
+        """Open a saver on LangGraph's tables in `schema` for the block, whose end flushes what is acknowledged.
 
         `conn_string`: Postgres, as a URL or key=value. `buffer_schema`: where the buffer keeps its own tables.
         `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). For the other arguments and
@@ -172,7 +172,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             await saver.aclose()
 
     async def setup(self) -> None:
-        """Nothing: `open` has made sure that the tables are there. LangGraph's own saver needs this call."""
+        """Do nothing: `open` has made sure that the tables are there. LangGraph's own saver needs this call."""
 
     async def aclose(self) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything."""
@@ -217,10 +217,10 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             await self.engine.append(at[0], writes_of(self.serde, at, writes, task_id, task_path))
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
-        """The checkpoint that the config names, or the newest one of its namespace; None if there is none.
+        """Return the checkpoint that the config names, or the newest one of its namespace; None if there is none.
 
-        With everything that was acknowledged before the call. Raises ReadNotFresh, StoreUnavailable when only Postgres
-        could tell, ThreadQuarantined.
+        It shows everything that was acknowledged before the call. Raises ReadNotFresh, ThreadQuarantined, and
+        StoreUnavailable when only Postgres could tell.
         """
         thread_id, ns, checkpoint_id = place(config)
         # A subgraph's namespace begins after the checkpoint that it was called from.
@@ -243,7 +243,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         before: RunnableConfig | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[CheckpointTuple]:
-        """Checkpoints, newest first, once what is acknowledged now is flushed. They are read a page at a time.
+        """Flush what is acknowledged now, then yield checkpoints, newest first. They are read a page at a time.
 
         Raises FlushTimeout, StoreUnavailable, LogUnavailable.
         """
@@ -271,8 +271,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints that these runs have saved, in any thread, and their writes.
 
-        Raises like `aprune`; and ThreadQuarantined, when all else is deleted, if some are in quarantine: a replay would
-        bring them back. Replay or discard those, and repeat the call.
+        Raises like `aprune`. If some of them are in quarantine, raises ThreadQuarantined once all others are deleted,
+        because a replay would bring those back: replay or discard them, and repeat the call.
         """
         await self.engine.delete_for_runs(list(check_ids(run_ids, "run_ids")))
 
@@ -284,7 +284,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """Delete the threads ("delete"), or all but the newest checkpoint of each namespace ("keep_latest").
 
         Raises NotImplementedError, before anything is deleted, for "keep_latest" on a thread with a DeltaChannel,
-        whose value stands in earlier checkpoints; ConcurrentWriter for one to which others write all the time; and like
+        whose value stands in earlier checkpoints; ConcurrentWriter for a thread to which others keep writing; and like
         `alist` and `aput`.
         """
         if strategy not in ("keep_latest", "delete"):
@@ -301,7 +301,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             await self.engine.prune(thread_id)
 
     async def aprune_idle(self, idle_for: timedelta, *, strategy: str = "keep_latest") -> list[str]:
-        """Prune the threads whose last checkpoint is at least so old, as `aprune` does; which they are.
+        """Prune, as `aprune` does, the threads whose last checkpoint is older than `idle_for`. Returns those pruned.
 
         A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile;
         "keep_latest" leaves threads with a DeltaChannel alone. Raises like `aprune`.
@@ -322,9 +322,10 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
     ) -> Mapping[str, DeltaChannelHistory]:
-        """What the ancestors of a checkpoint have written to these channels, back to where a value is stored.
+        """Return what the ancestors of a checkpoint have written to these channels, back to where a value is stored.
 
-        Many at a time; one at a time, as far as they are remembered, while Postgres is away. Raises like `aget_tuple`.
+        It reads many ancestors at a time; while Postgres is away, one at a time, and only those that are remembered.
+        Raises like `aget_tuple`.
         """
         target = await self.aget_tuple(config) if channels else None
         if target is None:
@@ -385,19 +386,19 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         try:
             return call.result()
         except CancelledError:
-            # As the loop ended. LangGraph takes a bare one for the end of a run in which all is well.
+            # The loop ended. LangGraph would take a bare CancelledError for the end of a run in which all is well.
             raise ConfigError(_LOOP_ENDED) from None
 
     def _runs(self) -> bool:
-        """Whether the saver's loop runs, or begins to now: it is given a moment."""
+        """Whether the saver's loop runs, or starts within a moment."""
         if not self._loop.is_running():
             runs = threading.Event()
-            with suppress(RuntimeError):  # it is closed
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(runs.set)
                 runs.wait(_LOOKS_S)
         return self._loop.is_running()
 
     def get_next_version(self, current: str | None, channel: None) -> str:
-        """A version behind `current`, in the form that LangGraph's saver for Postgres gives it."""
+        """Return a version after `current`, in the form that LangGraph's saver for Postgres gives it."""
         number = current if isinstance(current, int) else int(current.partition(".")[0]) if current is not None else 0
         return f"{number + 1:032}.{random.random():016}"  # noqa: S311

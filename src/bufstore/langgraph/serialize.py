@@ -27,10 +27,10 @@ from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables,
 from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
 
-#: What refers to itself is too deep, and need not be found earlier.
+#: Without a check for circles: a value that refers to itself fails as too deep, and need not fail earlier.
 _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":"))
 _STR = frozenset((str,))
-#: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
+#: The most bytes of a row's key: all of it is in one index entry of Postgres, which holds 2704 bytes at most.
 _KEY_BYTES = 2600
 
 
@@ -39,7 +39,7 @@ Place = tuple[str, str, str | None]
 
 
 def place(config: Mapping[str, Any]) -> Place:
-    """The thread, namespace and checkpoint that a config names. Raises InvalidId."""
+    """Return the thread, namespace and checkpoint that a config names. Raises InvalidId."""
     configurable = config["configurable"]
     ns = configurable.get("checkpoint_ns") or ""
     _check_text(ns)
@@ -47,12 +47,12 @@ def place(config: Mapping[str, Any]) -> Place:
 
 
 def thread_of(thread_id: object) -> str:
-    """The id of a thread, for which LangGraph takes anything that has a text. Raises InvalidId."""
+    """Return the id of a thread as text: LangGraph takes anything that has one. Raises InvalidId."""
     return check_id(str(thread_id), "thread_id")
 
 
 def id_in(config: Mapping[str, Any]) -> str | None:
-    """The id of the checkpoint that a config names, if it names one. Raises InvalidId for what no row could have."""
+    """Return the id of the checkpoint that a config names, or None. Raises InvalidId if no row could have the id."""
     checkpoint_id: str | None = config["configurable"].get("checkpoint_id") or None
     if checkpoint_id is not None:
         _check_text(checkpoint_id)
@@ -69,9 +69,9 @@ def put_of(
     *,
     carry_bytes: int = 0,
 ) -> Put:
-    """The rows of a checkpoint; afterwards the caller may change its objects. `at`: the place that `config` names.
+    """Return the rows of a checkpoint; afterwards the caller may change its objects. `at`: the place of `config`.
 
-    `carry_bytes`: with all values, not only those of the channels in `new_versions`, if the others are not larger.
+    `carry_bytes`: the values of channels that are not in `new_versions` come, too, if they are not larger than this.
 
     None, str, int, float and bool stand in the checkpoint's row, other values in blobs. Raises InvalidId,
     InvalidRecord (what Postgres would refuse), and what the serializer raises.
@@ -90,7 +90,7 @@ def put_of(
             if channel in new_versions:
                 blobs.append(BlobRow(ns, channel, str(new_versions[channel]), *_dumped(serde, value)))
             elif isinstance(value, _DeltaSnapshot):
-                carry_bytes = 0  # its place is in the history
+                carry_bytes = 0  # a snapshot stands in the history, so nothing is carried
             elif carry_bytes and channel in versions:
                 others.append(BlobRow(ns, channel, str(versions[channel]), *_dumped(serde, value)))
     told = new_versions
@@ -101,7 +101,7 @@ def put_of(
     untold: list[tuple[str, str]] = []
     for channel, version in told.items():
         if channel not in carried:
-            # A graph that does not have the channel any more does not show its value.
+            # A graph that does not have the channel any more gives no value, though the thread may have one.
             given = channel in new_versions or channel in inline
             (empty if given else untold).append((channel, str(version)))
     row = CheckpointRow(
@@ -128,11 +128,11 @@ def writes_of(
     task_id: str,
     task_path: str,
 ) -> Writes:
-    """The rows of what a task has written on top of the checkpoint at this place. Raises like `put_of`."""
+    """Return the rows of what a task has written on top of the checkpoint at this place. Raises like `put_of`."""
     thread_id, ns, checkpoint_id = at
     if checkpoint_id is None:
         raise InvalidId("writes need the id of a checkpoint")
-    # A member of an enum that is a str stands for its text, as LangGraph's own saver has it.
+    # A member of an enum of str stands for its text, as in LangGraph's own saver.
     channels = [str.__str__(channel) if isinstance(channel, str) else channel for channel, _ in writes]
     rows = []
     for i, (channel, (_, value)) in enumerate(zip(channels, writes, strict=True)):
@@ -148,19 +148,19 @@ def writes_of(
 
 
 def _as_stored(value: float) -> float:
-    """What a jsonb gives back, that a flush changes nothing: an int of what has an exponent, and no zero below zero."""
+    """Return what a jsonb gives back, so that a flush changes nothing: an int from 1e16 on, and 0.0 for -0.0."""
     return int(Decimal(float.__repr__(value))) if 1e16 <= abs(value) < math.inf else value + 0.0
 
 
 def _dumped(serde: SerializerProtocol, value: Any) -> tuple[str, bytes]:
     type_, blob = serde.dumps_typed(value)
-    return type_, bytes(blob)  # LangGraph's own gives a bytearray back as it is, and the caller may change it
+    return type_, bytes(blob)  # LangGraph's serializer passes a bytearray on, and the caller may change it
 
 
 def tuple_of(
     serde: SerializerProtocol, next_version: Any, thread_id: str, tables: Tables, row: CheckpointRow
 ) -> CheckpointTuple:
-    """What LangGraph reads: the checkpoint of a row, with the values and writes that `tables` has for it.
+    """Return what LangGraph reads: the checkpoint of a row, with the values and writes that `tables` has for it.
 
     `next_version`: the saver's `get_next_version`.
     """
@@ -187,7 +187,7 @@ def tuple_of(
 
 
 def history_of(serde: SerializerProtocol, walk: Walk, channel: str) -> DeltaChannelHistory:
-    """What a walk has found of a channel, as LangGraph reads it: what was written, oldest first, on what value."""
+    """Return what a walk has found of a channel, as LangGraph reads it: the writes, oldest first, and their base."""
     writes = [(w.task_id, w.channel, serde.loads_typed((w.type, w.blob))) for w in reversed(walk.writes[channel])]
     blob = walk.blobs.get(channel)
     if blob is not None:
@@ -196,21 +196,21 @@ def history_of(serde: SerializerProtocol, walk: Walk, channel: str) -> DeltaChan
 
 
 def config_of(thread_id: str, ns: str, checkpoint_id: str) -> RunnableConfig:
-    """The config that names a checkpoint."""
+    """Return the config that names a checkpoint."""
     return {"configurable": {"thread_id": thread_id, "checkpoint_ns": ns, "checkpoint_id": checkpoint_id}}
 
 
 def json_of(value: Any, what: str) -> bytes:
-    """JSON as a jsonb column takes it. Raises InvalidRecord."""
+    """Return the value as JSON that a jsonb column takes. Raises InvalidRecord."""
     return _json(value, what)
 
 
 def _encoder() -> Callable[[Any], str]:
-    """What `_JSON.encode` does, which makes itself a new encoder in C for each text: this is one for all of them."""
+    """Return a function like `_JSON.encode` that uses one encoder in C for all texts, not a new one for each."""
     make: Any = getattr(json.encoder, "c_make_encoder", None)
     try:
         encode = make(None, _JSON.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)
-    except TypeError:  # a Python that has none, or another one
+    except TypeError:  # this Python has no such encoder, or another one
         return _JSON.encode
     return lambda value: "".join(encode(value, 0))
 
@@ -231,7 +231,7 @@ def _json(value: Any, what: str) -> bytes:
 
 
 def _surely_fit(texts: Sequence[str]) -> bool:
-    """Whether these texts could all be in one key. They almost always could; then nobody has to look at each."""
+    """Whether these texts surely fit into one key together. They almost always do; then none is checked alone."""
     if not _STR.issuperset(map(type, texts)):
         return False
     text = "".join(texts)
@@ -239,9 +239,9 @@ def _surely_fit(texts: Sequence[str]) -> bool:
 
 
 def _check_key(*parts: str, beside: int = 0) -> int:
-    """How many bytes these parts of a row's key have, with `beside` more.
+    """Return how many bytes these parts of a row's key have, plus `beside`.
 
-    Raises InvalidId for what Postgres would refuse.
+    Raises InvalidId for a key that Postgres would refuse.
     """
     size = beside
     for part in parts:

@@ -14,7 +14,7 @@ from bufstore.langgraph.saver import AsyncBufferedSaver
 
 __all__ = ["checkpointer"]
 
-#: The settings that may be given, with what they are otherwise.
+#: The settings that may be left out, with their defaults.
 _DEFAULTS = {
     "BUFSTORE_NATS": "nats://127.0.0.1:4222",
     "BUFSTORE_LANGGRAPH_SCHEMA": "public",
@@ -27,7 +27,7 @@ _DEFAULTS = {
 
 @asynccontextmanager
 async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
-    """A saver for the life of the server, from the environment: see docs/LANGGRAPH.md.
+    """Open a saver for the life of the server, from the environment: see docs/LANGGRAPH.md.
 
     Raises ConfigError without BUFSTORE_POSTGRES, and what `AsyncBufferedSaver.open` raises.
     """

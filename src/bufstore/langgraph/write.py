@@ -1,4 +1,4 @@
-"""An operation as the entry behind a thread's tip."""
+"""Makes an operation the next entry behind a thread's tip."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ class Overtaken(Exception):
 
 
 class Appending(msgspec.Struct, gc=False):
-    """Makes the entry that may stand behind any other, as a checkpoint may be saved by anybody.
+    """Makes an entry that may stand behind any other, because anybody may save a checkpoint.
 
-    Whether the thread's chain is whole is looked up before a process writes to it; with the store away it is enough
-    that the log shows the thread.
+    Before a process writes to a thread, it looks up whether the thread's chain is whole. While the store is away, it is
+    enough that the log shows the thread.
 
-    It is self-contained only where there is nothing that it could be missed in: checkpoints name values that only
-    earlier entries carry, so what follows a parked one has to be parked, too.
+    The entry is self-contained only if it begins the thread or deletes it. Checkpoints name values that only earlier
+    entries carry, so what follows a parked entry has to be parked, too.
 
-    Many of these wait for the log at a time. One that the collector need not look at is cheaper than a closure.
+    Many of these wait for the log at a time. One that the garbage collector need not look at is cheaper than a closure.
     """
 
     thread_id: str
     #: An operation.
     payload: bytes
     store_is_down: Callable[[], bool]
-    #: Whether nobody has written to a thread that the log does not show since it was read at a position. If somebody
-    #: may have, what was read there is forgotten by the call.
+    #: Of a thread that the log does not show: tells whether nobody has written to it since it was read at a position.
+    #: If somebody may have, the call forgets what was read there.
     goes_on: Callable[[str, int], bool]
-    #: Whether it deletes the thread.
+    #: Whether the operation deletes the thread.
     deletes: bool = False
-    #: A thread that the log does not show is taken for new when the store is away.
+    #: Whether a thread that the log does not show is taken for new while the store is away.
     assume_new: bool = False
-    #: The id of the thread's last entry when it was read; if that is another by now, and not one of this process,
-    #: ConcurrentWriter is raised.
+    #: Tells the id of the thread's last entry when it was read. If the last entry is another by now, and not one of
+    #: this process, ConcurrentWriter is raised. None: anybody may have written since.
     seen: Callable[[], int] | None = None
-    #: The id of the only entry that it may stand behind: if anybody has written since, ConcurrentWriter is raised.
+    #: The id of the only entry that the operation may stand behind; else ConcurrentWriter is raised. None: any.
     only_behind: int | None = None
-    #: See `Known.life`: if it is another by now, Overtaken is raised.
+    #: The life (`Known.life`) that the thread must still have; else Overtaken is raised. None: any.
     life: int | None = None
-    #: The id of the entry that the last draft stands behind, if it was drafted on that.
+    #: The id of the entry that the last draft stands behind; None if it was not drafted on one.
     behind: int | None = None
-    #: The thread's life behind it, if that is known.
+    #: The thread's life behind the last draft; None: not known.
     left: int | None = None
 
     def prepare(self, tip: Tip[Known]) -> Draft[Known]:

@@ -8,14 +8,14 @@ from typing import Any
 from bufstore.langgraph.folded import Folded
 from bufstore.postgres.connection.arrays import Array, blobs, ints, texts
 
-#: What one statement takes at most: a larger batch goes in several.
+#: How many bytes one statement takes at most: a larger batch goes in several.
 STATEMENT_BYTES = 16 << 20
 
 
 def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]:
-    """The statements that write the batch, in order, with their parameters.
+    """Yield the statements that write the batch, in order, with their parameters.
 
-    All rows are in the order of their keys: two batches lock in one order and never deadlock.
+    All rows are in the order of their keys, so that two batches lock in one order and never deadlock.
     """
     if deleted := [f.thread_id for f in batch if f.deleted]:
         yield "delete_threads", [texts(deleted)]
@@ -59,7 +59,7 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
 
 
 def _chunks(rows: Iterable[tuple[Any, ...]], payloads: Sequence[int]) -> Iterator[list[tuple[Any, ...]]]:
-    """The rows as columns, for each statement."""
+    """Yield the rows of each statement, as columns. `payloads`: the columns whose bytes count."""
     chunk: list[tuple[Any, ...]] = []
     size = 0
     for row in rows:

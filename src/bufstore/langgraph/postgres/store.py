@@ -40,21 +40,21 @@ from bufstore.postgres.ledger.ledger import PostgresLedger
 R = TypeVar("R")
 
 _FOLDER = files("bufstore.langgraph.postgres") / "sql"
-#: What a log says that is flushed into LangGraph's tables, before the name of their schema.
+#: The prefix of the kind of a log that is flushed into LangGraph's tables; the name of their schema follows.
 _KIND = "bufstore.langgraph.postgres:"
 #: LangGraph's migration whose tables this release reads and writes.
 MIGRATION = 9
-#: What the statements need of each of LangGraph's tables.
+#: The privileges that the statements need on each of LangGraph's tables.
 PRIVILEGES = {
     "checkpoint_migrations": ("SELECT",),
     "checkpoints": ("SELECT", "INSERT", "UPDATE", "DELETE"),
     "checkpoint_blobs": ("SELECT", "INSERT", "DELETE"),
     "checkpoint_writes": ("SELECT", "INSERT", "UPDATE", "DELETE"),
 }
-#: Whether the database sorts ids of checkpoints, as LangGraph makes them, by time: Czech has digits behind letters,
+#: Whether the database sorts ids of checkpoints, as LangGraph makes them, by time: Czech sorts digits behind letters,
 #: Danish and Norwegian "aa" behind all, Welsh "dd" behind "df". Constants: where it does, the planner uses the index.
 _IN_ORDER = "('9'::text < 'a'::text AND 'aa'::text < 'ab'::text AND 'dd'::text < 'de'::text)"
-#: Any fixed number: one process at a time creates the tables.
+#: The key of the lock with which one process at a time creates the tables: any fixed number.
 _LOCK = 0x6C61_6E67_6772_6170
 _CREATE = (
     "create_migrations",
@@ -90,7 +90,7 @@ class PostgresCheckpointStore:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
         self._conninfo, self._timeout_s = conninfo, timeout_s
-        #: Whether a buffer has opened it, which closes it.
+        #: Whether a buffer has opened this store; the buffer also closes it.
         self._behind = False
         self.pool: Pool = new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
         buffer = sql.Identifier(buffer_schema).as_string()
@@ -134,9 +134,9 @@ class PostgresCheckpointStore:
         await self.pool.close()
 
     async def setup(self) -> None:
-        """Create LangGraph's tables where there are none; where there are, look whether they are those of this release.
+        """Create LangGraph's tables if there are none; otherwise check that they are of the version of this release.
 
-        None of LangGraph's migrations is run. Raises ConfigError for tables of another version, StoreMisconfigured when
+        Runs none of LangGraph's migrations. Raises ConfigError for tables of another version, StoreMisconfigured when
         row level security hides rows.
         """
         async with self.pool.lend(self._timeout_s) as connection, connection.transaction():
@@ -273,7 +273,7 @@ class PostgresCheckpointStore:
         return await self._answered(lambda connection: self._on(connection, name, *parameters))
 
     async def _answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]]) -> R:
-        """What `read` finds; once more if a connection was lost."""
+        """Return what `read` finds. It reads once more if a connection was lost."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
             return await self._fetch(read, deadline)
@@ -291,12 +291,12 @@ class PostgresCheckpointStore:
 
 
 def schema_of(kind: Kind) -> str | None:
-    """The schema of the tables that a log of this kind is flushed into; None for any other log."""
+    """Return the schema of the tables that a log of this kind is flushed into; None for any other log."""
     return kind.store.removeprefix(_KIND) if kind.domain == DOMAIN and kind.store.startswith(_KIND) else None
 
 
 def check_migration(schema: str, version: int | None) -> None:
-    """Raise ConfigError unless this release reads and writes tables of this migration; None: of none."""
+    """Raise ConfigError unless this release reads and writes tables of this migration. None: of no migration."""
     if version == MIGRATION:
         return
     found = f"LangGraph's tables in schema {schema!r} are of migration {version}, this release of bufstore"
@@ -306,7 +306,7 @@ def check_migration(schema: str, version: int | None) -> None:
 
 
 class _Any(frozenset[BlobKey]):
-    """The statement has looked already which of the blobs are there."""
+    """A set that has every blob: the statement has already looked which of them are there."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -332,7 +332,7 @@ def _watermark(row: Sequence[Any], waits_to: int = 0) -> Watermark:
 
 
 def _rows(columns: Sequence[Sequence[Any] | None]) -> Iterable[tuple[Any, ...]]:
-    """The rows of columns that are arrays, null when there is no row."""
+    """Return the rows of columns that are arrays; a column is null when there is no row."""
     return zip(*(column or () for column in columns), strict=True)
 
 
