@@ -32,7 +32,7 @@ class Failpoint(StrEnum):
     RECEIPT_BEFORE = "receipt-before"
 
     # Flushing.
-    #: A window is decided to be flushed. Nothing has changed.
+    #: The flush of a window is decided. Nothing has changed.
     FLUSH_BEFORE = "flush-before"
     #: In the transaction: rows are locked (missing ones inserted). Locks must go with the session.
     FLUSH_LOCKED = "flush-locked"
@@ -40,11 +40,11 @@ class Failpoint(StrEnum):
     FLUSH_APPLIED = "flush-applied"
     #: In the transaction: all is written, nothing is committed. The entries must be delivered again.
     FLUSH_ADVANCED = "flush-advanced"
-    #: Committed; the progress report is not sent. Waiters must find out from Postgres.
+    #: The flush is committed, its progress report is not sent. Waiters must find out from Postgres.
     FLUSH_COMMITTED = "flush-committed"
-    #: Reported; the entries are not acked. What is delivered again must change nothing.
+    #: The flush is reported, its entries are not acked. What is delivered again must change nothing.
     FLUSH_REPORTED = "flush-reported"
-    #: Acked. The floor must not be ahead of the cursor.
+    #: The entries are acked. The floor must not be ahead of the cursor.
     FLUSH_ACKED = "flush-acked"
     #: The cursors of idle partitions are moved, nobody has been told. They must not have passed an entry of theirs.
     IDLE_MOVED = "idle-moved"

@@ -338,7 +338,7 @@ class CheckpointEngine:
         await self._drop(thread_id, all_but_latest)
 
     async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
-        """Prune or delete the threads whose last checkpoint is older than this time. Returns their ids."""
+        """Prune or delete the threads whose last checkpoint is older than this time. Returns those changed."""
         await self.flush(None)
         done: list[str] = []
         for thread_id in await self._store.idle(before):
