@@ -6,10 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
+from bufstore import BufferedThreadStore, ThreadChange
+from bufstore.embedded import Servers
+from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Capability
 from helpers import JAVA_OPTIONS
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -34,3 +40,24 @@ def test_the_code_runs(code: str, says: str, tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+
+
+async def test_the_store_of_own_store_passes_the_suite_that_it_names(own_servers: Servers) -> None:
+    names: dict[str, Any] = {}
+    exec(next(b for b in _BLOCKS if "class MyStore" in b).partition("\nwith Servers()")[0], names)
+    dsn, can = own_servers.postgres.dsn, {Capability.MESSAGE_PAGES}
+    mine = names["MyStore"](dsn)
+    await mine.create_tables()
+    async with await BufferedThreadStore.open(mine, nats=own_servers.nats.url, postgres=dsn) as store:
+        for check in CHECKS:
+            if check.needs <= can:
+                await check(store)
+                await store.force_flush_all()
+
+    async def apply(batch: Sequence[ThreadChange]) -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as connection:
+            await mine.apply(connection, batch)
+
+    for check_apply in APPLY_CHECKS:
+        if check_apply.needs <= can:
+            await check_apply(Applier(mine, apply))
