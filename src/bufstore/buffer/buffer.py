@@ -1,8 +1,8 @@
-"""The buffer: one log, what stands beside and behind it, and everything that works with it.
+"""The buffer: one log, the shared state beside it, the store behind it, and everything that works with them.
 
 A domain's store (`bufstore.threads.buffered` is one) is the typed face of a `Buffer`: it drafts entries and hands them
 to `appender`, and reads states through `reads`. The command line, repair and the Spark jobs use the same object without
-starting it: `connected` opens what is needed to look.
+starting it: `connected` opens only the connections.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _Call = Callable[[], Awaitable[None]]
 
 
 class Buffer(Generic[C, S, M]):
-    """Everything that works with one log in one process. Making it needs a running event loop and does no I/O.
+    """Everything that works with one log in one process. The constructor needs a running event loop and does no I/O.
 
-    `open` and `aclose` begin and end its work; `connected` is for a look from outside.
+    `open` and `aclose` begin and end its work; `connected` is for code that only looks at the log from outside.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Buffer(Generic[C, S, M]):
         *,
         member: str | None = None,
     ) -> None:
-        """`member`: the name of this process among the flushers; a random one if it is left out."""
+        """`member`: the name of this process among the flushers; None: a random name."""
         self.session, self.ledger, self.backing, self.config = session, ledger, backing, config
         self.log, self.shared = session.log, session.shared
         self.subjects = Subjects(config.log.subject, config.log.partitions)
@@ -67,7 +67,7 @@ class Buffer(Generic[C, S, M]):
             config=config,
         )
         self.flusher = Flusher(parts, member or secrets.token_hex(8), self._prepare_store) if config.flusher else None
-        #: What could not be applied: list, show, replay, discard.
+        #: The entries that could not be applied; lists, shows, replays and discards them.
         self.quarantine = Quarantine(parts)
         self.waiter = FlushWaiter(parts, self.flusher)
         self.reads = Reads(parts, backing.reader, self.waiter, own_seq=self._own_seq)
@@ -75,7 +75,7 @@ class Buffer(Generic[C, S, M]):
         self.fill = FillForecast(lambda: look(self.log, self.shared, flushed()))
         self.appender = Appender(parts, self.reads, self.fill.explain, backing.held)
         self.eraser = Eraser(parts, self.waiter)
-        #: How it is doing.
+        #: The health and the statistics of this buffer.
         self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
         self._closing, self._closed, self._home = Closing(), False, Home()
 
@@ -84,9 +84,9 @@ class Buffer(Generic[C, S, M]):
     async def open(self) -> Self:
         """Connect, create what is missing, check what is there, and begin to flush.
 
-        Postgres may be down, if the log exists already. Raises ConfigError (ConfigDrift names the field),
-        LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down; then
-        everything is released.
+        Postgres may be down if the log already exists. Raises ConfigError (ConfigDrift names the field),
+        LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down. On any
+        error, everything is released.
         """
         try:
             await self._start()
@@ -97,7 +97,7 @@ class Buffer(Generic[C, S, M]):
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Self]:
-        """Connected to log, ledger and store for the block, and no more: nothing is checked, created or flushed.
+        """Connect to log, ledger and store for the block, and do no more: check, create and flush nothing.
 
         Raises ConfigError, LogUnavailable.
         """
@@ -112,7 +112,7 @@ class Buffer(Generic[C, S, M]):
         await self.ledger.open()
         await self.backing.open()
         self.log.vouched_by(lambda: apart(self.log, self.ledger, self.config.log, self.backing.kind))
-        await self.shared.check()  # before a log is made that names this place
+        await self.shared.check()  # before a log is created that names this shared state
         await prepare_log(self.log, self.ledger, self.backing, self.config)
         await self.shared.setup()
         self.appender.start()
@@ -126,17 +126,17 @@ class Buffer(Generic[C, S, M]):
         await prepare_store(self.log, self.ledger, self.backing, self.config)
 
     async def aclose(self, *, before_store: _Call | None = None) -> None:
-        """Finish the writes on their way, flush what this process still can, stop, and release everything.
+        """Finish the writes that are on their way, flush what this process still can, stop, and release everything.
 
-        Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
-        In a process that was forked off it does nothing: all of it is its parent's. Raises ConfigError on another loop.
-        `before_store`: what must end before the store is closed, beside all of this (the first caller's counts).
+        Takes at most ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log.
+        Idempotent. Does nothing in a forked process: its parent owns everything. Raises ConfigError on another event
+        loop. `before_store`: called just before the store is closed; of concurrent calls, only the first one's is used.
         """
         if self.closes_here():
             await self._closing(lambda: self._close(before_store))
 
     def closes_here(self) -> bool:
-        """False once it is closed, and in a process that was forked off. Raises ConfigError on another event loop."""
+        """Return False once the buffer is closed, and in a forked process. Raises ConfigError on another event loop."""
         return not self._closed and self._home.closes_here()
 
     async def _close(self, before_store: _Call | None) -> None:
@@ -153,9 +153,9 @@ class Buffer(Generic[C, S, M]):
     async def release(self, flusher_s: float | None = None, *, before_store: _Call | None = None) -> None:
         """Stop and release everything, as `aclose` does, and flush nothing further.
 
-        `flusher_s`: how long the flusher may go on with what it has begun, at most ``flush_timeout_s``.
+        `flusher_s`: how long the flusher may take to finish what it has begun, at most ``flush_timeout_s``.
         """
-        async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the others do
+        async with contextlib.AsyncExitStack() as stack:  # runs all callbacks in reverse, even if some raise
             stack.push_async_callback(self.backing.aclose)
             if before_store is not None:
                 stack.push_async_callback(before_store)
@@ -174,9 +174,10 @@ class Buffer(Generic[C, S, M]):
         return tip.seq if tip is not None else 0
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
-        """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
+        """Find out which of many threads are new, in a few requests, so that their first writes need no request each.
 
-        Nothing is learnt if the store cannot tell which threads it has. Raises Unavailable errors.
+        The first writes must follow at once. Does nothing if the store cannot tell which threads it has. Raises
+        Unavailable errors.
         """
         if self.backing.held is not None:
             await self.appender.learn_new(thread_ids)
@@ -185,7 +186,7 @@ class Buffer(Generic[C, S, M]):
         """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
 
         Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable; StoreUnavailable when only
-        Postgres can tell what waits of the thread.
+        Postgres can tell which entries of the thread wait.
         """
         await self.reads.force_flush(thread_id, self._flush_s(timeout_s))
 
@@ -194,7 +195,8 @@ class Buffer(Generic[C, S, M]):
         await self.reads.force_flush_all(self._flush_s(timeout_s))
 
     def _flush_s(self, timeout_s: float | None) -> float:
-        # What is over already is a rest of the caller's; of asyncio's clocks none knows a NaN.
+        # A negative time is what is left of a caller's deadline that has passed. `max` also turns NaN, which asyncio
+        # cannot handle, into 0.
         return max(0.0, timeout_s) if timeout_s is not None else self.config.flush_timeout_s
 
     # --- operating ----------------------------------------------------------------------------------------------
@@ -202,10 +204,10 @@ class Buffer(Generic[C, S, M]):
     async def verify(self) -> Verification:
         """Check log, shared state and Postgres against each other, while they work. Raises Unavailable errors.
 
-        Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
+        Reads every thread that the log shows, in bounded memory. Every finding is damage, or a bug of ours: see
         docs/OPERATIONS.md.
         """
-        # Of another kind of store, tables of this one in the same place say nothing.
+        # If the log is flushed into another kind of store, this store's tables in the same schema say nothing about it.
         named = self.log.target
         ours = named is None or named.kind == self.backing.kind
         return await Verifier(self.parts, self.backing.versions if ours else None).run()

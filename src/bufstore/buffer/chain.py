@@ -1,12 +1,12 @@
-"""What may be applied: the rules of the chain, without I/O.
+"""Decides which entries may be applied: the rules of the chain, without I/O.
 
-Rule 1: `plan` decides from a thread's watermark and entries alone; flush, overlay and writers all ask it, so that
-a read shows exactly what a flush will make of the same entries.
-Rule 2: order is the log's sequence. It does not matter how entries were delivered (twice, late, in pieces).
+Rule 1: `plan` decides from a thread's watermark and entries alone. Flush, overlay and writers all ask `plan`, so a read
+shows exactly what a flush will make of the same entries.
+Rule 2: the order of entries is the log's sequence. It does not matter how they were delivered (twice, late, in pieces).
 
-An entry takes effect when the watermark names its predecessor. Otherwise it waits for the *gap* to be filled from the
-log. If the log has nothing more to offer, the chain is broken: a delta cannot be applied on any base, and is parked. A
-self-contained entry starts the chain afresh.
+An entry takes effect when the watermark names its predecessor. Otherwise the *gap* before it must first be filled from
+the log. If the log does not have the missing entries, the chain is broken: a delta has no base to be applied on, and is
+parked. A self-contained entry starts the chain afresh.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 
 
 class Watermark(msgspec.Struct, frozen=True):
-    """What Postgres knows of a thread's chain; all of it changes in the flush transaction only."""
+    """What Postgres knows of a thread's chain. Only the flush transaction changes it."""
 
     #: The watermark's position: everything of the thread up to here is applied, superseded or parked. 0: no row.
     flushed_seq: int = 0
-    #: The watermark's entry: the last one applied.
+    #: The id of the watermark's entry, which is the last one that was applied.
     applied_id: int = 0
     version: int = 0
     keys: bytes = b""
-    #: The `thread_seq` of the first parked entry while the chain is broken.
+    #: The `thread_seq` of the first parked entry while the chain is broken; None: the chain is not broken.
     broken_since: int | None = None
-    #: A tombstone: only this row is left of the thread.
+    #: True for a tombstone: only this row is left of the thread.
     gone: bool = False
-    #: The highest numbers of the thread's producers.
+    #: The highest sequence number of each of the thread's producers.
     producers: bytes = b""
     #: The position of the last of the thread's entries that wait in the ledger, behind `flushed_seq`; 0: none waits.
-    #: Only what is read outside of a flush says it.
+    #: Only watermarks that are read outside of a flush have it.
     waits_to: int = 0
 
 
@@ -45,7 +45,8 @@ class Parked(msgspec.Struct, frozen=True):
 
     item: Item
     cause: str
-    #: The thread's last applied entry when this one was parked: as long as it still is, this one can be replayed.
+    #: The id of the thread's last applied entry when this entry was parked. This entry can be replayed for as long as
+    #: that one is still the last applied.
     base_id: int | None = None
 
 
@@ -53,19 +54,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to do with a thread's entries."""
 
     watermark: Watermark
-    #: To be applied, in order.
+    #: The entries to apply, in order.
     apply: Sequence[StoredEntry] = ()
     park: Sequence[Parked] = ()
-    #: Set when entries between the watermark and this position are missing: fetch them and plan again.
+    #: Set when entries between the watermark and this position are missing: fetch them and plan again. None: no gap.
     gap_before: int | None = None
 
 
 def superseded(entry: StoredEntry, watermark: Watermark) -> bool:
-    """Whether an entry that expected nothing in the log came too late.
+    """Return whether an entry that expected nothing in the log came too late.
 
-    Such an expectation also holds after the thread's entries were purged, so a publish that was given up can land
-    then. Purged means committed, and everything purged before the expectation was formed is at or below `seen`:
-    if Postgres has got further, the thread has moved on and this entry must not rewind it.
+    Its expectation also holds after the thread's entries were purged, so a publish that the writer gave up can land
+    then. Purged means committed, and everything that was purged before the writer looked is at or below `seen`. So if
+    Postgres has got further, the thread has moved on and this entry must not rewind it.
     """
     e = entry.entry
     if e.base is Base.CHAINED:
@@ -74,11 +75,12 @@ def superseded(entry: StoredEntry, watermark: Watermark) -> bool:
 
 
 def counts(entry: StoredEntry, watermark: Watermark, behind: Item | None) -> bool | None:
-    """Whether an entry is stored, as its writer may be told: applied, to be applied, or in quarantine.
+    """Return whether the writer may be told that its entry is stored: applied, to be applied, or in quarantine.
 
-    False: a flush passes over it, or did. None: nothing can tell any more. `watermark` was read before the log.
-    `behind`: what follows the entry in the log. Keys are evidence: only an entry that counts passes its key on, to the
-    watermark and to entries of writers that know it counts (`bufstore.buffer.append.tip.tip_of_message`).
+    False: a flush passes over the entry, or has done so. None: it can no longer be told. `watermark` was read before
+    the log. `behind`: the item that follows the entry in the log. Keys are evidence: only an entry that counts passes
+    its key on, to the watermark and to entries of writers that know it counts
+    (`bufstore.buffer.append.tip.tip_of_message`).
     """
     e = entry.entry
     if e.base is Base.CHAINED:
@@ -100,10 +102,10 @@ def plan(
     complete: bool,
     poison: Set[int] = frozenset(),
 ) -> Plan:
-    """Decide what of a thread's `items` takes effect on `watermark`.
+    """Decide which of a thread's `items` take effect on `watermark`.
 
-    `items` may come in any order and more than once. `complete`: nothing of the thread stands in the log between
-    the watermark and the last item except these items, so that a missing predecessor will not turn up. `poison`: ids
+    `items` may come in any order and more than once. `complete`: the log has nothing of the thread between the
+    watermark and the last item except these items, so a missing predecessor will not turn up. `poison`: ids of entries
     that are known to be inapplicable; they are parked.
     """
     pending = sorted({item.seq: item for item in items if item.seq > watermark.flushed_seq}.items())
@@ -121,7 +123,8 @@ def plan(
             skipped.add(e.id)
             watermark = msgspec.structs.replace(watermark, flushed_seq=seq)
             continue
-        # NONE: its writer found no tombstone, because that was buried; a Postgres that has failed over has it again.
+        # NONE on a tombstone: the writer found no tombstone because it was buried, but a Postgres that has failed over
+        # has it again.
         anew = e.base is Base.UNKNOWN or (e.base is Base.NONE and watermark.gone)
         chained = anew or e.prev_id == watermark.applied_id
         if not chained and not complete and e.prev_id not in skipped and watermark.broken_since is None:
@@ -151,5 +154,5 @@ def plan(
 
 
 def _sources(watermark: Watermark, stored: StoredEntry) -> bytes:
-    # Of a parked entry too: its producer has done its part, and the entry waits in quarantine.
+    # A parked entry counts too: its producer has done its part, and the entry waits in quarantine.
     return sources_.merge(watermark.producers, stored.entry.producers or b"")

@@ -1,9 +1,10 @@
-"""What a domain implements: what its entries mean. The buffer itself moves ids and bytes.
+"""What a domain implements: it defines what its entries mean. The buffer itself moves ids and bytes.
 
-Three things, and no more. A *change* is what a flush writes of one thread; the domain makes it of many entries
-(`Domain.coalesce`), and the store writes it (`Applies`). A *state* is a thread as a read shows it; the store gives it
-together with the watermark that says how fresh it is (`StateReader`), and the domain puts changes on top of it
-(`Domain.overlay`). A *memory* is what a writer keeps of a thread's content, so that its next entry can be a delta.
+A domain deals with three things, and no more. A *change* is what a flush writes for one thread; the domain folds many
+entries into it (`Domain.coalesce`), and the store writes it (`Applies`). A *state* is a thread as a read shows it; the
+store returns it together with the watermark that says how fresh it is (`StateReader`), and the domain puts changes on
+top of it (`Domain.overlay`). A *memory* is what a writer keeps of a thread's content, so that its next entry can be a
+delta.
 
 `bufstore.threads.domain` is the first one; `tests/unit/counters.py` the smallest.
 """
@@ -22,7 +23,7 @@ from bufstore.buffer.target import Kind
 
 
 class Change(Protocol):
-    """What a flush writes of one thread."""
+    """What a flush writes for one thread."""
 
     @property
     def thread_id(self) -> str:
@@ -40,22 +41,22 @@ class Memory(Protocol):
 
     @property
     def weight(self) -> int:
-        """About how many items it holds."""
+        """About how many items the memory holds."""
         ...
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """A thread of one moment, as a read shows it, with the watermark that tells which moment. Domains add fields."""
+    """A thread at one moment, as a read shows it, with the watermark that says which moment. Domains add fields."""
 
     watermark: Watermark
     #: True when the state comes from the log alone, from a snapshot on: the thread may have earlier content.
     partial: bool = False
-    #: True when the state comes from the log alone, from an entry on of which only the store knows whether it counts.
+    #: True when the state comes from the log alone, and only the store knows whether the entry it starts from counts.
     unjudged: bool = False
 
     @property
     def whole(self) -> bool:
-        """Whether the watermark is all that the store knows."""
+        """Whether the watermark has everything that the store knows of the thread's chain."""
         return not self.partial and not self.unjudged
 
 
@@ -82,27 +83,27 @@ class Domain(Protocol[C, S, M]):
     """What the entries of one log mean. Pure: nothing here waits for anything."""
 
     def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> C:
-        """One change that equals `entries`, in order, on a thread of this version. Raises Inapplicable."""
+        """Fold `entries`, in order, into one change to a thread of this version. Raises Inapplicable."""
         ...
 
     def empty(self, thread_id: str, watermark: Watermark) -> S:
-        """The state of a thread without content."""
+        """Return the state of a thread without content."""
         ...
 
     def overlay(self, state: S, thread_id: str, change: C, watermark: Watermark) -> S:
-        """`state` once `change` is written, with the watermark that it has then."""
+        """Return `state` as it is once `change` is written; `watermark` is the new state's watermark."""
         ...
 
     def nothing(self) -> M:
-        """What to remember of a thread without content."""
+        """Return the memory of a thread without content."""
         ...
 
     def remember(self, state: S) -> M:
-        """What to remember of a thread that was read."""
+        """Return the memory of a thread that was read as `state`."""
         ...
 
     def size(self, state: S) -> int:
-        """About how many bytes a state takes that is kept for the next read; 0: it is not all that a read needs."""
+        """Return about how many bytes `state` takes if it is kept for the next read; 0: a read needs more than it."""
         ...
 
     def observe(self, memory: M, entry: StoredEntry) -> None:
@@ -113,47 +114,47 @@ class Domain(Protocol[C, S, M]):
 class Applies(Protocol[C_contra]):
     """The part of a store that a flush needs."""
 
-    # The connection is the ledger's (of PostgresLedger a psycopg AsyncConnection); no type of ours describes them all.
+    # The connection is the ledger's (PostgresLedger has a psycopg AsyncConnection); none of our types covers them all.
     async def apply(self, connection: Any, batch: Sequence[C_contra]) -> None:
         """Write the changes, at most one per thread, in the ledger's transaction: all of them or none."""
         ...
 
 
 class StateReader(Protocol[S_co]):
-    """Reads a thread's state and its watermark, both of one moment."""
+    """Reads a thread's state and its watermark, both as of one moment."""
 
     async def state(self, thread_id: str) -> S_co:
-        """The state; an empty one for a thread that does not exist. Raises StoreUnavailable, ReadNotFresh."""
+        """Return the thread's state; an empty one if it does not exist. Raises StoreUnavailable, ReadNotFresh."""
         ...
 
     async def answers(self) -> None:
-        """Return if the store answers a question that costs it little; raise whatever it raises if not."""
+        """Return if the store answers a cheap query; otherwise raise whatever the store raises."""
         ...
 
 
 async def nothing_to_do() -> None:
-    """What a store does that needs nothing done."""
+    """Do nothing, for a store that needs nothing done."""
 
 
-#: Of threads: how many messages the store's row names, how many it holds (None: it has no such thread), and so on; see
-#: `bufstore.buffer.operate.verify`.
+#: Returns for each of these threads the version in the watermark, the version in the store's row (None: the store has
+#: no such thread), and how many messages the store has; see `bufstore.buffer.operate.verify`.
 Versions = Callable[[Sequence[str]], Awaitable[Mapping[str, tuple[int, int | None, int]]]]
 
 
 @dataclass(frozen=True)
 class Backing(Generic[S]):
-    """What one store puts behind a buffer. A capability that it lacks is None: nobody asks for a store's class."""
+    """What one store puts behind a buffer. A capability that it lacks is None: nobody looks at a store's class."""
 
-    #: What may flush into the store: see `bufstore.buffer.target`.
+    #: The domain and the kind of store, which decide which logs may be flushed into it: see `bufstore.buffer.target`.
     kind: Kind
     reader: StateReader[S]
-    #: Called in this order when the buffer opens and closes the store with itself.
+    #: Called in this order as the buffer opens, prepares and closes the store.
     open: Callable[[], Awaitable[None]] = nothing_to_do
     setup: Callable[[], Awaitable[None]] = nothing_to_do
     aclose: Callable[[], Awaitable[None]] = nothing_to_do
-    #: Which of many threads the store has, in one question.
+    #: Returns which of these threads the store has, in one query.
     held: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None
-    #: What `verify` compares with.
+    #: Returns what `verify` compares the watermarks with.
     versions: Versions | None = None
-    #: Deletes the rows of these threads that pipelines set aside as unfit; how many there were.
+    #: Deletes the rows of these threads that pipelines set aside as unfit; returns how many there were.
     erase_set_aside: Callable[[Sequence[str]], Awaitable[int]] | None = None

@@ -1,4 +1,4 @@
-"""How much time has passed outside this process, during which others may have acted.
+"""Measures time as it passes outside this process, where others may act.
 
 The clock of an event loop stands still while the machine is suspended, but others go on flushing and purging. So a
 guard that says "no more time can have passed than this" adds the suspended time that the kernel reports. Where the
@@ -15,16 +15,16 @@ import time
 if sys.platform == "linux":
 
     def suspended_s() -> float:
-        """How long the machine has been suspended since it was started, in seconds."""
+        """Return how many seconds the machine has been suspended since it was started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 else:
 
     def suspended_s() -> float:
-        """Unknown on this system."""
+        """Return 0: the time is unknown on this system."""
         return 0.0
 
 
 def now_s() -> float:
-    """Seconds since some moment; only differences mean something. Needs a running event loop."""
+    """Return the seconds since some moment; only differences mean something. Needs a running event loop."""
     return asyncio.get_running_loop().time() + suspended_s()

@@ -1,10 +1,10 @@
 """The envelope: how an entry is written to the log, and read back.
 
-What the buffer needs to know of an entry stands in its header, ``<version>.<checksum>.<base64 of msgpack>``; its body
-is the domain's payload and nothing else. So an entry whose body cannot be decoded any more still has its place in the
-chain.
+Everything that the buffer needs to know of an entry stands in the entry's header,
+``<version>.<checksum>.<base64 of msgpack>``; the body is the domain's payload and nothing else. So an entry whose body
+can no longer be decoded still has its place in the chain.
 
-The checksum covers body and header fields: what was written is what is read, or it is a MalformedEntry.
+The checksum covers body and header fields: a read returns exactly what was written, or raises MalformedEntry.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Base(enum.IntEnum):
     CHAINED = 0
     #: The log shows nothing and Postgres shows nothing: a new thread.
     NONE = 1
-    #: The log shows nothing; Postgres was not asked (only self-contained entries may say so), or has the tombstone of a
-    #: deleted thread, or had it a moment ago: the entry builds on nothing.
+    #: The log shows nothing, and the entry builds on nothing: Postgres was not asked (only self-contained entries may
+    #: say so), or has the tombstone of a deleted thread, or had one a moment ago.
     UNKNOWN = 2
     #: The log shows nothing; Postgres holds ``prev_id`` as the thread's last applied entry.
     STORED = 3
@@ -44,7 +44,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     #: The id of the thread's entry before this one; 0 when there is none or it is not known.
     prev_id: int
     base: Base
-    #: For entries that expect nothing in the log: a position at or above everything purged from it by then.
+    #: For entries that expect nothing in the log: a position at or above everything that was purged from the log when
+    #: the writer looked.
     seen: int
     #: The thread's version after this entry.
     version: int
@@ -54,8 +55,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     keys: bytes
     #: False while earlier keys may be missing, because the writer did not ask Postgres.
     keys_complete: bool = True
-    #: The highest numbers of the thread's producers (see `bufstore.buffer.producers`); None: there are none, or the
-    #: writer did not know them.
+    #: The highest sequence number of each of the thread's producers (see `bufstore.buffer.producers`); None: there are
+    #: no producers, or the writer did not know them.
     producers: bytes | None = None
     payload: bytes
 
@@ -76,16 +77,16 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class _MetaWithSources(_Meta, array_like=True, frozen=True, gc=False):
-    """The same, of an entry that carries producers' numbers."""
+    """The header of an entry that carries producers' numbers."""
 
     producers: bytes | None = None
 
 
 class StoredEntry(msgspec.Struct, frozen=True, gc=False):
-    """An entry together with where it stands in the log."""
+    """An entry together with its thread and its position in the log."""
 
     thread_id: str
-    #: Its position (`bufstore.buffer.places`).
+    #: The entry's position (`bufstore.buffer.places`).
     seq: int
     entry: Entry
 
@@ -93,12 +94,13 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
 _encode = msgspec.msgpack.Encoder().encode
 _meta_decoder = msgspec.msgpack.Decoder(_MetaWithSources)
 _BASES = dict(enumerate(Base))
-#: What the header says of pieces: an earlier form of the log had entries in several messages.
+#: The header's `piece` and `pieces`, always these two now: an earlier form of the log split entries into several
+#: messages.
 _ONE_PIECE = (0, 1)
 
 
 def encode(entry: Entry) -> tuple[str, bytes]:
-    """The message that carries `entry`: header value and body."""
+    """Return the message that carries `entry`: header value and body."""
     header = header_of(
         entry.id,
         entry.prev_id,
@@ -126,15 +128,15 @@ def header_of(
     producers: bytes | None,
     payload: bytes,
 ) -> str:
-    """The header value of the entry with these fields (`Entry`): who only writes it need not make one."""
-    # As `_Meta` (and `_MetaWithSources`) is encoded, likewise; 0 and 1 are `_ONE_PIECE`.
+    """Return the header value of the `Entry` with these fields, for a caller that makes no `Entry`."""
+    # This tuple is encoded exactly as `_Meta` (or `_MetaWithSources`) would be; 0 and 1 are `_ONE_PIECE`.
     meta = (id_, prev_id, base, seen, version, self_contained, keys, 0, 1, keys_complete)
     text = b2a_base64(_encode((*meta, producers) if producers else meta), newline=False)
     return f"{VERSION}.{crc32(payload, crc32(text)):08x}.{text.decode()}"
 
 
 def decode(message: StoredMessage) -> Entry:
-    """The entry that a message carries.
+    """Return the entry that a message carries.
 
     Raises MalformedEntry, and nothing else, for any bytes that `encode` of a known version did not make.
     """
@@ -149,8 +151,8 @@ def decode(message: StoredMessage) -> Entry:
             raise MalformedEntry("checksum mismatch")
         meta = _meta_decoder.decode(a2b_base64(text, strict_mode=True))
         base = _BASES[meta.base]
-    # msgspec raises more than its own error (RecursionError, UnicodeError, OverflowError …); a flusher that let
-    # one of them pass would meet the same bytes again after each restart.
+    # msgspec raises more than its own error (RecursionError, UnicodeError, OverflowError …). If one of them stopped a
+    # flusher, the flusher would meet the same bytes again after each restart.
     except (msgspec.MsgspecError, LookupError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
     if (meta.piece, meta.pieces) != _ONE_PIECE:
@@ -172,7 +174,7 @@ def decode(message: StoredMessage) -> Entry:
 
 
 def entry_id(message: StoredMessage) -> int:
-    """The id of the entry that a message carries; 0 if there is none."""
+    """Return the id of the entry that a message carries; 0 if the message carries none."""
     try:
         return decode(message).id
     except MalformedEntry:
@@ -180,7 +182,7 @@ def entry_id(message: StoredMessage) -> int:
 
 
 class Malformed(msgspec.Struct, frozen=True, gc=False):
-    """Messages of the log that are not an entry: they go to quarantine byte for byte."""
+    """Messages of the log that are no entry: they go to quarantine byte for byte."""
 
     subject: str
     seq: int
@@ -190,12 +192,12 @@ class Malformed(msgspec.Struct, frozen=True, gc=False):
     thread_id: str | None = None
 
 
-#: What a message of the log is.
+#: A message of the log, decoded.
 Item = StoredEntry | Malformed
 
 
 def item_of(message: StoredMessage, thread_id: str) -> Item:
-    """What a message of this thread is."""
+    """Decode a message of this thread."""
     try:
         return StoredEntry(thread_id, message.seq, decode(message))
     except MalformedEntry as e:
@@ -203,5 +205,5 @@ def item_of(message: StoredMessage, thread_id: str) -> Item:
 
 
 def items_of(messages: Iterable[StoredMessage], thread_id: str) -> list[Item]:
-    """What the messages of one thread are, in their order."""
+    """Decode the messages of one thread, in their order."""
     return [item_of(message, thread_id) for message in messages]

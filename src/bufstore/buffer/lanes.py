@@ -1,8 +1,8 @@
-"""Lanes: several logs in front of one store, for when one leader is not enough; which thread is in which: decisions.
+"""Lanes: several logs in front of one store, for when one leader is not enough. Decides which thread is in which lane.
 
-Each lane is a whole log: a stream and a bucket of its own, which may have leaders of their own, flushers of its own,
-and a ledger in a schema of its own. A thread stays in one lane, so everything that is promised of a thread holds as
-with one log. See docs/adr/0053.
+Each lane is a whole log with a stream and a bucket of its own (each of which may have its own leader), flushers of its
+own, and a ledger in a schema of its own. A thread stays in one lane, so all promises about a thread hold as with one
+log. See docs/adr/0053.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from bufstore.errors import ConfigDrift
 
 
 class Layout(NamedTuple):
-    """All that decides which lane a thread is in."""
+    """The two numbers that decide which lane a thread is in."""
 
     lanes: int
     partitions: int
 
 
 def layout_of(log: LogConfig) -> Layout:
-    """That of a log and the other lanes beside it."""
+    """Return the layout of a log and the other lanes beside it."""
     return Layout(log.lanes, log.partitions)
 
 
 def check_layout(log: LogConfig, noted: Layout | None) -> None:
-    """Raise ConfigDrift when threads would be looked for in other lanes than the ones whose ledgers know them.
+    """Raise ConfigDrift when this configuration puts threads into other lanes than the ones whose ledgers know them.
 
-    `noted`: by the database. A log without others has all threads, by whatever partitions.
+    `noted`: the layout that the database has; None: it has none. A single lane has all threads, however many partitions
+    it has.
     """
     wanted = layout_of(log)
     if noted is None or wanted == noted or wanted.lanes == noted.lanes == 1:
@@ -47,16 +48,17 @@ def check_layout(log: LogConfig, noted: Layout | None) -> None:
 
 
 def lane_of(name: str, log: LogConfig) -> int:
-    """The lane of a thread, or of what is known of a run, by its id: the same in every process and release."""
-    # What is left of the number that chose the partition: else each lane would have threads of some partitions only.
+    """Return the lane of a thread, or of the record of a run, by its id: the same in every process and release."""
+    # The quotient, not the hash itself: its remainder chose the partition, and otherwise each lane could have threads
+    # of some partitions only.
     return zlib.crc32(name.encode()) // log.partitions % log.lanes
 
 
 def lane_configs(config: BufferConfig) -> list[BufferConfig]:
-    """The configuration of each lane's buffer, the first lane's first; `config` is of all. Raises ConfigError.
+    """Return the configuration of each lane's buffer, the first lane's first; `config` is for all. Raises ConfigError.
 
-    The first lane's log has the names that are configured; the others' have their number behind them. What bounds the
-    memory of a process is divided among them.
+    The first lane's log has the configured names; the other lanes' names end with the lane's number. The bounds on a
+    process's memory are divided among the lanes.
     """
     lanes = config.log.lanes
     return [
@@ -71,7 +73,7 @@ def lane_configs(config: BufferConfig) -> list[BufferConfig]:
 
 
 def lane_logs(first: LogConfig) -> list[LogConfig]:
-    """The log of each lane, the first one's first. Raises ConfigError."""
+    """Return the configuration of each lane's log, the first lane's first. Raises ConfigError."""
     return [first, *(_numbered(first, lane) for lane in range(1, first.lanes))]
 
 
@@ -81,5 +83,5 @@ def _numbered(first: LogConfig, lane: int) -> LogConfig:
 
 
 def ledger_schema(schema: str, log: LogConfig) -> str:
-    """The schema of the ledger's tables; `schema` is that of the store's, where the first lane has its own."""
+    """Return the schema of the ledger's tables; `schema` is the store's, which the first lane's ledger shares."""
     return f"{schema}_lane{log.lane}" if log.lane else schema

@@ -1,4 +1,4 @@
-"""What every part of a buffer works with."""
+"""The objects that every part of a buffer works with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bufstore.config import BufferConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(Generic[C, S, M]):
-    """One log, what stands beside it and behind it, and what its entries mean."""
+    """One log, the shared state beside it, the ledger behind it, and the domain that says what its entries mean."""
 
     domain: Domain[C, S, M]
     log: Log

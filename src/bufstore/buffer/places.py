@@ -13,25 +13,25 @@ ENTRIES_MAX = 1 << _NUMBER_BITS
 
 
 def place(seq: int, number: int) -> int:
-    """The place of a group's entry with this number, from 0 on."""
+    """Return the place of the entry with this number, counted from 0, in the group with sequence `seq`."""
     return seq << _NUMBER_BITS | number
 
 
 def first_place(seq: int) -> int:
-    """The first place in the message with this sequence."""
+    """Return the first place in the message with this sequence."""
     return seq << _NUMBER_BITS
 
 
 def last_place(seq: int) -> int:
-    """The highest place there can be in the message with this sequence: a cursor there has passed all of it."""
+    """Return the highest possible place in the message with this sequence: a cursor there has passed all of it."""
     return (seq + 1 << _NUMBER_BITS) - 1
 
 
 def group_of(place_: int) -> int:
-    """The sequence of the message in which the place is."""
+    """Return the sequence of the message that the place is in."""
     return place_ >> _NUMBER_BITS
 
 
 def number_of(place_: int) -> int:
-    """The number of the entry in its group."""
+    """Return the number of the place's entry in its group."""
     return place_ & ENTRIES_MAX - 1

@@ -1,4 +1,4 @@
-"""Makes sure that tables and log exist, and that the log is the one that Postgres knows."""
+"""Makes sure that the tables and the log exist, and that the log is the one that Postgres knows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
-#: A log's metadata has no compare-and-set: a process that writes it at the same time has done so by then.
+#: A log's metadata has no compare-and-set, so after a write we wait this long: by then a process that writes it at the
+#: same time has done so.
 _OTHERS_S = 1.0
 
 
@@ -27,7 +28,7 @@ async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: B
     epoch = await log.epoch()
     if epoch is not None:
         check_kind(f"stream {config.log.stream}", log.target, backing.kind)
-        config.check_fits(log.windows.rely_s)  # while the log's window is changed, that may be less than is configured
+        config.check_fits(log.windows.rely_s)  # less than is configured, maybe, while the log's window is being changed
     try:
         # A hanging Postgres must not hold up an app that can do without it.
         async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):
@@ -44,7 +45,7 @@ async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: B
 
 
 async def prepare_store(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
-    """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
+    """Create or migrate the tables, and compare the log with what they say; create the log if it is missing."""
     await ledger.setup()
     await backing.setup()
     await meet(log, ledger, config.log, backing.kind)
@@ -62,18 +63,18 @@ async def meet(log: Log, ledger: Ledger, config: LogConfig, ours: Kind) -> None:
         if named is None or noted is None:
             await _name(log, ledger, config.stream, ours, epoch, known or 0, named)
         if layout is None:
-            await ledger.set_layout(layout_of(config))  # of the log that is there now, which was compared with it
+            await ledger.set_layout(layout_of(config))  # the existing log was compared with this configuration
     except (ConfigDrift, LogRolledBack) as e:
-        log.refuse(_why(e))  # a process that finds out only when it begins to flush must not go on writing
+        log.refuse(_why(e))  # a process that only finds this out when it begins to flush must not go on writing
         raise
 
 
 async def _name(
     log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int, named: Target | None
 ) -> None:
-    """Have log and ledger, which are known to go together, say so; create the log if it is missing.
+    """Record in log and ledger that they belong together, as the caller has found; create the log if it is missing.
 
-    `named`: by the log when that was found out. By now another process may have written it.
+    `named`: the target that the log named when the caller looked. Another process may have written it since.
     """
     if epoch is None:
         target = await ledger.claim(known, new_target(ours))
@@ -86,16 +87,16 @@ async def _name(
             await log.set_target(target)
             await asyncio.sleep(_OTHERS_S)
     await log.epoch()
-    # Others may have done the same with another database, or another store.
+    # Another process may have done the same with another database, or another store.
     check_kind(f"stream {stream}", log.target, ours)
     check_kind(f"the database of stream {stream}", target, ours)
     check_same(stream, log.target, target)
 
 
 async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
-    """Make log and ledger, one of which says nothing, say that they belong together, because an operator knows it.
+    """Record in log and ledger that they belong together: an operator knows it, though one of them has no record.
 
-    Raises ConfigDrift when they say something else, NoLog.
+    Raises ConfigDrift when a record says something else, NoLog.
     """
     await ledger.setup()
     epoch, noted = await log.epoch(checked=False), await ledger.target()
@@ -111,14 +112,14 @@ async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
 
 
 def new_target(kind: Kind) -> Target:
-    """That of a database that has none yet."""
+    """Return a target, with a new id, for a database that has none yet."""
     return Target(kind.domain, kind.store, secrets.token_hex(8))
 
 
 async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int, named: Target | None) -> bool:
-    """Whether what the ledger has shows that it belongs to the log, which was compared with it: see `is_proven`.
+    """Return whether the ledger's content proves that it belongs to the log: see `is_proven`.
 
-    `named`: by the log.
+    The caller has compared the two. `named`: the target that the log names.
     """
     cursors = (await ledger.cursors()).values()
     _, end = await log.bounds()
@@ -133,7 +134,7 @@ async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int, named: Target |
 async def _check(
     log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int | None
 ) -> tuple[Target | None, Target | None]:
-    """What log and ledger say of where the log is flushed to. Raises ConfigDrift, LogRolledBack if they are apart."""
+    """Return the targets that log and ledger name. Raises ConfigDrift, LogRolledBack when they do not fit together."""
     named, noted = log.target if epoch is not None else None, await ledger.target()
     check_kind(f"stream {stream}", named, ours)
     check_kind(f"the database of stream {stream}", noted, ours)
@@ -149,7 +150,7 @@ async def _check(
 
 
 async def apart(log: Log, ledger: Ledger, config: LogConfig, ours: Kind, *, checked: bool = True) -> str | None:
-    """Why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors.
+    """Return why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors.
 
     `checked`: see `bufstore.buffer.ports.log.Generations.epoch`.
     """
@@ -167,12 +168,12 @@ def _why(error: ConfigDrift | LogRolledBack) -> str:
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
-    """Why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors."""
+    """Return why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors."""
     return await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
 
 
 async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
-    # Postgres first: the log may only grow.
+    # Postgres is asked first: meanwhile the log only grows.
     cursors = (await ledger.cursors()).values()
     applied = max((c.seq for c in cursors), default=0)
     first, end = await log.bounds() if epoch is not None else (0, 0)
@@ -182,6 +183,6 @@ async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, kno
     )
     if reason is not None or epoch is None:
         return reason
-    # All partitions at once: if one went apart, the others must not go on beside it.
+    # All partitions are compared together: if one does not fit, the others must not go on without it.
     looks = (never_flushed(log, cursors), *(mismatch(log, cursor) for cursor in cursors))
     return next(filter(None, await asyncio.gather(*looks)), None)

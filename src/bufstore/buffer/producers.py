@@ -1,10 +1,10 @@
-"""The highest sequence number per producer: how a repeated write is recognized however much later it comes.
+"""The highest sequence number per producer: a repeated write is recognized by it, however much later it comes.
 
-A pipeline that may do its work again (a Spark query, a consumer of a queue) numbers what it writes, growing per
-thread: `bufstore.ProducerSequence`. Each entry carries, for up to 8 producers of its thread, the highest number that
-was written; so a writer that holds the compare-and-set sees a repeat before it appends, in whatever process the first
-one ran, without any window of time. `bufstore.buffer.recent_keys` knows the last 16 keys; this knows all writes of a
-producer, in 16 bytes. Why numbers: docs/adr/0014.
+A pipeline that may do its work again (a Spark query, a consumer of a queue) numbers its writes, growing per thread:
+`bufstore.ProducerSequence`. Each entry carries, for up to 8 producers of its thread, the highest number that was
+written. So a writer that holds the compare-and-set sees a repeat before it appends, in whatever process the first
+write ran, without any window of time. `bufstore.buffer.recent_keys` knows the last 16 keys; this module knows all
+writes of a producer, in 16 bytes. Why numbers: docs/adr/0014.
 
 A ninth producer makes the thread forget the one that has not written to it for the longest time.
 """
@@ -21,7 +21,7 @@ _ITEM = 16  # 8 bytes of the name's hash, 8 bytes of the number
 
 
 def item(name: str, number: int) -> bytes:
-    """A producer and its sequence number."""
+    """Encode a producer and its sequence number."""
     return _hash_of(name) + number.to_bytes(8)
 
 
@@ -31,20 +31,20 @@ def _hash_of(name: str) -> bytes:
 
 
 def item_of(mark: ProducerSequence | None) -> bytes | None:
-    """The item of a mark; None without a mark."""
+    """Return the item of a mark; None without a mark."""
     return item(mark.producer_id, mark.sequence) if mark is not None else None
 
 
 def holds(producers: bytes, wanted: bytes) -> bool:
-    """Whether the producer has written this number already, or a higher one."""
+    """Return whether the producer of `wanted` has already written its number or a higher one."""
     for i in range(0, len(producers), _ITEM):
         if producers[i : i + 8] == wanted[:8]:
-            return producers[i + 8 : i + _ITEM] >= wanted[8:]  # big endian: compares as numbers do
+            return producers[i + 8 : i + _ITEM] >= wanted[8:]  # big-endian bytes compare as the numbers do
     return False
 
 
 def add(producers: bytes, new: bytes) -> bytes:
-    """The producers after a write of `new`, which stands last; the first is dropped when there are too many."""
+    """Return the producers after the write `new`, which goes last; the first is dropped when there are too many."""
     if producers[:8] == new[:8] and len(producers) == _ITEM:
         return new  # most threads have one producer
     rest = b"".join(
@@ -54,7 +54,7 @@ def add(producers: bytes, new: bytes) -> bytes:
 
 
 def merge(older: bytes, newer: bytes) -> bytes:
-    """Both, each producer with its highest number; those of `newer` are kept where there are more than fit."""
+    """Return the producers of both, each with its highest number; if not all fit, those of `newer` are kept."""
     if not newer or older == newer:
         return older
     merged = older

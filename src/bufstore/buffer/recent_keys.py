@@ -2,7 +2,7 @@
 
 A writer that holds the compare-and-set sees a repeat among its predecessor's keys before it appends, in whatever
 process the first attempt ran. An entry written without a key has its own id as key, so that a caller that got
-OutcomeUnknown can retry with the id as key. Bound: a repeat is recognised among the thread's last 16 entries.
+OutcomeUnknown can retry with the id as key. Bound: a repeat is recognized among the thread's last 16 entries.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ _ITEM = 12  # 8 bytes of key hash, 4 bytes of content hash
 
 
 def item(key: str, content: bytes) -> bytes:
-    """The item for a key and the content it was used with (b"" when content does not matter)."""
+    """Return the item for a key and the content that it was used with (b"" when the content does not matter)."""
     return blake2b(key.encode(), digest_size=8).digest() + (
         blake2b(content, digest_size=4).digest() if content else b"\0\0\0\0"
     )
 
 
 def item_of(id_: int) -> bytes:
-    """The item of an entry that was written without a key: `item` of its `key_of`."""
+    """Return the item of an entry that was written without a key: `item` of its `key_of`."""
     return blake2b(b"entry-%016x" % id_, digest_size=8).digest() + b"\0\0\0\0"
 
 
 def key_of(id_: int) -> str:
-    """The key of an entry that was written without one."""
+    """Return the key of an entry that was written without one."""
     return f"entry-{id_:016x}"
 
 
 def find(keys: bytes, wanted: bytes) -> bool | None:
-    """True when `wanted` was used with the same content, False with other content, None when it is not there."""
+    """Return True when the key was used with the same content, False with other content, None when it is not there."""
     for i in range(0, len(keys), _ITEM):
         if keys[i : i + 8] == wanted[:8]:
             known, given = keys[i + 8 : i + _ITEM], wanted[8:]
@@ -40,37 +40,37 @@ def find(keys: bytes, wanted: bytes) -> bool | None:
 
 
 def holds(keys: bytes, wanted: bytes) -> bool:
-    """Whether `wanted` is one of the items."""
+    """Return whether `wanted` is one of the items."""
     return any(keys[i : i + _ITEM] == wanted for i in range(0, len(keys), _ITEM))
 
 
 def hash_of(item: bytes) -> bytes:
-    """The item's key, without the content."""
+    """Return the hash of the item's key, without that of the content."""
     return item[:8]
 
 
 def newest(keys: bytes) -> bytes:
-    """The item of the entry that carries these keys."""
+    """Return the item of the entry that carries these keys."""
     return keys[-_ITEM:]
 
 
 def add(keys: bytes, new: bytes) -> bytes:
-    """The keys with `new` as the last item; the oldest is dropped when there are 16."""
+    """Return the keys with `new` as the last item; the oldest is dropped when there are 16."""
     return (keys + new)[-SIZE * _ITEM :]
 
 
 def full(keys: bytes) -> bool:
-    """Whether nothing older would fit in."""
+    """Return whether there is no room for an older item."""
     return len(keys) >= SIZE * _ITEM
 
 
 def merge(older: bytes, newer: bytes) -> bytes:
-    """The items of both, keeping the newer ones where there are more than fit.
+    """Return the items of both; if not all fit, the newer ones are kept.
 
     An entry written without knowing the thread carries only its own key; the watermark's keys must outlive it.
     """
     if newer[:-_ITEM] == older[-(SIZE - 1) * _ITEM :]:
-        return newer  # it was made of the older one
+        return newer  # `newer` is `older` with one item added
     known = {newer[i : i + _ITEM] for i in range(0, len(newer), _ITEM)}
     rest = b"".join(older[i : i + _ITEM] for i in range(0, len(older), _ITEM) if older[i : i + _ITEM] not in known)
     return (rest + newer)[-SIZE * _ITEM :]

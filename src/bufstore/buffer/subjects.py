@@ -10,17 +10,17 @@ from bufstore.buffer.places import first_place
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.subject_tokens import token, untoken
 
-#: Each generation of the stream starts at epoch x 2^40, so that a position is one growing number.
+#: Each generation of the stream starts at sequence epoch x 2^40, so positions grow from one generation to the next.
 _EPOCH_BITS = 40
 
 
 def first_sequence(epoch: int) -> int:
-    """The first sequence of a generation of the stream."""
+    """Return the first sequence of a generation of the stream."""
     return max(1, epoch << _EPOCH_BITS)
 
 
 def first_position(epoch: int) -> int:
-    """The first position of a generation of the log."""
+    """Return the first position of a generation of the log."""
     return first_place(first_sequence(epoch))
 
 
@@ -37,15 +37,15 @@ class Subjects:
     partitions: int
 
     def partition(self, thread_id: str) -> int:
-        """The thread's partition, the same in every process and release."""
+        """Return the thread's partition, which is the same in every process and release."""
         return zlib.crc32(thread_id.encode()) % self.partitions
 
     def of(self, thread_id: str) -> str:
-        """The subject that holds all entries of the thread."""
+        """Return the subject that holds all entries of the thread."""
         return _of(self.prefix, self.partitions, thread_id)
 
     def of_partition(self, partition: int) -> str:
-        """A filter for every entry of the partition."""
+        """Return a filter for every entry of the partition."""
         return f"{self.prefix}.{partition}.*"
 
     @property
@@ -55,12 +55,12 @@ class Subjects:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """What the stream listens on. Nothing else: what an earlier release writes must not be acknowledged."""
+        """All subjects that the stream listens on, and no others: a write of an earlier release must not be acked."""
         return (self.groups, self.parts, self.proof, self.erased, self.unused)
 
     @property
     def proof(self) -> str:
-        """Where a message is stored, rarely, to learn from its position whether the log is still the same."""
+        """Where a message is stored, rarely: its position shows whether the log is still the same."""
         return f"{self.prefix}.proof.0"
 
     @property
@@ -70,17 +70,17 @@ class Subjects:
 
     @property
     def writers(self) -> str:
-        """Where writers tell each other what they have written and wish to write; the stream stores nothing of it."""
+        """Where writers tell each other what they have written and want to write; the stream does not store this."""
         return f"{self.prefix}-writers"
 
     @property
     def refused(self) -> str:
-        """Where a writer tells the others that one of them was faster; the stream stores nothing of it."""
+        """Where a writer tells the others that one of them was faster; the stream does not store this."""
         return f"{self.prefix}-refused"
 
     @property
     def parts(self) -> str:
-        """Where the parts of entries are written that are too large for one message."""
+        """Where entries that are too large for one message are written, in parts."""
         return f"{self.prefix}.parts.0"
 
     @property
@@ -90,7 +90,7 @@ class Subjects:
 
     @property
     def erased(self) -> str:
-        """Which positions are erased, as decimal numbers with commas in between; written before they go."""
+        """Where the erased positions are written, as decimal numbers separated by commas, before they are erased."""
         return f"{self.prefix}.erased.0"
 
     @property
@@ -99,7 +99,7 @@ class Subjects:
         return frozenset((self.proof, self.erased))
 
     def thread_id(self, subject: str) -> str:
-        """The thread of a subject. Raises MalformedEntry when no thread has that subject."""
+        """Return the thread of a subject. Raises MalformedEntry when no thread has that subject."""
         return _thread_id(self.prefix, self.partitions, subject)
 
 

@@ -1,9 +1,9 @@
-"""Where a log is flushed to, and whether that is where this process would flush it: the decision.
+"""Where a log is flushed to, and whether this process would flush it there: the decision.
 
-A log's entries belong in one store in one database. Both say so: the stream in its metadata, the database in its row of
-the log. Each has the domain (what entries mean), the kind of the store, and an id that was drawn once for the database.
-If all three are the same, log and database belong together. A side that says nothing is either new, or was made by a
-release that did not write it down; then it takes a proof to write down the other's name.
+A log's entries belong in one store in one database. Both record this: the stream in its metadata, the database in its
+row for the log. Each records the domain (what entries mean), the kind of the store, and an id that was drawn once for
+the database. If all three are the same, log and database belong together. A side that has no record is either new, or
+was made by a release that wrote none; then the other side's record is copied to it only with a proof.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bufstore.errors import ConfigDrift
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What a process can flush: entries of a domain, into a kind of store."""
+    """What a process can flush: the entries of one domain, into one kind of store."""
 
     domain: str
     store: str
@@ -25,17 +25,17 @@ class Target(msgspec.Struct, frozen=True):
 
     domain: str
     store: str
-    #: The database's id: to be exact, that of its row of the log.
+    #: The id of the database; to be exact, of its row for the log.
     id: str
 
     @property
     def kind(self) -> Kind:
-        """What a process must flush to use this target."""
+        """The domain and the kind of store that a process must have to flush here."""
         return Kind(self.domain, self.store)
 
 
 def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -> None:
-    """Raise ConfigDrift when `named` is another kind of store than `ours`. `what` names it: a stream or a schema."""
+    """Raise ConfigDrift when `named` is another kind of store than `ours`. `what`: the stream or database named so."""
     if named is None or named.kind == ours:
         return
     field = "store" if named.domain == ours.domain else "domain"
@@ -51,7 +51,7 @@ def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -
 
 
 def check_flushable(stream: str, named: Target | None, ours: Kind) -> None:
-    """Before a command or a job touches a log: raise ConfigDrift unless the log says that it is for `ours`."""
+    """Raise ConfigDrift unless the log says that it is for `ours`. A command or job asks before it touches the log."""
     what = f"stream {stream}"
     if named is None:
         raise ConfigDrift(
@@ -72,7 +72,7 @@ def check_flushable(stream: str, named: Target | None, ours: Kind) -> None:
 
 
 def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
-    """Raise ConfigDrift when log and database name different databases (`named` by the log, `noted` by the other)."""
+    """Raise ConfigDrift when the log names another database (`named`) than the database itself does (`noted`)."""
     if named is not None and noted is not None and named.id != noted.id:
         raise ConfigDrift(
             f"stream {stream}",
@@ -85,9 +85,10 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
 
 
 def check_proof(stream: str, named: Target | None, *, proven: bool) -> None:
-    """Before a side that says nothing gets the other's name: raise ConfigDrift unless they surely belong together.
+    """Raise ConfigDrift unless log and database surely belong together.
 
-    `named`: by the log; None: it is the log that says nothing.
+    This is called before one side, which has no record, gets the other's. `named`: the target that the log names; None:
+    the log is the side without a record.
     """
     if proven:
         return
@@ -112,12 +113,12 @@ def check_proof(stream: str, named: Target | None, *, proven: bool) -> None:
 
 
 def is_proven(*, known: bool, flushed: bool, log_begun: bool, log_named: bool) -> bool:
-    """Whether log and database go together, when one of them does not say so and nothing else speaks against it.
+    """Return whether log and database belong together, when one has no record and nothing else speaks against it.
 
-    `known`: the database knows the log's generation. `flushed`: it has flushed some of it, and the log still has the
-    entries at its cursors. `log_begun`: the log has had an entry. `log_named`: it says that it has a database.
+    `known`: the database knows the log's generation. `flushed`: the database has flushed some of the log, and the log
+    still has the entries at its cursors. `log_begun`: the log has had an entry. `log_named`: the log names a target.
     """
     if log_named:
         return flushed
-    # Earlier release: a database that knew the log before anything was flushed counts as the one it was made with.
+    # The log is of an earlier release: a database that knew it before anything was flushed counts as its own.
     return flushed or known or not log_begun

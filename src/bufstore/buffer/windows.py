@@ -1,15 +1,15 @@
-"""What all flushers and writers of a log must agree on, and how that is changed while they run: the decision.
+"""The windows that all flushers and writers of a log must agree on, and how they change at run time: the decision.
 
 A writer that finds nothing of a thread in the log relies on this: purged entries were committed a whole window ago. So
 no flusher may keep entries for less time than any writer relies on. At rest the log names one window. During a change
-it names two: flushers keep the larger, writers rely on the smaller, until every process has read the log again; only
-then does the new window stand alone. Whether the window is raised or lowered, or the change is undone in between, no
-writer ever relies on more than the present window, and no flusher keeps less.
+it names two: flushers keep entries for the larger one, and writers rely on the smaller one, until every process has
+read the log again; only then does the new window stand alone. Whether the window is raised or lowered, or the change
+is undone in between, no writer ever relies on more than the present window, and no flusher keeps entries for less.
 
 `archive` changes in the same two steps: nothing leaves the log unarchived while either value requires an archive.
 
-A log of an earlier release may say a longer window than any process can have today. Flushers keep to it, and writers
-rely on the longest that they can have, which is less.
+A log of an earlier release may name a longer window than any process may have today. Flushers keep to that window, and
+writers rely on the longest window allowed today, which is shorter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bufstore.errors import ConfigDrift, ConfigError
 
 
 class Windows(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log says, now and (while that is changed) next."""
+    """The values that a log names: those of now and, during a change, the next ones."""
 
     failover_window_s: float
     archive: bool
@@ -32,7 +32,7 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: LogConfig) -> Self:
-        """What a new log says."""
+        """Return the values that a new log names."""
         return cls(failover_window_s=config.failover_window_s, archive=config.archive)
 
     @property
@@ -42,24 +42,24 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keep_s(self) -> float:
-        """How long flushers keep entries after their flush, at least."""
+        """The shortest time, in seconds, for which flushers keep entries after their flush."""
         return max(self.failover_window_s, self.next_failover_window_s or 0.0)
 
     @property
     def rely_s(self) -> float:
-        """The longest time that writers and readers may rely on."""
+        """The longest time, in seconds, that writers and readers may rely on."""
         next_s = self.next_failover_window_s or self.failover_window_s
         return min(self.failover_window_s, next_s, FAILOVER_WINDOW_MAX_S)
 
     @property
     def archives(self) -> bool:
-        """Whether nothing may leave the log before it is archived."""
+        """Whether entries must be archived before they may leave the log."""
         return self.archive or bool(self.next_archive)
 
     def changed(self, failover_window_s: float | None = None, archive: bool | None = None) -> Windows:
-        """Begin a change. None: the value stays as it is, or as a change under way has it.
+        """Begin a change. None: the value stays as it is, or as a change that is under way has it.
 
-        A change to the present values undoes one that is under way. Raises ConfigError for an impossible window.
+        A change to the present values undoes a change that is under way. Raises ConfigError for an impossible window.
         """
         if failover_window_s is None:
             failover_window_s = self.next_failover_window_s or self.failover_window_s
@@ -73,13 +73,13 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(rest, next_failover_window_s=failover_window_s, next_archive=archive)
 
     def settled(self) -> Windows:
-        """End the change, once every process has read what `changed` said. Raises ConfigError when there is none."""
+        """End the change, once every process has read what `changed` returned. Raises ConfigError if there is none."""
         if self.next_failover_window_s is None or self.next_archive is None:
             raise ConfigError("no change of this log's windows is under way")
         return Windows(failover_window_s=self.next_failover_window_s, archive=self.next_archive)
 
     def check(self, config: LogConfig) -> None:
-        """Raise ConfigDrift when a process is configured for neither what the log says now nor what it will say."""
+        """Raise ConfigDrift when `config` has neither the value that the log names now nor the next one."""
         next_s = self.next_failover_window_s or self.failover_window_s
         for field, values in (
             ("failover_window_s", [min(s, FAILOVER_WINDOW_MAX_S) for s in (self.failover_window_s, next_s)]),
