@@ -1,8 +1,8 @@
-"""Waiting until something is flushed, by whichever instance flushes it.
+"""Waits until something is flushed, by whichever instance flushes it.
 
-The waiter asks the partition's owner to flush now, and listens to its progress reports. Then, and now and then before,
-it asks Postgres, which holds the truth: a report may be lost, or tell of a commit that a failover has lost, or have
-passed an entry that waits.
+The waiter asks the partition's owner to flush now, and listens to its progress reports. When a report arrives, and now
+and then before, it asks Postgres, which holds the truth: a report may be lost, may tell of a commit that a failover has
+lost, or may have passed an entry that waits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FlushWaiter:
         self._moved = asyncio.Event()
 
     async def start(self) -> None:
-        """Hear the progress reports."""
+        """Subscribe to the progress reports."""
         await self._shared.on_progress(self._on_progress)
 
     def _on_progress(self, partition: int, seq: int) -> None:
         if seq > self._progress.get(partition, 0):
             self._progress[partition] = seq
-            # A new event for the next report: a waiter that takes this one before it looks misses nothing.
+            # The next report gets a new event: a waiter that takes the event before it looks misses no report.
             moved, self._moved = self._moved, asyncio.Event()
             moved.set()
 
@@ -47,13 +47,13 @@ class FlushWaiter:
         async def look() -> dict[int, int]:
             return {partition: (await self._ledger.watermark(thread_id)).flushed_seq}
 
-        # Most likely it is not flushed yet: ask the owner first, look into Postgres when no report comes.
+        # Most likely the thread is not flushed yet, so ask the owner first, and Postgres after a report or a pause.
         await self._wait({partition: target}, look, thread_id, timeout_s, look_first=False)
 
     async def partitions(self, targets: Mapping[int, int], timeout_s: float) -> None:
         """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`.
 
-        The cursors are not enough: they have passed what waits.
+        The cursors are not enough: they have passed the entries that wait.
         """
         if targets:
             await self._wait(targets, self._ledger.flushed, None, timeout_s, look_first=True)
@@ -83,7 +83,7 @@ class FlushWaiter:
                             left = {p: t for p, t in left.items() if found.get(p, 0) < t}
                             if not left:
                                 return
-                            # What was reported beyond that no longer exists.
+                            # A report beyond what Postgres has is of a commit that no longer exists.
                             self._progress.update({p: found.get(p, 0) for p in left})
                         except BufstoreError as e:
                             failed = str(e)
@@ -111,13 +111,13 @@ class FlushWaiter:
                 inquiry.cancel()
 
     def _ourselves(self, partition: int) -> tuple[str, str] | None:
-        """This process and its trouble, if it follows the partition."""
+        """Return the name of this process and its trouble if it follows the partition, else None."""
         if self._flusher is None or not self._flusher.owns(partition):
             return None
         return "this process", self._flusher.state.trouble
 
     async def _inquire(self, partition: int) -> tuple[str, str]:
-        """The owner of a partition, and the trouble it reports; empty where that is unknown."""
+        """Return the owner of a partition and the trouble that it reports; empty texts if unknown."""
         try:
             members, troubles = await self._shared.members(), await self._shared.troubles()
         except BufstoreError:
@@ -129,7 +129,7 @@ class FlushWaiter:
         return "this process" if mine else f"flusher {owner}", troubles.get(owner, "")
 
     async def _ask(self, partitions: Mapping[int, int]) -> str:
-        """Ask the owners to flush now; why that failed, or nothing."""
+        """Ask the owners to flush now. Returns why that failed; empty if it did not."""
         for partition in partitions:
             if self._flusher is not None and self._flusher.owns(partition):
                 self._flusher.ask(partition)

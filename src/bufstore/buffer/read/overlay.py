@@ -1,4 +1,4 @@
-"""What a thread looks like with its unflushed tail: the same decision and the same change as a flush of it."""
+"""Puts a thread's unflushed tail on its state, by the same decision and with the same change as a flush."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bufstore.buffer.entry import Base, Item, StoredEntry
 
 
 def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequence[Item]) -> S:
-    """`state` with `items` of the log applied: all there are between its watermark and the last of them."""
+    """Return `state` with `items` applied: all that the log has between its watermark and the last of them."""
     poison: set[int] = set()
     while True:
         todo = plan(state.watermark, items, complete=True, poison=frozenset(poison))
@@ -28,10 +28,10 @@ def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequen
 
 
 def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[Item]) -> S | None:
-    """The thread as far as the log knows it, without the store; None if the log does not know all of its content.
+    """Return the thread as the log knows it, without the store; None if the log does not know all of its content.
 
-    Flushed entries stay in the log for a while, so it often holds a thread's whole story: from any self-contained
-    entry on, when everything behind it is chained.
+    Flushed entries stay in the log for a while, so the log often holds all of a thread's content: from any
+    self-contained entry on, if everything behind that entry is chained.
     """
     for i, item in enumerate(items):
         if not isinstance(item, StoredEntry) or not item.entry.self_contained:
@@ -41,7 +41,8 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
         if state.watermark.broken_since is not None:
             continue
         if item.entry.base is not Base.CHAINED:
-            # If it does not count, its keys and numbers were never used; the writer behind it has made sure of that.
+            # If this entry does not count, its keys and numbers were never used, as the writer of the next entry has
+            # made sure. So the last entry's keys and numbers are taken.
             last = items[-1].entry if items[-1] is not item and isinstance(items[-1], StoredEntry) else None
             keys, numbers = (last.keys, last.producers) if last is not None else (b"", None)
             watermark = msgspec.structs.replace(state.watermark, keys=keys, producers=numbers or b"")

@@ -1,11 +1,11 @@
 """The read path: what the store holds, joined with the thread's tail in the log.
 
-Both are asked at once. If the log's last entry of the thread is above the watermark, the tail between is fetched
-and overlaid by the same decision that a flush of it makes. An entry may leave the log only `failover_window_s` after
-Postgres has it, flushed or waiting (`bufstore.buffer.read.with_waiting`), and no read takes half as long: so what one
-answer lacks the other has.
+A read asks both at once. If the log's last entry of the thread is above the watermark, the read fetches the tail
+between them and overlays it by the same decision that a flush of it makes. An entry may leave the log only
+`failover_window_s` after Postgres has it, flushed or waiting (`bufstore.buffer.read.with_waiting`), and no read takes
+half as long. So whatever one answer lacks, the other has.
 
-Of a thread that was read before (`bufstore.buffer.read.recent_states`) the store tells only its watermark.
+If a thread was read before (`bufstore.buffer.read.recent_states`), the store is asked only for its watermark.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")
 
-#: Of what was read last, so much is kept.
+#: How many bytes of the states that were read last are kept.
 _RECENT_BYTES = 32 << 20
-#: How long the watermark of what is kept may take.
+#: How long a read waits for the watermark of a state that is kept, in seconds.
 _ROW_S = 0.5
 
 
@@ -55,23 +55,23 @@ class Reads(Generic[S]):
         waiter: FlushWaiter,
         own_seq: Callable[[str], int],
     ) -> None:
-        """`own_seq`: up to which position this process itself has written to a thread, as far as it remembers."""
+        """`own_seq`: returns the last position that this process has written to a thread, as far as it remembers."""
         self._domain, self._log, self._ledger = parts.domain, parts.log, parts.ledger
         self._subjects, self._config = parts.subjects, parts.config
         self._home = Home()
-        #: Whether what Postgres says counts.
+        #: Decides whether the answers of Postgres count.
         self.restored = Restored(parts)
-        #: What is flushed, and that with what waits in the ledger.
+        #: Reads the flushed state; and the flushed state together with the entries that wait in the ledger.
         self._reader, self._with_waiting = reader, WithWaiting(parts, reader, self.restored)
         self._waiter = waiter
         self._own_seq = own_seq
         self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
         parts.log.on_forget(self._on_forget)
-        #: Whether the store answers.
+        #: Knows whether the store answers.
         self.store = StoreWatch(self._with_waiting, parts.config.read_timeout_s)
 
     async def aclose(self) -> None:
-        """Stop looking whether the store is back."""
+        """Stop checking whether the store is back."""
         await self.store.aclose()
         await self.restored.aclose()
 
@@ -88,12 +88,12 @@ class Reads(Generic[S]):
         *,
         proven: bool = True,
     ) -> S:
-        """The thread's state; the domain's empty one if it does not exist.
+        """Return the thread's state; the domain's empty one if the thread does not exist.
 
         `at_least`: a position that the state must include. `proven`: see `joined`.
 
-        Raises ReadNotFresh when the level cannot be reached in `read_timeout_s`, StoreUnavailable when only Postgres
-        could tell and it does not answer, ThreadQuarantined.
+        Raises ReadNotFresh when the level cannot be reached within `read_timeout_s`, StoreUnavailable when only
+        Postgres could tell the state and does not answer, ThreadQuarantined.
         """
         self._home.check()
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
@@ -118,19 +118,22 @@ class Reads(Generic[S]):
         return state
 
     async def watermark(self, thread_id: str) -> Watermark:
-        """The thread's watermark once what waits in the ledger is flushed. Raises StoreUnavailable, soon."""
+        """Return the watermark that the thread has once its entries in the ledger are flushed.
+
+        Raises StoreUnavailable, soon.
+        """
         try:
-            # One small row, whatever the thread holds. And what was seen of the log before must not grow old meanwhile:
-            # see `bufstore.buffer.append.tip_finder`.
+            # The query reads one small row, however large the thread is. And the caller's earlier look at the log must
+            # not grow old meanwhile: see `bufstore.buffer.append.tip_finder`.
             async with asyncio.timeout(STORE_PATIENCE_S):
                 return await self._with_waiting.watermark(thread_id)
         except TimeoutError:
             raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, Watermark]:
-        """The watermarks of many threads, in one question; threads that have none are left out.
+        """Return the watermarks of many threads, with one query; threads that have none are left out.
 
-        Where entries wait in the ledger (`Watermark.waits_to`), they are not counted in. Raises StoreUnavailable.
+        Entries that wait in the ledger (`Watermark.waits_to`) are not included. Raises StoreUnavailable.
         """
         if self.store.down is not None:
             raise StoreUnavailable(self.store.down)
@@ -138,7 +141,7 @@ class Reads(Generic[S]):
         return {t: row for t, (row, _) in found.items()}
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
-        """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
+        """Wait until everything of the thread that is acknowledged now is flushed; return the position of the last."""
         self._home.check()
         left_s = _left_of(timeout_s)
         last = await self._told(lambda s: self._log.latest(self._subjects.of(thread_id), s), thread_id, left_s())
@@ -163,7 +166,7 @@ class Reads(Generic[S]):
         return (await self.restored.counting(lambda: self._ledger.watermark(thread_id))).waits_to
 
     async def _told(self, ask: Callable[[float], Awaitable[T]], thread_id: str | None, timeout_s: float) -> T:
-        """What the log answers. A log that does not answer is to blame only where it has the time that a read has."""
+        """Return the log's answer. A silent log counts as unavailable only if it had as long as a read has."""
         own_s, late = self._config.read_timeout_s, "the log did not say in time what must be flushed"
         try:
             async with asyncio.timeout(timeout_s):
@@ -174,7 +177,7 @@ class Reads(Generic[S]):
             raise LogUnavailable(late) from None
 
     async def _asked(self, answer: Awaitable[T], thread_id: str | None, timeout_s: float) -> T:
-        """What Postgres answers: of what the log shows nothing any more, entries may still wait there."""
+        """Return the answer of Postgres, where entries may still wait that the log no longer shows."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -183,14 +186,14 @@ class Reads(Generic[S]):
             raise FlushTimeout(thread_id, target=0, flushed=0, reason=reason) from None
 
     async def joined(self, thread_id: str, *, proven: bool = False) -> tuple[S, int]:
-        """The thread's state with its tail, and the position of its last entry in the log (0: none there).
+        """Return the thread's state with its tail, and the position of its last entry in the log (0: none there).
 
-        `proven`: it has all that was acknowledged to anybody before the call. Without, a leader that the others have
-        left may show the state of seconds ago; that is enough for a writer whose write holds only if the state still is
-        so.
+        `proven`: the state includes everything that was acknowledged to any caller before this call. Otherwise a leader
+        that the other nodes have left may show the state of seconds ago. That is enough for a writer whose write holds
+        only if the state is still the same.
 
-        Raises StoreUnavailable when only Postgres could tell, and it is down or does not tell in `read_timeout_s`;
-        LogUnavailable.
+        Raises StoreUnavailable when only Postgres could tell the state, and is down or does not answer within
+        `read_timeout_s`; LogUnavailable.
         """
         kept = self._recent.get(thread_id, elapsed.now_s()) if self.store.down is None else None
         found = await self._continued(thread_id, kept, proven) if kept is not None else None
@@ -200,7 +203,7 @@ class Reads(Generic[S]):
         return found.state, found.last
 
     async def _continued(self, thread_id: str, kept: Kept[S], proven: bool) -> Kept[S] | None:
-        """What was read before, with what came since, where the watermark says so; None: read it again."""
+        """Return the kept state with all newer entries; None if the watermark does not confirm it: read it anew."""
         subject, began = self._subjects.of(thread_id), elapsed.now_s()
         row = spawn(self._with_waiting.watermark(thread_id))
         try:
@@ -209,22 +212,22 @@ class Reads(Generic[S]):
             if last > kept.last:
                 tail = await self._log.seen_after({subject: kept.last}, self._config.read_timeout_s)
                 new = items_of(tail[subject], thread_id)
-            # A store that does not answer is for who knows how long to wait for it.
+            # If the store does not answer, leave it to `_from_store`, which knows how long to wait.
             await asyncio.wait([row], timeout=_ROW_S)
             if not row.done() or row.exception() is not None:
                 return None
             if elapsed.now_s() - began > self._log.windows.rely_s / 2:
-                return None  # a pause: what was written behind the row may be purged
+                return None  # after such a pause, entries that were written behind the row may have been purged
             found = kept.anchored(row.result(), links_of(new), last)
         finally:
-            self.store.let_go(row)  # to cancel a statement takes as long as a store that hangs likes
+            self.store.let_go(row)  # not awaited: on a hanging store it takes arbitrarily long to cancel a statement
         if found is None or not new:
             return found
         state = overlay(self._domain, kept.state, thread_id, new)
         return found._replace(state=state, size=self._size(state)) if not _broken(state) else None
 
     def _size(self, state: S) -> int:
-        """How much of what may be kept it takes; 0: it may not be kept."""
+        """Return about how many bytes the state takes if it is kept; 0: it must not be kept."""
         mark = state.watermark
         judged = mark.applied_id and not mark.gone and not mark.waits_to and not _broken(state)
         return self._domain.size(state) if judged and state.whole else 0
@@ -240,7 +243,7 @@ class Reads(Generic[S]):
             in_log = spawn(self._last(subject, proven))
             try:
                 state = await self.store.stored(asked, deadline) if asked is not None else None
-                era = self.restored.era  # in which the state was answered, and counted
+                era = self.restored.era  # the era in which the store answered, and the answer counted
                 last = await in_log
             except BaseException:
                 self.store.let_go(asked)
@@ -250,7 +253,7 @@ class Reads(Generic[S]):
                 found = await self._without_store(thread_id, asked, deadline, last, proven)
             else:
                 found = await self._with_tail(thread_id, state, era, last, proven)
-            # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
+            # During a long pause (of this process or machine, say) an entry may have left the log: then look again.
             if found is not None and elapsed.now_s() - began < self._log.windows.rely_s / 2:
                 return found._replace(asked_at=began)
 
@@ -258,14 +261,14 @@ class Reads(Generic[S]):
         return (await self.joined(thread_id, proven=proven))[0]
 
     async def _with_tail(self, thread_id: str, state: S, era: int, last: int, proven: bool) -> Kept[S] | None:
-        """`state` with what the log holds above it, at least up to `last`, if that is above it.
+        """Return `state` with the log's entries above it, at least up to `last`, if that is above it.
 
-        None: when it was answered, in `era`, Postgres may have had less than it must have.
+        None: Postgres, which answered in `era`, may have had less than it must have.
         """
         messages: list[StoredMessage] = []
         if last > state.watermark.flushed_seq:
             messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
-        # Behind the first look at the log, which may have set its floor.
+        # This comes after the first look at the log, which may have set the log's floor.
         if not await self.restored.counts_since(era):
             return None
         if not messages:
@@ -273,13 +276,13 @@ class Reads(Generic[S]):
         items = items_of(messages, thread_id)
         joined = overlay(self._domain, state, thread_id, items)
         if _broken(joined) and not _broken(state):
-            # Either an entry is missing because Postgres has moved since, or the chain is really broken.
+            # Either an entry is missing because Postgres has moved on since, or the chain is really broken.
             joined = overlay(self._domain, await self._with_waiting.state(thread_id), thread_id, items)
             return self._read(joined, joined, last, None)
         return self._read(joined, state, last, links_of(items))
 
     def _read(self, state: S, stored: S, last: int, behind: list[Link] | None) -> Kept[S]:
-        """What was read. `stored`: without the tail. `behind`: the tail; None: it is not to be kept."""
+        """Return what was read. `stored`: the state without the tail. `behind`: the tail; None: do not keep this."""
         anchor = (stored.watermark.flushed_seq, stored.watermark.applied_id)
         known = behind is not None and stored.watermark.applied_id and not stored.watermark.waits_to
         return Kept(state, last, 0.0, anchor, behind or (), self._size(state) if known else 0)
@@ -287,7 +290,10 @@ class Reads(Generic[S]):
     async def _without_store(
         self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float, last: int, proven: bool
     ) -> Kept[S] | None:
-        """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
+        """Return the state from the log alone; if the log does not have it all, wait for the store after all.
+
+        `asked`: the earlier request to the store; None: there was none.
+        """
         try:
             messages, last = await self._tail(thread_id, 0, last, proven)
             state = from_log_alone(self._domain, thread_id, items_of(messages, thread_id))
@@ -299,25 +305,26 @@ class Reads(Generic[S]):
         return await self._with_tail(thread_id, stored, self.restored.era, last, proven)
 
     async def _tail(self, thread_id: str, above: int, last: int, proven: bool) -> tuple[list[StoredMessage], int]:
-        """The thread's messages in the log above a position, at least up to `last` if that is still there.
+        """Return the thread's messages in the log above a position, at least up to `last` if that is still there.
 
-        And the position of the thread's last message there, 0 for none.
+        The second value is the position of the thread's last message there, 0 for none.
         """
         subject = self._subjects.of(thread_id)
         pause = 0.001
         while last > above:
-            # The look that told of `last` has seen all up to it: to look again would cost a request.
+            # The look that found `last` has seen the log up to it, so this needs no further request for the log's end.
             messages = (await self._log.seen_after({subject: above}, self._config.read_timeout_s))[subject]
             if messages and messages[-1].seq >= last:
                 return messages, messages[-1].seq
-            # It has left since, or the server that answered lacked it: report nothing without what stands there.
+            # The entry at `last` has left the log since, or the server that answered lacked it. A state without it must
+            # not be returned.
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.25)
             last = await self._last(subject, proven)
         return [], last
 
     async def _until(self, thread_id: str, read: Callable[[], Awaitable[S]], needed: int) -> S:
-        """Read until the state includes position `needed`; the caller bounds the time."""
+        """Read until the state includes position `needed`. The caller limits the time."""
         pause = 0.005
         while True:
             state = await read()
@@ -328,14 +335,15 @@ class Reads(Generic[S]):
             pause = min(pause * 2, 0.25)
 
     async def _gone(self, thread_id: str, needed: int) -> bool:
-        """Whether a thread without a watermark had position `needed`, and was deleted, purged and buried since.
+        """Return whether a thread without a watermark had position `needed`, and was deleted, purged and buried since.
 
-        The log that has come so far shows nothing of it; so it is purged, and was committed long before.
+        If the log has come that far and shows nothing of the thread, the thread's entries were purged, so they were
+        committed long before.
         """
         subject = self._subjects.of(thread_id)
         if await self._last(subject, proven=False) or await self._log.end(self._config.read_timeout_s) < needed:
             return False
-        return not await self._last(subject, proven=True)  # the node that told the end need not be the first one
+        return not await self._last(subject, proven=True)  # the answers so far may be from different nodes
 
     async def _last(self, subject: str, proven: bool) -> int:
         if proven:
@@ -348,7 +356,7 @@ def _broken(state: State) -> bool:
 
 
 def _left_of(timeout_s: float) -> Callable[[], float]:
-    """What is left of this time, from now on."""
+    """Return a function that says how many of these seconds are left, counted from now."""
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + timeout_s
     return lambda: max(0.0, ends_at - loop.time())

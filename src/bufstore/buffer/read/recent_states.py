@@ -1,8 +1,9 @@
-"""What this process has read of threads, to be read on from: most of a long thread is the same at each read.
+"""The thread states that this process has read, to continue from: most of a long thread is the same at each read.
 
-A state is that of the store at a watermark, with the entries that the log held behind it. It is still true when the
-watermark of now is the same, or that of one of these entries: an entry is applied only when the one that it is chained
-to is. So a small row certifies what would be read again (docs/adr/0051). Pure: no I/O, no clock.
+A kept state is the store's state at a watermark, with the entries that the log held behind it. It is still true if the
+present watermark is the same, or stands at one of these entries: an entry is applied only if the entry that it is
+chained to is applied. So one small row certifies what would otherwise be read again (docs/adr/0051). Pure: no I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import S
 from bufstore.buffer.entry import Base, Item, StoredEntry
 
-#: A state is read anew from the store this many seconds after it was, at the latest: then changes past the buffer show.
+#: A state is read anew from the store after this many seconds, so that changes made without the buffer show.
 ASKED_FOR_S = 60.0
 
 
@@ -24,55 +25,55 @@ class Link(NamedTuple):
 
     seq: int
     id: int
-    #: It may stand behind an entry that is parked, and heals the chain.
+    #: True when the entry heals the chain: it may stand behind an entry that is parked.
     self_contained: bool
 
 
 class Kept(NamedTuple, Generic[S]):
-    """A state that was read, with what makes it true."""
+    """A state that was read, with the evidence that it is true."""
 
     state: S
     #: The position of the thread's last entry in the log; 0: the log shows none.
     last: int
-    #: When the store was asked (`bufstore.buffer.elapsed`).
+    #: When the store was asked, in seconds (`bufstore.buffer.elapsed`).
     asked_at: float
-    #: The position and the id of the store's watermark then, or since.
+    #: The position and the entry id of the store's watermark, at that time or later.
     anchor: tuple[int, int]
-    #: The entries behind that.
+    #: The entries behind the anchor.
     behind: Sequence[Link]
-    #: About how many bytes it takes.
+    #: About how many bytes the state takes; 0: it must not be kept.
     size: int
 
     def anchored(self, row: Watermark, new: Sequence[Link] | None, last: int) -> Kept[S] | None:
-        """The same with the watermark of now as its anchor; None if the thread may be another by now.
+        """Return this state anchored at the present watermark, `row`; None if the thread's content may be another now.
 
-        `new`: what the log holds behind what is kept (`links_of`), up to at least `last`, the position of the thread's
-        last entry there; 0: the log shows none.
+        `new`: the log's entries behind those that are kept (`links_of`). They reach at least to `last`, the position of
+        the thread's last entry in the log; 0: the log shows none.
         """
         if new is None or row.gone or row.waits_to or row.broken_since is not None:
             return None
         up_to = new[-1].seq if new else self.last
         behind = _behind((row.flushed_seq, row.applied_id), self.anchor, [*self.behind, *new])
-        # What is purged is flushed: nothing may be left behind the watermark then.
+        # If the log shows nothing, all entries were purged, so they are flushed: none may be left behind the watermark.
         if behind is None or (not self.last <= last <= up_to if last else behind):
             return None
         return self._replace(anchor=(row.flushed_seq, row.applied_id), behind=behind, last=up_to if last else 0)
 
 
 def _behind(at: tuple[int, int], anchor: tuple[int, int], links: Sequence[Link]) -> Sequence[Link] | None:
-    """The links behind a watermark; None if it does not tell that all before it were applied."""
+    """Return the links behind the watermark `at`; None if it does not prove that all links before it were applied."""
     if at == anchor:
         return links
     for number, link in enumerate(links):
         if link.self_contained:
-            return None  # what stands before it may have been parked, and it healed that
+            return None  # the entries before this one may have been parked, and this one has healed the chain
         if (link.seq, link.id) == at:
             return links[number + 1 :]
     return None
 
 
 def links_of(items: Iterable[Item]) -> list[Link] | None:
-    """Entries of the log as links; None if only the store's row tells which of them count."""
+    """Return entries of the log as links; None if only the store's row tells which of them count."""
     links: list[Link] = []
     for item in items:
         if not isinstance(item, StoredEntry) or item.entry.base is not Base.CHAINED:
@@ -82,7 +83,7 @@ def links_of(items: Iterable[Item]) -> list[Link] | None:
 
 
 class RecentStates(Generic[S]):
-    """The states that were read last, in at most `bytes_max` bytes; what was read longest ago goes first."""
+    """The states that were read last, in at most `bytes_max` bytes; the one that was read longest ago goes first."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -90,12 +91,12 @@ class RecentStates(Generic[S]):
         self.bytes = 0
 
     def get(self, thread_id: str, now: float) -> Kept[S] | None:
-        """What is kept of a thread, unless the store must be asked again."""
+        """Return what is kept of a thread; None if nothing is, or the store must be asked again."""
         kept = self._kept.get(thread_id)
         return kept if kept is not None and now - kept.asked_at <= ASKED_FOR_S else None
 
     def keep(self, thread_id: str, read: Kept[S]) -> None:
-        """Note what was read."""
+        """Keep a state that was read, if its size allows."""
         self.forget(thread_id)
         if not 0 < read.size <= self._bytes_max:
             return
@@ -105,12 +106,12 @@ class RecentStates(Generic[S]):
             self.forget(next(iter(self._kept)))
 
     def forget(self, thread_id: str) -> None:
-        """Read the thread from the store the next time."""
+        """Forget the thread, so that the next read asks the store."""
         kept = self._kept.pop(thread_id, None)
         if kept is not None:
             self.bytes -= kept.size
 
     def forget_all(self) -> None:
-        """The log is another."""
+        """Forget all threads: the log is another one."""
         self._kept.clear()
         self.bytes = 0

@@ -1,10 +1,10 @@
-"""Whether Postgres still has what nobody looks for in the log any more.
+"""Decides whether Postgres still has the entries below the log's floor, which nobody looks for in the log.
 
-What stands below the log's floor is in every Postgres there will be, so reads and writers ask Postgres alone for it.
-That does not hold of a Postgres that was restored from a backup, or failed over to a copy that had missed more than
-`failover_window_s`. Its cursors say so: one of them stands below the floor, and the log has an entry in between. Such a
-Postgres counts as away, for all but flushers. These go on from its cursors, and once they are past the floor it counts
-again. If the log does not reach back to a cursor, they refuse the log.
+Everything below the log's floor is in every Postgres there will be, so reads and writers ask Postgres alone for it. But
+a Postgres may lack some of it when it was restored from a backup, or failed over to a copy that had missed more than
+`failover_window_s`. Then one of its cursors stands below the floor, and the log has an entry in between. Such a
+Postgres counts as away, for all but flushers. The flushers go on from its cursors, and once they are past the floor it
+counts again. If the log does not reach back to a cursor, the flushers refuse the log.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from bufstore.shared_call import SharedCall
 
 T = TypeVar("T")
 
-#: Before anything was found to fit.
+#: The value of `Restored._fits` while no comparison has succeeded.
 _NEVER = (-1, float("-inf"), 0)
-#: A pooler may lead an old connection to another Postgres: so often it is asked although no connection is new.
+#: Seconds after which Postgres is compared again although no connection is new: a pooler may lead an old connection to
+#: another Postgres.
 _AGAIN_S = 5.0
 _OLDER = "Postgres seems to be older than the log reaches back, so it counts as away: {}; see `bufstore repair`"
 
@@ -34,31 +35,35 @@ class Restored:
     def __init__(self, parts: AnyParts) -> None:
         self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
         self._look = SharedCall(self._compare)
-        #: How many connections there were and when, and up to where Postgres had everything then.
+        #: The last comparison: how many connections there had been, when it was, and the position up to which Postgres
+        #: had everything.
         self._fits = _NEVER
-        #: Grows whenever it is found to have everything and was not known to: what was answered before may lack some.
-        #: A floor that rises later is told by who has seen that much in this Postgres.
+        #: Grows whenever Postgres is found to have everything and that was not known before: earlier answers may lack
+        #: something. A floor that rises later was told by an owner that has seen as much in this Postgres.
         self.era = 0
 
     async def aclose(self) -> None:
-        """Ask no more."""
+        """Stop asking Postgres."""
         await self._look.aclose()
 
     async def counting(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What Postgres answers, asked again if the answer may be older than what it had when that was looked at.
+        """Return the answer of Postgres; ask again if it may come from before the last comparison.
 
         Raises StoreUnavailable.
         """
         while True:
             if self._fits[0] != self._ledger.connections:
-                await self._look()  # first, or what may take long would be asked for twice
+                await self._look()  # before `ask`, which may take long and would have to be repeated
             era = self.era
             answer = await ask()
             if await self.counts_since(era):
                 return answer
 
     async def counts_since(self, era: int) -> bool:
-        """Whether what both answered since `era` began counts. Raises StoreUnavailable if nothing does now."""
+        """Return whether answers count that log and Postgres gave since `era` began.
+
+        Raises StoreUnavailable if no answer counts now.
+        """
         connections, at, reached = self._fits
         fits = connections == self._ledger.connections and elapsed.now_s() - at < _AGAIN_S
         if not fits or self._log.floor > reached:
@@ -77,7 +82,7 @@ class Restored:
         self._fits = connections, at, reached
 
     async def _reached(self, floor: int) -> int:
-        """Up to where Postgres has everything, at least the floor. Raises StoreUnavailable if it has not."""
+        """Return up to which position Postgres has everything. Raises StoreUnavailable if that is below the floor."""
         if floor <= self._log.generation_start:
             return floor
         cursors = await self._ledger.cursors()
@@ -90,7 +95,7 @@ class Restored:
         return max(floor, min(cursor.seq for cursor in all_))
 
     async def _compare_with(self, cursor: Cursor, floor: int) -> None:
-        """A cursor below the floor: nothing was written to its partition in between, or Postgres is old."""
+        """Raise StoreUnavailable if the partition has an entry between the cursor, which is below the floor, and it."""
         if (trouble := await mismatch(self._log, cursor)) is not None:
             raise StoreUnavailable(_OLDER.format(trouble))
         async for _, message in self._log.scan(cursor.seq, partitions=[cursor.partition]):

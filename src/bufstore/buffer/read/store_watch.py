@@ -1,4 +1,4 @@
-"""Whether the store answers: a read of one thread may take long, so a small query decides whether it is down."""
+"""Knows whether the store answers. A read of one thread may take long, so a small query decides whether it is down."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-#: How long a call waits for the store before it tries the log alone, or gives up.
+#: How many seconds a call waits for the store before it tries the log alone, or gives up.
 STORE_PATIENCE_S = 2.0
 _PROBE_INTERVAL_S = 0.25
 
 
 class StoreWatch(Generic[S]):
-    """Asks the store, and does not make every read wait while it is away."""
+    """Asks the store, and spares reads the wait while the store is away."""
 
     def __init__(self, reader: StateReader[S], read_timeout_s: float) -> None:
         self._reader = reader
         self._patience = min(STORE_PATIENCE_S, read_timeout_s / 2)
         self._probe: asyncio.Task[None] | None = None
         self._question: asyncio.Task[None] | None = None
-        #: Requests to the store that nobody waits for any more.
+        #: Cancelled requests to the store that have not ended yet.
         self._ending: set[asyncio.Task[Any]] = set()
         #: Why the store counts as down; None while it answers.
         self.down: str | None = None
 
     async def aclose(self) -> None:
-        """Stop looking whether the store is back."""
+        """Stop checking whether the store is back."""
         await end(self._probe, self._question, *self._ending)
 
     def ask(self, thread_id: str) -> asyncio.Task[S]:
@@ -43,7 +43,7 @@ class StoreWatch(Generic[S]):
         return spawn(self._reader.state(thread_id))
 
     async def stored(self, asked: asyncio.Task[S], deadline: float) -> S | None:
-        """What the store answers, however long it takes for that as long as it is up; None if it does not answer."""
+        """Return the store's answer, however long that takes while the store is up; None if it does not answer."""
         while not await self._done(asked, deadline, self._patience / 2):
             if deadline <= asyncio.get_running_loop().time() or (await self._is_down() and not asked.done()):
                 return None
@@ -54,13 +54,13 @@ class StoreWatch(Generic[S]):
         except BufstoreError:
             raise
         except Exception as e:
-            # An app's own store raises its driver's errors; whatever they mean, it did not answer.
+            # An app's own store raises its driver's errors. Whatever they mean, the store did not answer.
             _log.debug("a read of the store failed: %s", type(e).__name__, extra={"action": "store_read_failed"})
         await self._is_down()
         return None
 
     async def while_up(self, asking: Coroutine[Any, Any, T]) -> T:
-        """What the store answers, however long it takes for that as long as it is up. Raises StoreUnavailable."""
+        """Return the store's answer, however long that takes while the store is up. Raises StoreUnavailable."""
         asked = spawn(asking)
         try:
             while self.down is None and not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
@@ -72,7 +72,7 @@ class StoreWatch(Generic[S]):
             self.let_go(asked)
 
     async def told_after_all(self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float) -> S:
-        """What only the store can tell: wait for it. `asked`: it was, before. Raises StoreUnavailable."""
+        """Wait for a state that only the store knows. `asked`: an earlier request, or None. Raises StoreUnavailable."""
         if asked is None or asked.done():
             asked = self.ask(thread_id)
         try:
@@ -86,7 +86,7 @@ class StoreWatch(Generic[S]):
             self.let_go(asked)
 
     def let_go(self, asked: asyncio.Task[Any] | None) -> None:
-        """End the request without waiting for its end, which takes long on a hanging server."""
+        """Cancel the request without waiting for its end, which takes long on a hanging server."""
         if asked is not None:
             self._ending.add(asked)
             asked.add_done_callback(self._ended)
@@ -95,16 +95,16 @@ class StoreWatch(Generic[S]):
     def _ended(self, asked: asyncio.Task[Any]) -> None:
         self._ending.discard(asked)
         if not asked.cancelled():
-            asked.exception()  # or asyncio reports an exception that was never retrieved
+            asked.exception()  # otherwise asyncio reports an exception that was never retrieved
 
     async def _done(self, asked: asyncio.Task[S], deadline: float, within_s: float) -> bool:
-        """Wait this long for the store's answer, at most until `deadline`. Returns whether it is there."""
+        """Wait at most `within_s`, and not beyond `deadline`, for the store's answer. Returns whether it is there."""
         left = max(deadline - asyncio.get_running_loop().time(), 0)
         done, _ = await asyncio.wait([asked], timeout=min(within_s, left))
         return bool(done)
 
     async def _is_down(self) -> bool:
-        """Whether the store does not even answer a small query, which is asked once for all callers."""
+        """Return whether the store does not even answer a small query, which is asked once for all callers."""
         if self._question is None or self._question.done():
             self._question = spawn(self._ask_little(), name="bufstore-store-question")
         await asyncio.shield(self._question)
@@ -134,7 +134,7 @@ class StoreWatch(Generic[S]):
 
     async def _look_for_store(self) -> None:
         while self.down is not None:
-            with contextlib.suppress(Exception):  # whatever an app's store raises: it is not back yet
+            with contextlib.suppress(Exception):  # whatever an app's store raises means that it is not back yet
                 await self._reader.answers()
                 self.down = None
                 _log.info("Postgres answers again; reads use it", extra={"action": "store_up"})

@@ -1,7 +1,8 @@
-"""A thread as the store will have it once what waits in the ledger is flushed.
+"""Reads a thread as the store will have it once the entries that wait in the ledger are flushed.
 
-Entries move from those that wait into the row. So what waits is read first and the row after it: what has left the
-first is in the second. An entry that began to wait in between is in the log still, for as long as any read may take.
+Entries move from the ledger's waiting entries into the row. So the waiting entries are read first and the row after
+them: an entry that has left the former is in the latter. An entry that began to wait in between is still in the log,
+for as long as any read may take.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bufstore.buffer.read.restored import Restored
 
 
 class WithWaiting(Generic[S]):
-    """See `bufstore.buffer.domain.StateReader`. Where nothing waits, which the row says, it costs nothing."""
+    """See `bufstore.buffer.domain.StateReader`. If nothing waits, which the row says, this costs nothing extra."""
 
     def __init__(self, parts: Parts[Any, S, Any], reader: StateReader[S], restored: Restored) -> None:
         self._domain, self._ledger = parts.domain, parts.ledger
@@ -37,7 +38,7 @@ class WithWaiting(Generic[S]):
         return _without_mark(overlay(self._domain, state, thread_id, items))
 
     async def watermark(self, thread_id: str) -> Watermark:
-        """The watermark alone. Raises what the ledger raises."""
+        """Return the watermark alone. Raises what the ledger raises."""
         return await self._restored.counting(lambda: self._watermark(thread_id))
 
     async def _watermark(self, thread_id: str) -> Watermark:
