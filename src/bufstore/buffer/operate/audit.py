@@ -1,6 +1,6 @@
-"""The rules of a self-check, which log and Postgres must keep between them, without I/O.
+"""The rules of a self-check, which log and Postgres together must obey, without I/O.
 
-Each rule holds at every moment, even in the middle of a flush, if Postgres is asked in the order that
+Each rule holds at every moment, even in the middle of a flush, if everything is read in the order that
 `bufstore.buffer.operate.verify` keeps. A violation is either damage or a bug of ours.
 """
 
@@ -19,13 +19,13 @@ from bufstore.jetstream.messages import StoredMessage
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One violated rule."""
 
-    #: Which one, in a word or two.
+    #: The name of the rule, a few words.
     rule: str
-    #: What is there instead.
+    #: What was found instead.
     detail: str
-    #: None when it is about the whole log.
+    #: None when the finding is about the whole log.
     partition: int | None
-    #: None when it is about the whole partition.
+    #: None when the finding is about the whole partition.
     thread_id: str | None = None
 
 
@@ -33,16 +33,16 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """What a self-check looked at, and what it found."""
 
     partitions: int
-    #: Threads that the log shows.
+    #: How many threads were checked: those that the log shows, and those that wait in the ledger.
     threads: int
-    #: Threads with entries that are not flushed yet, and how many entries those are, with those that wait.
+    #: How many threads have unflushed entries, and how many such entries there are, those that wait included.
     unflushed_threads: int
     unflushed_entries: int
-    #: Entries that wait in the ledger for their threads' turn.
+    #: How many entries wait in the ledger.
     waiting: int
-    #: Entries in quarantine.
+    #: How many entries are in quarantine.
     quarantined: int
-    #: The live flushers.
+    #: The names of the live flushers.
     members: Sequence[str]
     #: How many violations there are, and the first of them.
     wrong: int
@@ -51,12 +51,12 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """True when nothing was found."""
+        """Whether nothing was found."""
         return not self.wrong
 
 
 def verification_of_all(lanes: Sequence[Verification]) -> Verification:
-    """Those of several lanes as one: sums, and the findings of all."""
+    """Combine the results of several lanes: sums, and the findings of all."""
     if len(lanes) == 1:
         return lanes[0]
     return Verification(
@@ -78,25 +78,26 @@ class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     thread_id: str
     watermark: Watermark
-    #: Up to where entries were discarded from quarantine.
+    #: The position of the last entry that was discarded from quarantine; 0: none was.
     given_up: int
-    #: Its last entry in the log. If nothing of it stands above the log's floor: one that may not be the last, or None.
+    #: The thread's last entry in the log. If the thread has nothing above the log's floor, any of its entries, or None.
     last: StoredMessage | None
+    #: Whether the thread has an entry above the log's floor.
     above_floor: bool
-    #: Its entries above the watermark that the log has, or a later part of them.
+    #: The thread's entries in the log above the watermark, or a later part of them.
     tail: Sequence[Item]
-    #: Those that wait in the ledger, read before the watermark.
+    #: The thread's entries that wait in the ledger, read before the watermark.
     waiting: Sequence[Item] = ()
-    #: Which of the positions asked for are in quarantine.
+    #: Those of the last entries' positions that are in quarantine.
     parked: Collection[int]
-    #: The partition's cursor, read before all this.
+    #: The position of the partition's cursor, read before everything else.
     cursor: int
-    #: The watermark's version, the store's, and how many messages the store has; None if the store is not asked.
+    #: The watermark's version, the store's version, and how many messages the store has; None: the store was not asked.
     versions: tuple[int, int | None, int] | None = None
 
 
 def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
-    """The rules that the thread violates, each with what is there instead."""
+    """Return the rules that the thread violates, each with what was found instead."""
     watermark, last = facts.watermark, facts.last
     found = []
     if last is not None and watermark.flushed_seq > last.seq:
@@ -115,21 +116,21 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
     if changed:
         found.append(("waiting entry", f"the log and the ledger, where it waits, have different entries {changed[0]}"))
     unflushed = [*facts.waiting, *facts.tail]
-    # What stands behind a discarded entry builds on that, until the thread has gone on without it.
+    # Entries behind a discarded entry build on it, until the thread has gone on without it.
     explained = watermark.broken_since is not None or 0 < watermark.flushed_seq <= facts.given_up
     torn = None if explained else _torn(watermark, unflushed)
     if torn is not None:
         found.append(("chain", f"entry {torn} does not build on what is before it"))
     if facts.versions is not None:
         known, stored, messages = facts.versions
-        # Only the buffer's row of a deleted thread stays, without messages; the store has none either.
+        # Of a deleted thread only the buffer's row stays, without messages; the store has none either.
         if not known == (stored or 0) == messages:
             found.append(("version", f"the buffer has version {known}, the store {stored} and {messages} messages"))
     return found
 
 
 def _explained(facts: ThreadFacts, last: StoredMessage) -> bool:
-    """Whether the watermark's last entry took effect, or there is a known reason why it did not."""
+    """Return whether the entry at the watermark took effect, or there is a known reason why it did not."""
     watermark = facts.watermark
     if watermark.broken_since is not None or last.seq in facts.parked or last.seq <= facts.given_up:
         return True
@@ -145,7 +146,7 @@ def _id(item: Item) -> int:
 
 
 def _torn(watermark: Watermark, tail: Sequence[Item]) -> int | None:
-    """The first entry of the tail whose predecessor is missing, unless unreadable messages explain it."""
+    """Return the position of the first entry without its predecessor; None also if unreadable messages explain it."""
     for parked in plan(watermark, tail, complete=True).park:
         return None if isinstance(parked.item, Malformed) else parked.item.seq
     return None

@@ -1,8 +1,9 @@
 """Erases threads' entries from the log, before retention would purge them.
 
-The same rule as for a purge (`bufstore.buffer.flush.passed`): a group of entries may leave the log when everything in
-it, and before it, is in every Postgres there will be, as the owners of all partitions have said. Then no failover needs
-it again, and no cursor stands in it. Entries of other threads that stand in the group go with it: Postgres has them.
+The rule is the same as for a purge (`bufstore.buffer.flush.passed`): a group of entries may leave the log when the
+owners of all partitions have said that everything in the group and before it is in every Postgres there will be. Then
+no failover needs the group again, and no cursor stands in it. Entries of other threads in the group go with it:
+Postgres has them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Eraser:
     async def erase(self, threads: Mapping[str, int], write_behind: Callable[[str], Awaitable[object]]) -> int:
         """Remove each thread's entries below its position, once that is allowed. Returns how many there were.
 
-        `write_behind`: writes something that may stay, into a thread: the last message of the log never goes.
+        `write_behind`: writes an entry that may stay into a thread, because the last message of the log never goes.
 
         Returns after `failover_window_s` at the earliest, unless there is nothing to remove. Raises FlushTimeout when
-        removal is not allowed within twice the window and `flush_timeout_s`; LogUnavailable, StoreUnavailable.
+        removal is still not allowed after twice the window plus `flush_timeout_s`; LogUnavailable, StoreUnavailable.
         """
         remains = await self._log.remains(threads)
         if not remains.entries:
@@ -45,18 +46,18 @@ class Eraser:
         return remains.entries
 
     async def _flushed(self, remains: Remains) -> None:
-        """Return once everything that goes is flushed: owners that would wait for more are asked not to."""
+        """Return once everything that goes is flushed. Owners that would wait for more entries are asked not to."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         ends = await self._log.ends(filters, self._config.append_timeout_s)
         targets = {p: min(end, remains.settled_from - 1) for p, end in enumerate(ends) if end}
         await self._waiter.partitions(targets, self._config.flush_timeout_s)
 
     async def _settled(self, remains: Remains) -> None:
-        """Return once it is in every Postgres there will be, and in the archive if there is one."""
+        """Return once everything that goes is in every Postgres there will be, and in the archive if there is one."""
         await self._log.fill()
         windows, settled = self._log.windows, 0
         try:
-            # Twice the window: partitions may have moved to another owner meanwhile, who begins to count anew.
+            # Wait for twice the window: a partition may have moved to another owner, which begins to count anew.
             async with asyncio.timeout(2 * windows.keep_s + self._config.flush_timeout_s):
                 while (settled := await self._settled_to()) < remains.settled_from:  # noqa: ASYNC110 - others say it
                     await asyncio.sleep(_LOOK_S)
@@ -71,6 +72,6 @@ class Eraser:
             raise FlushTimeout(None, target=remains.settled_from, flushed=settled, reason=reason) from None
 
     async def _settled_to(self) -> int:
-        """Up to where the owners have said that everything is settled, if this Postgres has it, too."""
+        """Return the position up to which the owners have called everything settled, and this Postgres has it too."""
         settled, cursors = await self._log.settled(), await self._ledger.cursors()
         return min([settled, *(cursors[p].seq if p in cursors else 0 for p in range(self._subjects.partitions))])

@@ -1,4 +1,4 @@
-"""How a buffer is doing."""
+"""The health and the statistics of a buffer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _FREE_MIN = 0.01
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counters of this process since the start, and where the buffer stands."""
+    """Counters of this process since its start, and the present state of the buffer."""
 
     appended: int
     conflicts: int
-    #: Groups of entries that this process wrote, and how often another was first, so that one went out again.
+    #: How many groups of entries this process wrote, and how often it sent one again because another process was first.
     groups: int
     refused: int
     flusher: FlusherState
     log_bytes: int
     log_bytes_max: int
-    #: About how many of the bytes are not flushed.
+    #: About how many of the log's bytes are not flushed.
     log_bytes_unflushed: int
-    #: In how many seconds, at least, the log is full when what is not flushed grows on as it did since an earlier call
-    #: (of up to two minutes ago); None when it does not grow, and in the first call.
+    #: The shortest time, in seconds, until the log is full if its unflushed part keeps growing as it did since an
+    #: earlier call (at most two minutes ago); None when that part does not grow, and in the first call.
     log_full_in_s: float | None
     #: Messages sent to and received from NATS.
     nats_sent: int
@@ -46,7 +46,7 @@ class Statistics:
 
 
 def statistics_of_all(lanes: Sequence[Statistics]) -> Statistics:
-    """Those of several lanes as one: sums; the space left is that of the lane that is full first."""
+    """Combine the statistics of several lanes: sums, and the time until the first lane's log is full."""
     if len(lanes) == 1:
         return lanes[0]
     full_in_s = [s.log_full_in_s for s in lanes if s.log_full_in_s is not None]
@@ -60,17 +60,17 @@ def statistics_of_all(lanes: Sequence[Statistics]) -> Statistics:
 
 @dataclass(frozen=True)
 class Health:
-    """What this process can do, and what is wrong; empty strings mean nothing is.
+    """What this process can do, and what is wrong; an empty string means that nothing is.
 
-    A readiness probe asks `can_write`, and `can_read` if the app cannot serve without reads of everything. A liveness
-    probe asks none of these: such trouble passes by itself or needs an operator, and no restart cures it.
+    A readiness probe asks `can_write`, and also `can_read` if the app cannot serve unless it can read everything. A
+    liveness probe asks none of these: such trouble passes by itself or needs an operator, and no restart cures it.
     """
 
-    #: Of the parts: NATS, Postgres, this process's flusher.
+    #: What is wrong with each part: NATS, Postgres, this process's flusher.
     log: str
     store: str
     flusher: str
-    #: Why no checkpoints are accepted, some reads fail, and nothing is flushed.
+    #: Why no checkpoint is accepted; why some reads fail; why nothing is flushed, or not everything.
     write_trouble: str
     read_trouble: str
     flush_trouble: str
@@ -82,17 +82,17 @@ class Health:
 
     @property
     def can_read(self) -> bool:
-        """Whether every thread can be read, at every level; `read_trouble` says what can be read if not."""
+        """Whether every thread can be read, at every level. If not, `read_trouble` says what can still be read."""
         return not self.read_trouble
 
     @property
     def flushing(self) -> bool:
-        """Whether what is acknowledged gets into Postgres, by this process or by others."""
+        """Whether acknowledged entries get into Postgres, flushed by this process or by others."""
         return not self.flush_trouble
 
     @property
     def ok(self) -> bool:
-        """True when nothing is wrong."""
+        """Whether nothing is wrong."""
         return not (self.log or self.store or self.flusher or self.write_trouble or self.flush_trouble)
 
 
@@ -105,9 +105,10 @@ def health_of(
     flushers: bool = True,
     waiting: WaitingTotals | None = None,
 ) -> Health:
-    """What follows from what is wrong with the parts. `full`: why it takes no writes; `flushers`: whether any is alive.
+    """Derive the health from what is wrong with the parts.
 
-    `waiting`: what waits in the ledger.
+    `full`: why the log takes no writes. `flushers`: whether any flusher is alive. `waiting`: the ledger's waiting
+    entries; None: unknown.
     """
     read = ""
     if log:
@@ -132,14 +133,14 @@ def health_of(
 
 
 def health_of_all(lanes: Sequence[Health]) -> Health:
-    """That of several lanes as one: what is wrong with any of them, with its number."""
+    """Combine the health of several lanes: each text names all lanes that have trouble, by number."""
     if len(lanes) == 1:
         return lanes[0]
     return Health(**{f.name: of_all([getattr(h, f.name) for h in lanes]) for f in fields(Health)})
 
 
 class Vitals:
-    """Looks at the parts of one buffer."""
+    """Asks the parts of one buffer how they are."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Vitals:
         self._flusher = flusher
 
     async def statistics(self) -> Statistics:
-        """Counters, fill, and how long the log has space. Raises LogUnavailable."""
+        """Return the counters, the log's fill, and how long the log has space. Raises LogUnavailable."""
         fill, full_in_s = await self._fill.now()
         sent, received = self._session.traffic
         return Statistics(
@@ -174,9 +175,9 @@ class Vitals:
         )
 
     async def health(self) -> Health:
-        """What can be done at this moment, and what is wrong.
+        """Return what this process can do at this moment, and what is wrong.
 
-        Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
+        Asks NATS (on a replicated log, the leader must prove that it leads) and Postgres, for two seconds at most.
         """
         (log, full), (store, waiting), (_, members) = await asyncio.gather(
             asked(lambda: is_full(self._session.log)),
@@ -195,28 +196,31 @@ class Vitals:
         )
 
     async def _waiting(self) -> WaitingTotals:
-        """What waits, if Postgres answers what a flusher asks it."""
+        """Return how much waits, once Postgres has answered the query for the cursors, as a flusher sends it."""
         await self._ledger.cursors()
         return await self._ledger.waiting.totals()
 
     async def lag(self) -> dict[int, int]:
-        """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
+        """Return for each partition how far, in log positions, its cursor is behind its last entry.
+
+        Raises Unavailable errors.
+        """
         cursors = await self._ledger.cursors()
         held = await self._session.log.held({p: cursor.seq for p, cursor in cursors.items()})
         return {p: held.above[p] for p in range(self._subjects.partitions)}
 
 
 async def is_full(log: Log) -> str:
-    """Why the log accepts no entries; empty if it does. Raises LogUnavailable, AppendUnknown."""
-    # A leader that the others have left would answer as if all were well. Waiting less than this gives up the
-    # question, not the connection.
+    """Return why the log accepts no entries; empty if it does. Raises LogUnavailable, AppendUnknown."""
+    # A leader that the other nodes have left would answer as if all were well. The caller gives up sooner than this, so
+    # it gives up the question and not the connection.
     await log.prove_leader(2 * _TIMEOUT_S)
     used, limit = await log.fill()
     return "" if used <= (1 - _FREE_MIN) * limit else f"the log is full: {used} of {limit} bytes"
 
 
 async def asked(question: Callable[[], Awaitable[Any]]) -> tuple[str, Any]:
-    """What is wrong with the part that is asked, and its answer; in two seconds at most."""
+    """Return what is wrong with the part that is asked, and its answer; after two seconds at most."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             return "", await question()

@@ -1,4 +1,4 @@
-"""How much space the log has, and for how long: its unflushed part, and how fast that grows."""
+"""Tells how much space the log has and for how long it lasts, from its unflushed part and how fast that grows."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from bufstore.errors import BufstoreError, LogFull
 from bufstore.jetstream.messages import Held
 from bufstore.tasks import end, spawn
 
-#: A look is compared with one of at most, and if possible at least, this long ago.
+#: The ages, in seconds, of the look that a look is compared with: the highest, the lowest if possible, and the lowest.
 _REMEMBERED_S = 120.0
 _APART_S = 5.0
 _APART_MIN_S = 1.0
-#: A flusher that keeps up has no more unflushed than is written in this time: one window gathers while another commits.
+#: When flushers keep up, no more is unflushed than is written in this many seconds: one window gathers while another
+#: commits.
 _KEEPS_UP_S = 5.0
-#: One explanation serves all writes that the log refuses within this time.
+#: One explanation serves all writes that the log refuses within this many seconds.
 _EXPLAINED_S = 1.0
 _EXPLAINING_S = 1.0
 
 
 class LogFill(NamedTuple):
-    """A look at the log."""
+    """The result of a look at the log."""
 
-    #: When, by the clock of the event loop.
+    #: The time of the look, by the clock of the event loop.
     at: float
     held: Held
 
     @property
     def unflushed(self) -> int:
-        """About how many bytes are not flushed."""
+        """About how many bytes of the log are not flushed."""
         return self.held.above_bytes
 
 
 def full_in_s(earlier: Iterable[LogFill], now: LogFill) -> float | None:
-    """In how many seconds the log is full if the unflushed part keeps growing as it did; None when it does not grow.
+    """Return in how many seconds the log is full if its unflushed part goes on growing; None if it does not grow.
 
-    It takes at least that long: flushed entries may make space until then. `earlier`: looks, the oldest first.
+    This is the shortest time: flushed entries may make space until then. `earlier`: earlier looks, the oldest first.
     """
     known = [fill for fill in earlier if _APART_MIN_S <= now.at - fill.at <= _REMEMBERED_S]
     if not known:
         return None
-    # The newest that is not too new: old looks hide the present rate.
+    # Compare with the newest look that is not too new: older looks would hide the present rate.
     before = next((fill for fill in reversed(known) if now.at - fill.at >= _APART_S), known[0])
     apart = now.at - before.at
     rate = (now.unflushed - before.unflushed) / apart
@@ -57,7 +58,7 @@ def full_in_s(earlier: Iterable[LogFill], now: LogFill) -> float | None:
 
 
 def why_full(said: str, fill: LogFill) -> str:
-    """What the server said of a full log, what is in the log, and what to do."""
+    """Return a text that says what the server said of a full log, what is in the log, and what to do."""
     flushed = fill.held.bytes - fill.unflushed
     held = f"{said}: it holds {fill.held.bytes} of {fill.held.limit} bytes, about {fill.unflushed} of them not flushed"
     if fill.unflushed >= flushed:
@@ -73,7 +74,7 @@ def why_full(said: str, fill: LogFill) -> str:
 
 
 async def look(log: Log, shared: SharedState, flushed: Mapping[int, int]) -> LogFill:
-    """Look at the log. `flushed`: how far partitions are known to be flushed; progress reports tell more.
+    """Look at the log. `flushed`: the positions up to which partitions are known to be flushed; reports may tell more.
 
     Asks NATS only. Raises LogUnavailable.
     """
@@ -83,7 +84,7 @@ async def look(log: Log, shared: SharedState, flushed: Mapping[int, int]) -> Log
 
 
 class FillForecast:
-    """Looks at one log, and remembers them for a while."""
+    """Looks at one log, and remembers the looks for a while."""
 
     def __init__(self, look: Callable[[], Coroutine[Any, Any, LogFill]]) -> None:
         self._look = look
@@ -92,9 +93,9 @@ class FillForecast:
         self._explained_at = 0.0
 
     async def now(self) -> tuple[LogFill, float | None]:
-        """The space left, and in how many seconds there is none; None: unknown, or never at this rate.
+        """Look at the log, and return in how many seconds it is full; None: unknown, or never at this rate.
 
-        Growth is seen between calls, of up to two minutes ago. Raises LogUnavailable.
+        Growth is measured since an earlier call, at most two minutes ago. Raises LogUnavailable.
         """
         fill = await self._look()
         full = full_in_s(self._earlier, fill)
@@ -105,7 +106,7 @@ class FillForecast:
         return fill, full
 
     async def measured(self) -> tuple[LogFill, float | None]:
-        """The same for a caller that looks once: if something is not flushed, look again a second later."""
+        """As `now`, for a caller that looks only once: if something is not flushed, look again a second later."""
         fill, full = await self.now()
         if fill.unflushed:
             await asyncio.sleep(_APART_MIN_S)
@@ -113,12 +114,12 @@ class FillForecast:
         return fill, full
 
     async def explain(self, error: LogFull) -> LogFull:
-        """The same error with what fills the log added; unchanged when the log does not tell in time."""
+        """Return the error with a text that says what fills the log; unchanged when the log does not answer in time."""
         task = self._explaining
         now = asyncio.get_running_loop().time()
         if task is None or (task.done() and now - self._explained_at > _EXPLAINED_S):
             task = self._explaining = spawn(self._look(), name="bufstore-why-full")
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or nobody looks at it
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # so that it counts as retrieved
             self._explained_at = now
         with contextlib.suppress(TimeoutError, BufstoreError):
             async with asyncio.timeout(_EXPLAINING_S):
@@ -126,5 +127,5 @@ class FillForecast:
         return error
 
     async def aclose(self) -> None:
-        """Look no more."""
+        """Stop looking at the log."""
         await end(self._explaining)

@@ -1,4 +1,4 @@
-"""The quarantine, for an operator: list what waits there, replay it, discard it."""
+"""The quarantine, for an operator: list its entries, replay them, discard them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POSITION_MAX = 2**63 - 1
 
 
 class Quarantine:
-    """Entries that could not be applied; each is called by its position in the log (`thread_seq`).
+    """The entries that could not be applied; each is named by its position in the log (`thread_seq`).
 
     Every method raises StoreUnavailable when Postgres does not answer, StoreMisconfigured when it refuses.
     """
@@ -33,15 +33,15 @@ class Quarantine:
     def __init__(self, parts: AnyParts) -> None:
         self._ledger = parts.ledger
         self._coalesce = parts.domain.coalesce
-        #: Tells every writer that a thread's chain is no longer the one that it remembers.
+        #: Tells every writer that a thread's chain is no longer the one that the writer remembers.
         self._tell = parts.shared.tell_parked
 
     async def count(self) -> int:
-        """How many entries wait."""
+        """Return how many entries are in quarantine."""
         return await self._ledger.quarantined()
 
     async def page(self, *, thread_id: str | None = None, after: int = 0, limit: int = 100) -> Sequence[ParkedInfo]:
-        """What waits (of one thread, if it is given), oldest first, above position `after`. Raises InvalidId."""
+        """Return the entries (of one thread, if it is given) above position `after`, oldest first. Raises InvalidId."""
         if thread_id is not None:
             check_id(thread_id, "thread_id")
         limit = max(1, min(limit, _LIMIT_MAX))
@@ -49,16 +49,17 @@ class Quarantine:
         return await self._ledger.parked.page(after, thread_id, limit)
 
     async def show(self, seq: int) -> ParkedEntry:
-        """One entry, whole. Raises NotFound."""
+        """Return one entry, whole. Raises NotFound."""
         found = await self._ledger.parked.entry(seq) if 0 <= seq <= _POSITION_MAX else None
         if found is None:
             raise NotFound(f"quarantine has no entry with position {seq}; `bufstore quarantine list` shows what it has")
         return found
 
     async def replay(self, seq: int) -> Sequence[Replayed]:
-        """Apply the entry and what was parked behind it, in order, as far as possible. Returns what became of each.
+        """Apply the entry and those of its thread parked behind it, in order, as far as possible.
 
-        Each is applied exactly once, even beside a running flusher and when this is repeated. Raises NotFound.
+        Returns what became of each. Each is applied exactly once, even beside a running flusher and when this call is
+        repeated. Raises NotFound.
         """
         entry = await self.show(seq)
         if entry.thread_id is None:
@@ -75,7 +76,7 @@ class Quarantine:
         return await self._replay(check_id(thread_id, "thread_id"), 0)
 
     async def threads(self, *, after: str = "", limit: int = _PAGE) -> Sequence[str]:
-        """Threads that have entries here, in order of their ids, those behind `after`. Raises InvalidId."""
+        """Return the threads behind `after` that have entries here, in order of their ids. Raises InvalidId."""
         if after != "":
             check_id(after, "after")
         return await self._ledger.parked.threads(after, max(1, min(limit, _LIMIT_MAX)))
@@ -83,7 +84,7 @@ class Quarantine:
     async def discard(self, seqs: Sequence[int]) -> int:
         """Delete these entries for good. Returns how many there were.
 
-        A thread without waiting entries goes on from what Postgres holds.
+        A thread that has no entries left in quarantine goes on from what Postgres holds.
         """
         seqs = [s for s in seqs if 0 <= s <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
@@ -105,7 +106,7 @@ class Quarantine:
                     raise StoreMisconfigured(str(e)) from e
                 if e.verdict not in (Verdict.POISON, Verdict.SUSPECT) or decide.last is None:
                     raise StoreUnavailable(str(e)) from e
-                # One at a time, until the entry to blame is found; what builds on it waits.
+                # Apply one entry at a time until the one to blame is found. The entries that build on it stay here.
                 if single:
                     refused[decide.last] = str(e)
                 single = True
@@ -121,19 +122,19 @@ class Quarantine:
 
     async def _tell_all(self, threads: set[str]) -> None:
         for thread_id in threads:
-            with contextlib.suppress(BufstoreError):  # writers find out themselves, by a conflict or from Postgres
+            with contextlib.suppress(BufstoreError):  # writers also find out by a conflict or from Postgres
                 await self._tell(thread_id)
 
 
 class _Decide:
-    """Decides within a replay's transaction; `single`: at most one entry is applied."""
+    """Decides within a replay's transaction. `single`: apply at most one entry."""
 
     def __init__(self, coalesce: Coalesce, thread_id: str, refused: dict[int, str], *, single: bool) -> None:
         self._coalesce = coalesce
         self._thread_id = thread_id
         self._refused = refused
         self._single = single
-        #: The id of the last entry that was to be applied.
+        #: The id of the last entry that was to be applied; None: no entry was.
         self.last: int | None = None
 
     def __call__(self, watermark: Watermark, parked: Sequence[ParkedEntry]) -> Replay:

@@ -1,12 +1,12 @@
-"""The way on when log and Postgres no longer fit together: save what the log has, begin a new generation.
+"""The repair for a log and a Postgres that no longer fit together: saves what the log has, begins a new generation.
 
-Theory of operation. However they came apart (the log lost its end, is gone, or is an older copy; Postgres is an older
-copy, or went back further than the log reaches), there is one way on. The stream is taken out of service. Its entries
-that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), in one transaction
-per thread, behind what waits of it. Then the epoch in Postgres goes up and the stream is removed: the next start
-creates the new generation, whose positions are above everything that any process or watermark remembers. A repair takes
-the partitions as a flusher does, and each of its steps holds only while nobody else has taken them: of two repairs the
-one that began first ends with an error.
+Theory of operation. However the two came apart (the log lost its end, is gone, or is an older copy; Postgres is an
+older copy, or went back further than the log reaches), the repair is the same. The stream is taken out of service. Its
+entries that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), in one
+transaction per thread, after the thread's waiting entries. Then the epoch in Postgres goes up and the stream is
+removed. The next start creates the new generation, whose positions are above everything that any process or watermark
+remembers. A repair takes the partitions as a flusher does, and each of its steps succeeds only while nobody else has
+taken them: of two repairs, the one that began first ends with an error.
 
 Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be repeated, so an interrupted
 repair is begun anew.
@@ -33,10 +33,10 @@ from bufstore.jetstream.messages import StoredMessage
 
 _CHUNK = 500
 _CHUNK_BYTES = 16 << 20
-#: Threads are divided into so many slices, to salvage as many at a time as fit into memory.
+#: Threads are divided into this many slices; a share of as many slices as fit into memory is salvaged at a time.
 _SLICES = 1 << 10
 _SHARE_BYTES = 128 << 20
-#: What an entry takes in memory beside its body.
+#: How many bytes of memory an entry takes in addition to its body.
 _ENTRY_BYTES = 500
 _TIMEOUT_S = 30.0
 _OWNER = "repair"
@@ -49,19 +49,20 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     #: False: nothing was changed; the numbers say what a repair would do.
     done: bool = False
-    #: Threads with entries above what log and Postgres certainly have in common.
+    #: How many threads have entries above what log and Postgres certainly have in common.
     threads: int = 0
-    #: Entries in it that Postgres lacks and accepts.
+    #: How many of the log's entries Postgres lacks and accepts.
     applied: int = 0
-    #: Entries in it that Postgres lacks and that fit nowhere: they go to quarantine.
+    #: How many of the log's entries, which Postgres lacks, fit nowhere: they go to quarantine.
     parked: int = 0
-    #: The generation that the next start creates.
+    #: The epoch of the generation that the next start creates; None if there is nothing to repair.
     epoch: int | None = None
 
 
-#: What is done with a thread's entries (None: entries of no thread); those at some positions are in quarantine.
+#: Deals with a thread's entries (None: entries of no thread), given what log and Postgres have in common, and the
+#: positions whose entries are in quarantine.
 _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
-#: What takes effect on a watermark, and what is parked; given ids that the store refuses.
+#: Decides which entries take effect on a watermark and which are parked, given the ids that the store refuses.
 _Planning = Callable[[Watermark, Sequence[Item], set[int]], Plan]
 
 
@@ -77,11 +78,11 @@ class Repair:
         self._threads = 0
         self._applied = 0
         self._parked = 0
-        #: The partitions as they were taken.
+        #: The cursors of the partitions as this repair took them.
         self._held: Sequence[Cursor] = ()
 
     async def look(self) -> Repaired:
-        """What a repair would do; changes nothing. Raises Unavailable errors."""
+        """Return what a repair would do; change nothing. Raises Unavailable errors."""
         if self._reason is None:
             return Repaired(reason=None)
         if await self._log.epoch(checked=False) is not None:
@@ -102,7 +103,7 @@ class Repair:
             )
         # From here on no flusher commits any more, whatever it believes.
         partitions = set(await self._ledger.cursors())
-        if await self._log.epoch(checked=False) is not None:  # only a log that is there says how many it has
+        if await self._log.epoch(checked=False) is not None:  # only an existing log says how many partitions it has
             partitions |= set(range(self._subjects.partitions))
         self._held = await self._ledger.take(sorted(partitions), _OWNER)
         if len(self._held) < len(partitions):
@@ -123,7 +124,7 @@ class Repair:
         return report
 
     async def _check_held(self) -> None:
-        """Make sure that nobody else has taken the partitions: the log may be a new one by now, with new entries."""
+        """Make sure that nobody else has taken the partitions: otherwise the log may be a new one, with new entries."""
         await self._flush([], lambda _: Decision())
 
     async def _report(self, *, done: bool) -> Repaired:
@@ -144,13 +145,13 @@ class Repair:
             await self._salvage_share(share, settle, common)
 
     async def _above(self, common: Sequence[int]) -> AsyncIterator[tuple[int, StoredMessage]]:
-        """The entries above what log and Postgres have in common, with their partitions."""
+        """Yield the entries above what log and Postgres have in common, with their partitions."""
         async for partition, message in self._log.scan(min(common)):
             if message.seq > common[partition]:
                 yield partition, message
 
     async def _shares(self, common: Sequence[int]) -> list[set[int]]:
-        """Threads are judged whole. Divides them into shares, by slices, each of which fits into memory."""
+        """Divide the threads, which are judged whole, into shares of slices. Each share fits into memory."""
         sizes = [0] * _SLICES
         async for _, message in self._above(common):
             sizes[_slice(message.subject)] += _ENTRY_BYTES + len(message.body)
@@ -175,9 +176,9 @@ class Repair:
             for thread_id in some:
                 partition, messages = found.pop(threads[thread_id])
                 watermark = watermarks.get(thread_id, Watermark())
-                last = entry_id(messages[-1])  # 0 of one that cannot be read, as of a thread that has nothing applied
+                last = entry_id(messages[-1])  # 0 if it cannot be read; `applied_id` is 0, too, if nothing is applied
                 if last and last == watermark.applied_id:
-                    continue  # all of it is in Postgres
+                    continue  # all of the thread is in Postgres
                 items = items_of(messages, thread_id)
                 await settle(thread_id, items, common[partition], await self._settled(items))
         for partition, messages in found.values():
@@ -185,7 +186,7 @@ class Repair:
             await settle(None, items, common[partition], await self._settled(items))
 
     async def _common(self) -> list[int]:
-        """Per partition, the position up to which the log is certainly the one that Postgres knows."""
+        """Return for each partition the position up to which the log is certainly the one that Postgres knows."""
         known = [0] * self._subjects.partitions
         for cursor in (await self._ledger.cursors()).values():
             if cursor.id and cursor.partition < len(known):
@@ -205,7 +206,7 @@ class Repair:
         return known
 
     async def _raise(self, known: list[int], entries: Sequence[tuple[int, str, StoredMessage]]) -> None:
-        """Raise what is known of each partition to the last of these entries that Postgres has certainly applied."""
+        """Raise the partitions' positions in `known` to their last entries that Postgres has certainly applied."""
         if entries:
             watermarks = await self._watermarks(sorted({thread_id for _, thread_id, _ in entries}))
             for partition, thread_id, message in entries:
@@ -214,9 +215,9 @@ class Repair:
                     known[partition] = max(known[partition], up_to)
 
     async def _watermarks(self, threads: Sequence[str]) -> dict[str, Watermark]:
-        """The threads' watermarks once what waits of them is flushed; threads that Postgres does not know are left out.
+        """Return the watermarks that the threads will have once their waiting entries, safe in Postgres, are flushed.
 
-        What waits is safe in Postgres, too.
+        Threads that Postgres does not know are left out.
         """
         return {
             thread_id: await self._with_waiting(thread_id) if row.waits_to else row
@@ -236,7 +237,7 @@ class Repair:
             return None
 
     async def _settled(self, items: Sequence[Item]) -> set[int]:
-        """Positions whose entries are in quarantine. Raises ConfigError when another entry is there instead."""
+        """Return the positions whose entries are in quarantine. Raises ConfigError when another entry is there."""
         present = await self._ledger.parked.present([i.seq for i in items])
         for item in items:
             found = await self._ledger.parked.entry(item.seq) if item.seq in present else None
@@ -253,7 +254,7 @@ class Repair:
         self._count(plan_salvage(watermark, items, common=common, settled=settled))
 
     async def _settle(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
-        """Apply and park what waits, then these items."""
+        """Apply or park the thread's waiting entries, then these items."""
         waiting = await self._ledger.waiting.of_thread(thread_id) if thread_id is not None else []
         if waiting:
             await self._settled(waiting)
@@ -269,7 +270,7 @@ class Repair:
     async def _in_parts(
         self, thread_id: str | None, items: Sequence[Item], planning: _Planning, *, leave: bool
     ) -> None:
-        """In one transaction; if the store refuses something, entry by entry. `leave`: they wait no more then."""
+        """Commit the items in one transaction; if the store refuses one, one by one. `leave`: they no longer wait."""
         try:
             await self._commit(thread_id, items, planning, leave=leave, poison={})
         except _Refused:
@@ -332,12 +333,12 @@ class Repair:
 
 
 def _plan_waiting(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
-    """What waits is flushed as ever."""
+    """Plan the waiting entries as a flush does."""
     return plan(watermark, items, complete=True, poison=poison)
 
 
 class _Refused(Exception):
-    """The store accepts one of the entries on no base."""
+    """The store refuses one of the entries, on whatever base."""
 
 
 def _slice(subject: str) -> int:

@@ -1,10 +1,10 @@
-"""What may be replayed from quarantine: the decision, without I/O.
+"""Decides which entries may be replayed from quarantine, without I/O.
 
 An entry was parked on a base: the thread's last applied entry at that moment. As long as the watermark names the same
-base, nothing was applied since, and the thread lacks exactly what was parked: it is applied in the log's order, as a
-flush would have done. Once the base has moved (a later snapshot healed the thread), the entry is superseded:
+base, nothing was applied since, and the thread lacks exactly the parked entries: they are applied in the log's order,
+as a flush would have done. Once the base has moved (a later snapshot healed the thread), the entry is superseded:
 neither its messages nor its run may be written over newer ones, and nothing in it says which of two records of a run
-is newer. A replay moves the base of what was parked behind it along.
+is newer. A replay also moves the base of the entries that were parked behind those it applies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bufstore.buffer.entry import Item, Malformed, StoredEntry
 class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry in quarantine, whole."""
 
-    #: Its position in the log, which identifies it.
+    #: The entry's position in the log, which identifies it.
     seq: int
     #: None when even the subject names no thread.
     thread_id: str | None
-    #: The thread's last applied entry when this one was parked.
+    #: The id of the thread's last applied entry when this one was parked; None when the thread is unknown.
     base_id: int | None
     cause: str
     parked_at: datetime
@@ -35,12 +35,12 @@ class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(enum.Enum):
-    """What a replay did with an entry; all but APPLIED stay in quarantine."""
+    """What a replay did with an entry; the entry stays in quarantine unless it was APPLIED."""
 
     APPLIED = "applied"
     #: The thread has gone on without it.
     SUPERSEDED = "superseded"
-    #: The entry that it builds on is not applied; or its thread cannot be had at the moment.
+    #: The entry that it builds on is not applied, or its thread cannot be changed now (its row may be held).
     WAITS = "waits"
     #: This release cannot read it.
     UNDECODABLE = "undecodable"
@@ -68,9 +68,9 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_replay(
     watermark: Watermark, parked: Sequence[ParkedEntry], *, refused: Mapping[int, str] | None = None
 ) -> ReplayPlan:
-    """Decide what of a thread's `parked` entries takes effect on `watermark`.
+    """Decide which of a thread's `parked` entries take effect on `watermark`.
 
-    `refused`: ids of entries that turned out to be inapplicable, and why.
+    `refused`: the ids of entries that turned out to be inapplicable, each with the reason.
     """
     base = watermark.applied_id
     refused = refused or {}
@@ -90,7 +90,7 @@ def plan_replay(
                 version=e.version,
                 keys=recent_keys.merge(watermark.keys, e.keys),
                 broken_since=watermark.broken_since,
-                producers=watermark.producers,  # an entry's are the row's since it was parked
+                producers=watermark.producers,  # the row has had the entry's numbers since the entry was parked
             )
     return ReplayPlan(watermark=watermark, apply=apply, outcomes=outcomes)
 

@@ -1,11 +1,12 @@
-"""What can be saved from a log that no longer fits to Postgres: the decision, without I/O.
+"""Decides what can be saved from a log that no longer fits Postgres, without I/O.
 
 Three things may have happened. The log lost its last entries: Postgres has applied more than the log shows. Postgres
 went back further than the log reaches: entries in between are gone. Or both went on from a common past: entries
 appended after the log went back stand at positions where Postgres has seen other entries.
 
-Rule 1: positions prove nothing here, ids do. Up to the last entry that Postgres has certainly applied (`known_up_to`,
-over all threads of a partition: it is cut at one place) the log is the one that Postgres knows.
+Rule 1: positions prove nothing here, but ids do. Up to the last entry that Postgres has certainly applied
+(`known_up_to`, over all threads of a partition, because a log is cut at one place) the log is the one that Postgres
+knows.
 Rule 2: an entry that may have been acknowledged and is not known to be applied is applied or parked, never dropped. A
 snapshot at a position that Postgres has passed may be older than everything that a watermark remembers: it is applied
 only if it builds on an entry that is known to be applied; otherwise it could rewind the thread.
@@ -32,10 +33,10 @@ def reason_to_repair(
     log_end: int,
     applied: int,
 ) -> str | None:
-    """Why this log is not the one that Postgres knows, judged by their ends; None when they fit.
+    """Return why this log is not the one that Postgres knows, judged by their ends; None when they fit.
 
-    `log_epoch` is None when there is no stream, `epoch` when Postgres knows of none yet. `log_start`: the first
-    position of the generation (`log_epoch`, or without a stream `epoch`). `applied`: the highest cursor.
+    `log_epoch` is None when there is no stream; `epoch` is None when Postgres knows of no epoch yet. `log_start`: the
+    first position of the generation `log_epoch`, or of `epoch` if there is no stream. `applied`: the highest cursor.
     """
     if log_epoch is None:
         if applied >= log_start:
@@ -55,7 +56,7 @@ def reason_to_repair(
 
 
 def known_up_to(watermark: Watermark, items: Sequence[Item]) -> int:
-    """The position of the last of a thread's `items` that Postgres has certainly applied; 0 if there is none."""
+    """Return the position of the last of a thread's `items` that Postgres has certainly applied; 0 if there is none."""
     return max((i.seq for i in items if isinstance(i, StoredEntry) and _applied(watermark, i.entry)), default=0)
 
 
@@ -70,11 +71,12 @@ def plan_salvage(
 ) -> Plan:
     """Decide which of the log's entries of a thread take effect on `watermark`, and which are parked.
 
-    `common`: up to there the log is the one that Postgres knows. `settled`: positions whose entries are in
-    quarantine. `poison`: ids that turned out to be inapplicable. `among`: all that the log has of the thread, if
-    `items` are some of it: what is applied, and what builds on that, only all of them tell.
+    `common`: the position up to which the log is the one that Postgres knows. `settled`: positions whose entries are in
+    quarantine. `poison`: ids of entries that turned out to be inapplicable. `among`: all entries that the log has of
+    the thread, if `items` are only some of them; only all of them together tell which are applied, and which build on
+    those.
     """
-    # A thread's entries are settled in order: those before one that is applied are.
+    # A thread's entries are settled in order, so all entries before an applied one are settled.
     among = items if among is None else among
     common = max(common, known_up_to(watermark, among))
     left = [i for i in among if i.seq not in settled and not _done(watermark, i, common)]
@@ -86,8 +88,8 @@ def plan_salvage(
     unfounded = _unfounded(watermark, left)
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
     found = plan(behind, remaining, complete=True, poison=poison | unfounded)
-    # An entry that came too late is superseded in a healthy log. Here it may be the newest there is: an operator
-    # decides.
+    # In a healthy log an entry that came too late is superseded. Here it may be the thread's newest, so it is parked
+    # and an operator decides.
     judged = {i.seq for i in found.apply} | {p.item.seq for p in found.park}
     doubtful = [i for i in remaining if i.seq not in judged and i.seq <= watermark.flushed_seq]
     after, park = found.watermark, list(found.park)
@@ -100,7 +102,7 @@ def plan_salvage(
 
 
 def _unfounded(watermark: Watermark, items: Sequence[Item]) -> set[int]:
-    """The snapshots at positions that Postgres has passed whose predecessor is not known to be applied."""
+    """Return the snapshots at positions that Postgres has passed whose predecessors are not known to be applied."""
     entries = sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq)
     founded: set[int] = set()
     found: set[int] = set()
@@ -124,12 +126,12 @@ def _applied(watermark: Watermark, entry: Entry) -> bool:
 
 
 def _done(watermark: Watermark, item: Item, common: int) -> bool:
-    """Whether the entry is applied, superseded or parked as far as Postgres knows."""
+    """Return whether the entry is applied, superseded or parked as far as Postgres knows."""
     if item.seq > watermark.flushed_seq:
         return False
     if item.seq <= common:
         return True
-    # An idempotency key shows that the same write took effect, in an entry that the log has lost.
+    # The watermark may have the entry's idempotency key: then the same write took effect in an entry that the log lost.
     return isinstance(item, StoredEntry) and (
         _applied(watermark, item.entry) or recent_keys.holds(watermark.keys, recent_keys.newest(item.entry.keys))
     )

@@ -1,8 +1,8 @@
-"""The self-check: log, shared state and Postgres against each other, on a live system, in bounded memory.
+"""The self-check: compares log, shared state and Postgres on a live system, in bounded memory.
 
-Whatever moves during a look is looked at again; only what stays wrong is a finding. Within one look, values that only
-grow are read in an order in which being late does no harm: the cursor before what waits, this before the watermarks,
-these before the log.
+Whatever seems wrong may have moved during the look, so it is looked at again; only what stays wrong is a finding.
+Within one look, values that only grow are read in an order in which being late does no harm: the cursor before the
+waiting entries, these before the watermarks, and the watermarks before the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bufstore.jetstream.messages import StoredMessage
 
 _CHUNK = 500
 _CHUNK_ENTRIES = 5000
-#: Of so many threads it is remembered where their watermarks must turn up; of more it is asked at once.
+#: For this many threads, the check remembers where their watermarks must turn up; for further ones it asks at once.
 _EXPECTED_MAX = 100_000
 _FINDINGS_MAX = 100
 _LOOKS = 4
@@ -44,7 +44,7 @@ class Verifier:
         self._unflushed_entries = 0
 
     async def run(self) -> Verification:
-        """Look at everything. Raises LogUnavailable, StoreUnavailable."""
+        """Check everything. Raises LogUnavailable, StoreUnavailable."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         await asyncio.gather(*(self._partition(p) for p in range(self._subjects.partitions)))
@@ -81,7 +81,7 @@ class Verifier:
         told = (await self._shared.progress()).get(partition, 0)
         settled = (await self._shared.floors()).get(partition, Floor(0, 0)).settled
         if settled < self._log.generation_start:
-            settled = 0  # told before a repair
+            settled = 0  # reported before a repair
         erased = await self._log.erased()
         cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0))
         end = await self._log.end(_TIMEOUT_S)
@@ -101,7 +101,7 @@ class Verifier:
         return found
 
     async def _holds(self, partition: int, above: int, below: int) -> bool:
-        """Whether the partition has an entry between: where it has none, everything there is settled."""
+        """Return whether the partition has an entry between the two positions; if not, everything there is settled."""
         async for _, message in self._log.scan(above, partitions=[partition]):
             return message.seq < below
         return False
@@ -109,14 +109,14 @@ class Verifier:
     # --- threads ----------------------------------------------------------------------------------------------
 
     async def _threads_of_log(self) -> None:
-        """Read the log once, and look at each thread where its last entry stands.
+        """Read the log once, and check each thread at its last entry.
 
-        Of a thread with entries above the log's floor that is known beforehand. Below the floor everything is flushed,
-        so the last entry is the one at the watermark, and must turn up.
+        For a thread with entries above the log's floor, the place of the last entry is known beforehand. Below the
+        floor everything is flushed, so the last entry of a thread is the one at its watermark, and must turn up.
         """
         await self._log.ends([], _TIMEOUT_S)  # so that the last entries are known
         end = await self._log.end(_TIMEOUT_S)
-        #: Threads below the floor that are not seen at their watermarks yet, and where these stand.
+        #: The watermarks' positions of threads below the floor whose entries there have not turned up yet.
         expected: dict[str, int] = {}
         async for seen in self._chunks(end):
             for thread_id in seen:
@@ -132,7 +132,7 @@ class Verifier:
             await self._expect(thread_id)
 
     async def _chunks(self, end: int) -> AsyncIterator[dict[str, StoredMessage]]:
-        """The threads of the log's entries up to a position, some at a time, each with the last of its entries."""
+        """Yield the threads of the log's entries up to a position, some at a time, each with its last entry so far."""
         seen: dict[str, StoredMessage] = {}
         entries = 0
         async for _, message in self._log.scan(last_up_to=end):
@@ -140,7 +140,7 @@ class Verifier:
                 break
             thread_id = self._thread_of(message.subject)
             if thread_id is None:
-                continue  # of no thread: its entries are parked one by one
+                continue  # the message is of no thread, and is parked alone
             seen[thread_id] = message
             entries += 1
             if len(seen) >= _CHUNK or entries >= _CHUNK_ENTRIES:
@@ -150,7 +150,7 @@ class Verifier:
             yield seen
 
     async def _threads_that_wait(self) -> None:
-        """Those of which the log has nothing any more; the others were looked at."""
+        """Check the waiting threads of which the log has nothing left; the others were checked with the log."""
         after = ""
         while found := await self._ledger.waiting.threads(after, _CHUNK):
             after = found[-1]
@@ -161,7 +161,7 @@ class Verifier:
                         await self._judge(f)
 
     async def _stands(self, thread_id: str) -> bool:
-        """Whether the last entry that waits of the thread is in the log; True if nothing waits any more."""
+        """Return whether the thread's last waiting entry is in the log; True if no entry waits any more."""
         items = await self._ledger.waiting.of_thread(thread_id)
         return not items or await self._log.identity(items[-1].seq) is not None
 
@@ -187,12 +187,12 @@ class Verifier:
         self._find(self._subjects.partition(f.thread_id), await _lasting(look), f.thread_id)
 
     async def _again(self, f: ThreadFacts) -> ThreadFacts:
-        """The same, read anew: the log may have purged meanwhile what was read, and Postgres may know no more of it."""
+        """Read the thread's facts anew: meanwhile the log may have purged its last entry, and Postgres forgotten it."""
         last = f.last if f.last is not None and await self._log.identity(f.last.seq) is not None else None
         return (await self._facts({f.thread_id: last}))[0]
 
     async def _expect(self, thread_id: str) -> None:
-        """The thread's watermark must stand at an entry of the thread, unless that has left the log meanwhile."""
+        """Check that the thread's watermark stands at one of its entries, unless that entry has left the log since."""
         subject = self._subjects.of(thread_id)
 
         async def look() -> list[tuple[str, str]]:
@@ -208,7 +208,7 @@ class Verifier:
         self._find(self._subjects.partition(thread_id), await _lasting(look), thread_id)
 
     async def _facts(self, seen: Mapping[str, StoredMessage | None]) -> list[ThreadFacts]:
-        """What can be known of these threads. `seen`: an entry for those of which nothing stands above the floor."""
+        """Read all facts of these threads. `seen`: an entry for each thread that has nothing above the log's floor."""
         if not seen:
             return []
         cursors = await self._ledger.cursors()
@@ -246,7 +246,7 @@ class Verifier:
 
 
 async def _lasting(look: Callable[[], Awaitable[list[tuple[str, str]]]]) -> list[tuple[str, str]]:
-    """What `look` finds by the same rule every time that it looks."""
+    """Return what `look` finds by the same rule each time, of several times."""
     found = await look()
     for attempt in range(1, _LOOKS):
         if not found:
