@@ -1,4 +1,4 @@
-"""One flush transaction: the decisions on the locked watermarks, the commit, and the acks behind it.
+"""Runs one flush transaction: the decisions on the locked watermarks, the commit, and the acks after it.
 
 `window_flusher` decides which entries are flushed together, and what happens to refused ones.
 """
@@ -27,7 +27,7 @@ _FILL_S = 10.0
 
 
 class NoRoom(Exception):
-    """The quarantine has no space for what a flush would park: how many entries of which thread."""
+    """The quarantine has no space for the entries that a flush would park; `parked` counts them by thread."""
 
     def __init__(self, error: QuarantineFull, parked: Sequence[Parked]) -> None:
         super().__init__(str(error))
@@ -37,7 +37,7 @@ class NoRoom(Exception):
 
 
 class _Gap(Exception):
-    """Entries are missing between a watermark and what has arrived; fetch them first."""
+    """Entries are missing between a watermark and the entries that have arrived; fetch them first."""
 
     def __init__(self, threads: Mapping[str, int]) -> None:
         super().__init__(f"{len(threads)} threads have gaps")
@@ -46,7 +46,7 @@ class _Gap(Exception):
 
 @dataclass
 class WindowOutcome:
-    """Of which threads the store took something, and which were left out."""
+    """The threads of which the store took something, and the threads that were left out."""
 
     taken: set[str] = field(default_factory=set)
     locked: set[str] = field(default_factory=set)
@@ -54,7 +54,7 @@ class WindowOutcome:
     untried: set[str | None] = field(default_factory=set)
 
     def add(self, other: WindowOutcome) -> None:
-        """Add what became of another part."""
+        """Add the outcome of another part of the window."""
         self.taken |= other.taken
         self.locked |= other.locked
         self.refused |= other.refused
@@ -68,7 +68,7 @@ class WindowOutcome:
 
 @dataclass(frozen=True)
 class Committed:
-    """What a transaction has written: its partitions, how many entries it settled, and what became of the threads."""
+    """The result of a transaction: its partitions, how many entries it settled, and what became of the threads."""
 
     owned_partitions: Collection[OwnedPartition]
     entries: int
@@ -77,7 +77,7 @@ class Committed:
 
 
 class Committer:
-    """Commits entries of the partitions in `shares`, the ones that this process follows."""
+    """Commits entries of the partitions in `owned_partitions`, which are the ones that this process follows."""
 
     def __init__(self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition]) -> None:
         self._log, self._shared, self._ledger = parts.log, parts.shared, parts.ledger
@@ -86,18 +86,18 @@ class Committer:
         self._owned = owned_partitions
         #: The partitions as they were when the window was gathered.
         self._window: Mapping[int, OwnedPartition] = {}
-        #: Entries that turned out to be inapplicable, and why, until they are parked.
+        #: The ids of entries that turned out to be inapplicable, and why, until the entries are parked.
         self.poison: dict[int, str] = {}
 
     def begin_window(self) -> None:
-        """Begin to gather: a partition that is given up or taken again later has other entries."""
+        """Remember the partitions now: one that is given up or taken again later has other entries."""
         self._window = dict(self._owned)
 
     async def commit(self, threads: Threads, *, probe: int) -> Committed | None:
-        """Flush these threads' entries in one transaction: all are settled but those left out. None: none are ours.
+        """Flush these threads' entries in one transaction. Returns None if none of the threads are ours any more.
 
-        Missing entries are fetched and added to `threads`: if one of them is to blame, it must be found too.
-        Raises NoRoom, and what `Ledger.flush` raises.
+        All entries are settled, except those of threads that are left out. Missing entries are fetched and added to
+        `threads`: if one of them is to blame, it must be found too. Raises NoRoom, and what `Ledger.flush` raises.
         """
         complete: set[str] = set()
         parked: list[Parked] = []
@@ -148,7 +148,7 @@ class Committer:
         return Committed(owned_partitions, len(settled), decision, outcome)
 
     async def queue(self, waiting: Sequence[WaitingEntry]) -> None:
-        """Have these entries wait in the ledger, in one transaction that lets the cursors pass them.
+        """Write these entries into the ledger to wait there, in one transaction that lets the cursors pass them.
 
         Raises what `Ledger.flush` raises.
         """
@@ -164,10 +164,10 @@ class Committer:
         await self.acknowledge(Committed(concerned, 0, decision, WindowOutcome()))
 
     async def acknowledge(self, committed: Committed) -> None:
-        """Report the commit to everybody who waits for it or built on what it parked, and to JetStream."""
+        """Report the commit to all who wait for it or have built on entries that it parked, then ack to JetStream."""
         decision = committed.decision
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
-            # First this: who waits for the flush may write on what is parked as soon as they hear of it.
+            # This goes before the report: a caller that hears of the flush may at once write on a parked entry.
             for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
                 await self._shared.tell_parked(thread_id)
             await self._shared.report({cursor.partition: cursor.seq for cursor in decision.cursors})
@@ -179,7 +179,7 @@ class Committer:
         reach(Failpoint.FLUSH_ACKED)
 
     def partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
-        """The partition of a thread's entries, or of entries that name no thread."""
+        """Return the partition of a thread's entries, or of entries that name no thread."""
         if thread_id is not None:
             return self._subjects.partition(thread_id)
         item = items[0]
@@ -187,7 +187,7 @@ class Committer:
         return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
 
     def _leave_lost(self, threads: Threads) -> None:
-        """Forget threads whose partitions were given up since gathering: they are no longer ours to flush."""
+        """Remove the threads whose partitions were given up since gathering: they are no longer ours to flush."""
         lost = {p for p, owned in self._window.items() if self._owned.get(p) is not owned}
         for thread_id in [t for t, items in threads.items() if self.partition_of(t, items) in lost] if lost else ():
             del threads[thread_id]
@@ -223,9 +223,10 @@ class Committer:
         return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
 
     async def _fill(self, thread_id: str, after: int, items: Sequence[Item]) -> list[Item]:
-        """The thread's `items`, and what else stands in the log above position `after` up to the last of them."""
+        """Return the thread's `items` and its other entries in the log above position `after`, up to the last item."""
         subject = self._subjects.of(thread_id)
-        # What is not found counts as missing: so not from a replica that lags behind the one that delivered the items.
+        # An entry that is not found counts as missing, so do not read from a replica that lags behind the one that
+        # delivered the items.
         await self._log.latest(subject, _FILL_S)
         messages = (await self._log.seen_after({subject: after}, _FILL_S))[subject]
         last = max(item.seq for item in items)
@@ -234,9 +235,9 @@ class Committer:
 
 
 def _queued(owned_partitions: Collection[OwnedPartition], thread_ids: Iterable[str]) -> list[str]:
-    """The ones of these threads of which entries wait in the ledger.
+    """Return those of these threads that have entries in the ledger.
 
-    `owned_partitions`: those that the commit holds, though they were given up while it was on its way.
+    `owned_partitions`: the partitions that the commit holds, even if they were given up while it was on its way.
     """
     queues = [owned.queues for owned in owned_partitions if owned.queues]
     return [t for t in thread_ids if any(t in queue for queue in queues)] if queues else []

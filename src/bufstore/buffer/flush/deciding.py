@@ -23,7 +23,7 @@ def decide_thread(
     *,
     complete: bool,
 ) -> tuple[Plan, Change | None]:
-    """What happens to a thread's entries (see `chain.plan`), and the one change that equals the applied ones.
+    """Return what happens to a thread's entries (see `chain.plan`), and the one change that equals the applied ones.
 
     Entries that turn out to be inapplicable are added to `poison`, with the cause.
     """
@@ -42,7 +42,7 @@ def decide_thread(
 
 
 def by_partition(threads: Threads, partition_of: Callable[[str | None, Sequence[Item]], int]) -> list[Threads]:
-    """The parts of a window by partition."""
+    """Divide a window into one part per partition."""
     parts: dict[int, Threads] = {}
     for thread_id, items in threads.items():
         parts.setdefault(partition_of(thread_id, items), {})[thread_id] = items
@@ -56,10 +56,10 @@ def halves(threads: Threads) -> list[Threads]:
 
 
 def is_one_entry(threads: Threads) -> bool:
-    """Whether this is a single entry of a thread that can wait while the others go on."""
+    """Return whether this is a single entry of a known thread, which can wait while the others go on."""
     return None not in threads and sum(map(len, threads.values())) == 1
 
 
 def payload_bytes(threads: Threads) -> int:
-    """How much there is to work through."""
+    """Return how many bytes the payloads of these entries have."""
     return sum(len(i.entry.payload) for items in threads.values() for i in items if isinstance(i, StoredEntry))

@@ -2,19 +2,19 @@
 
 Rule 1: Postgres holds the truth. Watermarks, cursors, terms and parked entries change in the flush transaction
 only; leases, acks and this process's memory may be lost or wrong at any moment without losing an entry.
-Rule 2: any doubt about a partition (a hole in its feed, another owner, a lost connection) ends in the same way: its
-memory is dropped and it is taken again, from the cursor, with a higher term.
+Rule 2: any doubt about a partition (a hole in its feed, another owner, a lost connection) ends in the same way: the
+partition's memory is dropped, and the partition is taken again, from its cursor, with a higher term.
 
 Theory of operation. A member renews its lease and computes the partitions that it owns. Taking a partition raises its
 term in Postgres, which fences every earlier owner, and follows the log from the cursor. Every window, all owned
-partitions are flushed in one transaction: watermarks are locked in id order, `chain.plan` decides on them what is
-applied, the domain coalesces it, watermarks and cursors move, commit. Then come the progress report and the ack, and
-later the purge.
+partitions are flushed in one transaction: it locks the watermarks in id order, `chain.plan` decides on them which
+entries are applied, the domain coalesces these, watermarks and cursors move, and Postgres commits. Then come the
+progress report and the ack, and later the purge.
 
 Failure model. A transient error is retried from memory. When an error blames an entry, the batch is split by
 partition, by thread, by entry; so a locked row delays only its own thread, and poison is parked alone. A thread that
-waits for long waits in the ledger, and the cursor passes it. An error that only an operator can remove is retried
-slowly and reported. The loops restart themselves after an unforeseen error.
+waits for long waits in the ledger, and the cursor passes its entries. An error that only an operator can remove is
+retried slowly and reported. The loops restart themselves after an unforeseen error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Flusher:
     """Flushes the partitions it owns; see the module's text. One per process and log."""
 
     def __init__(self, parts: AnyParts, member: str, prepare: Callable[[], Awaitable[None]]) -> None:
-        """`member`: this process among the flushers. `prepare`: makes sure of tables and log before the first flush."""
+        """`member`: this process's name among the flushers. `prepare`: checks tables and log before the first flush."""
         log, shared, subjects, config = parts.log, parts.shared, parts.subjects, parts.config
         self._shared = shared
         self._config = config
@@ -95,9 +95,9 @@ class Flusher:
             self._tasks.append(task)
 
     async def aclose(self, timeout_s: float | None = None) -> None:
-        """Stop: finish the window on its way, give up the partitions, leave the members.
+        """Stop: finish the window that is on its way, give up the partitions, leave the members.
 
-        `timeout_s`: what is on its way by then is cancelled; ``flush_timeout_s`` if it is left out.
+        `timeout_s`: after this time, whatever is still on its way is cancelled; None: ``flush_timeout_s``.
         """
         if not self.state.running:
             return
@@ -121,9 +121,9 @@ class Flusher:
         self.state.running = False
 
     def ask(self, partition: int) -> None:
-        """Flush now instead of at the end of the window, including what arrives within the next second.
+        """Flush now instead of at the end of the window, including entries that arrive within the next second.
 
-        `partition`: the one that somebody waits for; the caller asks again until the flush has come.
+        `partition`: the one that a caller waits for; the caller asks again until it is flushed.
         """
         self._asked_at = self._loop.time()
         self._overdue.ask(partition)
@@ -136,7 +136,7 @@ class Flusher:
 
     @property
     def trouble(self) -> str:
-        """Why nothing is flushed here, or not all that should be; empty when all is well."""
+        """Why nothing is flushed here, or less than should be; empty when all is well."""
         return self.state.trouble or self._lease.trouble
 
     def cursors(self) -> dict[int, int]:
@@ -164,7 +164,7 @@ class Flusher:
                 await self._pause(1.0)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, or until stopped."""
+        """Sleep for this long, or until stopped."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
@@ -206,7 +206,7 @@ class Flusher:
         self.state.retries += 1
 
     async def _window(self) -> None:
-        """Gather until a window is due, flush it."""
+        """Gather entries until a window is due, then flush it."""
         while True:
             self._wake.clear()
             if not self._stopping.is_set():
@@ -243,7 +243,7 @@ class Flusher:
             self.state.clear(waiting, stopped=operator)
 
     def _due_in(self) -> float:
-        """Seconds until the window must be flushed; short enough to notice lost feeds."""
+        """Return the seconds until the window must be flushed, at most one, so that lost feeds are noticed."""
         now = self._loop.time()
         waiting_due = self._window_flusher.waiting.soonest(now) - now
         count = self._window_flusher.ready()

@@ -1,4 +1,4 @@
-"""What a flusher did and where it stands, for monitoring."""
+"""The counters and the present state of a flusher, for monitoring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class FlusherState:
-    """What the flusher did and where it stands; counters since the start."""
+    """The counters of a flusher since its start, and its present state."""
 
     running: bool = False
     partitions: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ class FlusherState:
     stopped: bool = False
 
     def report(self, error: BaseException, *, stopped: bool) -> None:
-        """Note that nothing is flushed because of `error`; logged once."""
+        """Note that nothing is flushed because of `error`, and log it once."""
         text = f"{type(error).__name__}: {error}"
         if text != self.trouble:
             level = logging.ERROR if stopped else logging.WARNING
@@ -41,9 +41,9 @@ class FlusherState:
 
 
 def state_of_all(lanes: Sequence[FlusherState]) -> FlusherState:
-    """Those of several lanes' flushers in one process as one: sums, and what is wrong with any of them.
+    """Combine the states of several lanes' flushers in one process: sums, and everything that is wrong.
 
-    No partitions: each lane has some of the same numbers.
+    The result names no partitions, because each lane numbers its own from 0.
     """
     added = {f.name: sum(getattr(s, f.name) for s in lanes) for f in fields(FlusherState) if f.type == "int"}
     return FlusherState(
@@ -55,5 +55,5 @@ def state_of_all(lanes: Sequence[FlusherState]) -> FlusherState:
 
 
 def of_all(troubles: Sequence[str]) -> str:
-    """What is wrong with the lanes, in one text that numbers them; empty if nothing is."""
+    """Return what is wrong with the lanes, in one text that numbers them; empty if nothing is."""
     return "; ".join(f"lane {lane}: {trouble}" for lane, trouble in enumerate(troubles) if trouble)

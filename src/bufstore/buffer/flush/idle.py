@@ -1,11 +1,12 @@
-"""Moves the cursors of partitions to which nothing is written: up to there the log holds nothing of theirs.
+"""Moves the cursors of partitions to which nothing is written, past parts of the log that hold nothing of theirs.
 
 All partitions share the log, and it is purged only as far as every cursor has come. So now and then the cursors that
-stay behind go to the last entry that was delivered, whichever partition it is of, in one small transaction.
+stay behind move to the last entry that was delivered, whichever partition it is of, in one small transaction.
 
-And now and then who waits for nothing but others says so: of partitions that are delivered to together, one that passes
-nothing is set aside when another acknowledges what is further (`bufstore.buffer.groups.delivery`). Who came where the
-delivery had stopped already gets nothing to acknowledge.
+Partitions share a delivery, and one that passes nothing is set aside when another acknowledges a later position
+(`bufstore.buffer.groups.delivery`). A partition that has reached the point where the delivery stopped gets nothing more
+to acknowledge. So now and then a partition that has nothing open, and waits only for others, acknowledges its cursor
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class IdleCursors:
         self._due_at = 0.0
 
     async def advance(self) -> None:
-        """Move them, if it is time. Call this when everything that arrived has been collected, not during a flush."""
+        """Move the idle cursors, if it is time. Call this once all that arrived is collected, not during a flush."""
         if self._loop.time() < self._due_at:
             return
         self._due_at = self._loop.time() + self._interval
@@ -60,7 +61,7 @@ class IdleCursors:
             for owned, cursor in moved:
                 await owned.feed.ack(cursor.seq)
         except NotOwner as e:
-            # Another owner has it, or a commit whose answer was lost has moved the cursor.
+            # Another owner has the partition, or a commit whose answer was lost has moved the cursor.
             if (doubtful := self._owned.get(e.partition)) is not None:
                 doubtful.doubt = str(e)
         except (BufstoreError, FlushFailed) as e:
@@ -74,7 +75,10 @@ class IdleCursors:
 
 
 def idle_cursor(owned: OwnedPartition) -> Cursor | None:
-    """Where the partition's cursor may go without a flush; None if nowhere. It has passed what waits in the ledger."""
+    """Return the cursor to which the partition may move without a flush; None if there is none.
+
+    Entries that wait in the ledger do not hold the cursor: it has passed them.
+    """
     through = owned.feed.through
     if owned.pending or owned.doubt is not None or through is None or through.seq <= owned.cursor.seq:
         return None

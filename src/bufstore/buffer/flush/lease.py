@@ -1,4 +1,4 @@
-"""Keeping one flusher in the list of the live ones, and telling it which partitions are its own."""
+"""Keeps one flusher in the list of live flushers, and tells it which partitions are its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bufstore.jetstream.messages import AppendUnknown
 _log = logging.getLogger(__name__)
 
 
-#: Every live member renews its record within this time, whatever its lease.
+#: Every live member renews its record within this many seconds, whatever its lease.
 _PULSE_S = 2.0
 
 
@@ -24,13 +24,14 @@ class Lease:
     """One member's lease; see `bufstore.buffer.flush.membership` for how partitions are shared.
 
     `own` is called with our partitions after each look at the list. `hold` is called before a lease that cannot be
-    renewed runs out: from then on others may take our partitions, and keep what they take. But where no member can
-    renew its lease, nobody takes anything, and all go on with what they have. A member that cannot flush (`unable`
-    gives the reason) leaves the list, so that others flush its partitions, and joins again when it can.
+    renewed runs out: from then on others may take our partitions, and keep what they take. But if no member can renew
+    its lease, nobody takes anything, and all go on with what they have. A member that cannot flush (`unable` gives the
+    reason) leaves the list, so that others flush its partitions, and joins again when it can.
 
-    Others flush a member's partitions within `lease_s` of its end. Half of that is the time to live of its record. The
-    others do not wait for the server to remove it (it looks once a second): when they have seen no renewal for as long
-    as after which the member itself would hold, they take its partitions. The rest is for those who see that late.
+    If a member ends, others flush its partitions within `lease_s`. Half of that is the time to live of its record. The
+    others do not wait until the server removes the record (it looks once a second): they take the member's partitions
+    once they have seen no renewal for as long as the member itself would go on before it holds. The rest of `lease_s`
+    is for observers that see this late.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Lease:
         unable: Callable[[], str | None],
         trouble: Callable[[], str],
     ) -> None:
-        """`trouble`: why nothing is flushed here at the moment, for the others; empty when all is well."""
+        """`trouble`: tells the others why nothing is flushed here at the moment; empty when all is well."""
         self._shared = shared
         self._member = member
         self._partitions = partitions
-        #: Seconds that the record lives, and between two renewals.
+        #: How many seconds the record lives, and how many pass between two renewals.
         self._ttl_s = max(1, int(lease_s) // 2)
         self._interval_s = self._ttl_s / 4
         self._own = own
@@ -67,7 +68,7 @@ class Lease:
         self._changed.set()
 
     async def keep(self, stopping: asyncio.Event) -> None:
-        """Renew the record four times in its life, until `stopping`."""
+        """Renew the record four times per time to live, until `stopping`."""
         while not stopping.is_set():
             self._changed.clear()
             try:
@@ -101,7 +102,7 @@ class Lease:
     async def _renew(self) -> None:
         began = asyncio.get_running_loop().time()
         await self._shared.renew_member(self._member, self._ttl_s, self._trouble())
-        self._until = began + self._ttl_s  # counted from before the server's clock started
+        self._until = began + self._ttl_s  # `began` is before the server began to count
         if not self._announced:
             reach(Failpoint.LEASE_RENEWED)
             await self._shared.announce()
@@ -114,7 +115,7 @@ class Lease:
 
 
 async def living(shared: SharedState) -> list[str]:
-    """The live flushers. If there are records, this takes two seconds."""
+    """Return the names of the live flushers. If there are records, this takes two seconds."""
     before = await shared.members()
     if not before:
         return []

@@ -1,10 +1,10 @@
-"""Which flusher owns which partition: rendezvous hashing with a bound over the live flushers.
+"""Decides which flusher owns which partition: bounded rendezvous hashing over the live flushers.
 
-Each flusher keeps one expiring record of itself in the shared state. For each partition the members are ranked by a
-hash of both; the partition goes to the first member below the bound: the partitions divided by the members, rounded up.
-So partitions are spread evenly, a change of members moves few of them, and one write per flusher renews all its leases.
-Nothing depends on all members agreeing at each moment: the term in Postgres fences an owner (see
-`bufstore.buffer.flush.takeover`).
+Each flusher keeps one expiring record of itself in the shared state. For each partition, the members are ranked by a
+hash of member and partition. The partition goes to the first member below the bound, which is the number of partitions
+divided by the number of members, rounded up. So partitions are spread evenly, a change of members moves few of them,
+and one write per flusher renews all its leases. Members need not agree at each moment: the term in Postgres fences an
+owner (see `bufstore.buffer.flush.takeover`).
 
 Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), on rendezvous hashing.
 """
@@ -18,25 +18,25 @@ from hashlib import blake2b
 
 
 class Pulse:
-    """Which members are alive: those whose record was renewed lately, as far as one observer has seen.
+    """Decides which members are alive: those whose records one observer has lately seen renewed.
 
-    The server removes a record that is not renewed, but some time later, as it looks once a second. And a server that
-    was killed may have lost the record's expiry: the record stays forever, and nobody would flush its member's
+    The server removes a record that is not renewed, but late, because it looks once a second. And a server that was
+    killed may have lost the record's expiry: then the record stays forever, and nobody would flush its member's
     partitions. Time in which the observer could not look does not count: the others could not renew either.
     """
 
     def __init__(self, ttl_s: float, interval_s: float) -> None:
-        """`ttl_s`: of a record. `interval_s`: a live member renews it so often, and the observer looks so often.
+        """`ttl_s`: a record's time to live. `interval_s`: between a live member's renewals, and the observer's looks.
 
-        A member that could not renew its record holds one interval before its end: others take its partitions then.
+        A member that cannot renew its record holds one interval before its end: others take its partitions then.
         """
         self._ttl_s, self._interval_s = ttl_s, interval_s
-        #: The number of each record, and for how long it was seen.
+        #: The number of each record, and for how many seconds it has been the same.
         self._seen: dict[str, tuple[int, float]] = {}
         self._looked_at = float("-inf")
 
     def look(self, records: Mapping[str, int], now: float) -> tuple[list[str], list[str]]:
-        """The members in `records` that are alive, and those that certainly are not."""
+        """Return the members in `records` that are alive, and those that certainly are not."""
         more = min(now - self._looked_at, self._interval_s)
         self._looked_at = now
         age: dict[str, float] = {}
@@ -49,7 +49,7 @@ class Pulse:
 
 
 def owners(members: Iterable[str], partitions: int) -> dict[int, str]:
-    """The owner of each partition; nothing if there is no member."""
+    """Return the owner of each partition; an empty dict if there is no member."""
     members = list(members)
     if not members:
         return {}
@@ -64,7 +64,7 @@ def owners(members: Iterable[str], partitions: int) -> dict[int, str]:
 
 
 def owned(member: str, members: Iterable[str], partitions: int) -> frozenset[int]:
-    """The partitions that `member` owns."""
+    """Return the partitions that `member` owns."""
     return frozenset(p for p, owner in owners(members, partitions).items() if owner == member)
 
 

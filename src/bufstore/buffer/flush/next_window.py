@@ -1,4 +1,4 @@
-"""Which of what has arrived is flushed next. Pure: no I/O, no clock."""
+"""Decides which of the entries that have arrived are flushed next. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 
 
 def gather(partitions: Iterable[OwnedPartition], wanted: Callable[[str | None], bool], room: int) -> Threads:
-    """At most `room` entries of wanted threads, by thread; nothing behind entries that wait in the ledger.
+    """Return at most `room` entries of wanted threads, by thread; none of a thread that has entries in the ledger.
 
-    Each partition has its share of the room, and what others leave of theirs goes to those with the oldest entries. In
-    any fixed order, also that of age, some would wait for as long as others have a backlog: their feed would set them
-    aside, and deliver all of it again (`bufstore.buffer.groups.delivery`).
+    Each partition has an equal share of the room. Room that some leave unused goes to the partitions with the oldest
+    entries. In any fixed order, even by age, some partitions would wait for as long as others have a backlog: their
+    feed would set them aside, and deliver all of it again (`bufstore.buffer.groups.delivery`).
     """
     ready: list[tuple[Item, Iterator[Item]]] = []
     for owned in partitions:

@@ -1,11 +1,11 @@
-"""Noticing that a feed delivers nothing although there is something to deliver.
+"""Notices that a feed delivers nothing although there is something to deliver.
 
 A consumer is led by one node of the cluster and delivers what that node has. A node that was cut off may lead consumers
-again long before it has caught up with the log: until then it sends heartbeats and no messages, which looks as if the
-partition were idle. So when somebody asks for a flush that does not come, we ask the log where the partition
-ends; for feeds that have been still we also ask now and then on our own. When nothing arrives for a while although the
-partition goes on, its feed is doubted: all that the same consumer serves are taken again, with a new one that another
-node may lead. A consumer that is on its way to the end through what is of others is left alone.
+again long before it has caught up with the log. Until then it sends heartbeats and no messages, as if the partition
+were idle. So when a caller asks for a flush that does not come, we ask the log where the partition ends; for feeds that
+have been still we also ask now and then on our own. When nothing arrives for a while although the partition goes on,
+its feed is doubted: all partitions that the same consumer serves are taken again, with a new consumer, which another
+node may lead. A consumer that is still working through entries of other partitions is left alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from bufstore.errors import BufstoreError
 
 #: A caller that waits for a flush asks again several times within this time.
 _ASKED_AGAIN_S = 1.0
-#: If a flush has been asked for this long and nothing arrived, look at the log.
+#: If callers have asked for a flush for this long and nothing has arrived, we look at the log.
 _LOOK_AFTER_S = 0.5
 _LOOK_TIMEOUT_S = 2.0
-#: How often to look when nobody asks.
+#: The seconds between two looks when nobody asks.
 _RARELY_S = 30.0
 #: An entry in the log that does not arrive within this time is overdue. The time grows whenever a new consumer did
 #: not help: where everything is slow, creating more consumers would only make it slower.
@@ -36,7 +36,7 @@ _PATIENCE_MAX_S = 30.0
 
 @dataclass
 class _Asked:
-    """Somebody wants a partition flushed, and nothing has arrived since."""
+    """A request to flush a partition, since which nothing has arrived."""
 
     owned: OwnedPartition
     delivered: int
@@ -46,7 +46,7 @@ class _Asked:
 
 @dataclass
 class _Awaited:
-    """The log holds more of a partition than has arrived."""
+    """A partition of which the log holds more than has arrived."""
 
     owned: OwnedPartition
     end: int
@@ -55,12 +55,12 @@ class _Awaited:
 
 
 class Overdue:
-    """Doubts partitions whose feeds leave out what the log holds."""
+    """Doubts partitions whose feeds do not deliver what the log holds."""
 
     def __init__(
         self, log: Log, subjects: Subjects, owned_partitions: Mapping[int, OwnedPartition], wake: Callable[[], None]
     ) -> None:
-        """`wake`: have `judge` called."""
+        """`wake`: makes the caller call `judge`."""
         self._log = log
         self._subjects = subjects
         self._owned = owned_partitions
@@ -75,7 +75,7 @@ class Overdue:
         self._changed = asyncio.Event()
 
     def ask(self, partition: int) -> None:
-        """Somebody waits for a flush of this partition; the caller asks again until it has come."""
+        """Note that a caller waits for a flush of this partition; the caller asks again until it is flushed."""
         owned = self._owned.get(partition)
         if owned is None:
             return
@@ -95,7 +95,7 @@ class Overdue:
             self._changed.set()
 
     def stop(self) -> None:
-        """Have `keep` look whether it is to stop."""
+        """Make `keep` check whether it is to stop."""
         self._changed.set()
 
     async def keep(self, stopping: asyncio.Event) -> None:
@@ -113,7 +113,7 @@ class Overdue:
                     await self._changed.wait()
 
     def _still(self) -> set[int]:
-        """The partitions of which nothing has arrived since this was called before."""
+        """Return the partitions of which nothing has arrived since the last call."""
         now = {p: (owned, owned.delivered) for p, owned in self._owned.items()}
         still = {p for p, seen in now.items() if self._before.get(p) == seen}
         self._before = now
@@ -137,7 +137,7 @@ class Overdue:
             self._wake()
 
     def judge(self) -> None:
-        """Doubt what is overdue. Call this after collecting everything that the feeds have delivered."""
+        """Doubt overdue partitions. Call this after collecting everything that the feeds have delivered."""
         now = self._loop.time()
         for partition, awaited in list(self._awaited.items()):
             owned = awaited.owned
@@ -147,7 +147,7 @@ class Overdue:
                 del self._awaited[partition]
                 self._patience.pop(partition, None)
             elif (reached := _reached(owned, awaited.end)) > awaited.delivered or owned.feed.crowded:
-                # It delivers, or has no space to.
+                # The feed delivers, or has no space to deliver.
                 awaited.delivered, awaited.since = reached, now
             elif now - awaited.since >= (patience := self._common_patience()):
                 del self._awaited[partition]
@@ -157,11 +157,11 @@ class Overdue:
                 )
 
     def _common_patience(self) -> float:
-        """A new consumer is one for all partitions: that of the one which it has not helped for longest."""
+        """Return the longest patience of all partitions: a new consumer is one for all of them."""
         return max((self._patience[p] for p in self._patience.keys() & self._owned.keys()), default=_PATIENCE_S)
 
 
 def _reached(owned: OwnedPartition, end: int) -> int:
-    """Up to where everything was delivered, of other partitions too, but no further than `end`."""
+    """Return the position, at most `end`, up to which everything was delivered, of other partitions too."""
     through = owned.feed.through
     return max(owned.delivered, min(through.seq, end) if through is not None else 0)

@@ -1,4 +1,6 @@
-"""An owner's memory of one partition: what has arrived, what of it is settled, and which threads wait in the ledger."""
+"""An owner's memory of one partition: which entries have arrived or are settled, and which threads have entries in the
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
-#: The possible cursor positions are pruned when this many more than the open entries have gathered.
+#: The possible cursor positions are pruned once they outnumber twice the open entries by this many.
 _ORDER_SLACK = 1000
 
 
@@ -32,33 +34,33 @@ class OwnedPartition:
     """One owned partition, from takeover until it is lost or given up."""
 
     def __init__(self, cursor: Cursor, feed: Feed, subjects: Subjects, queues: Sequence[Queue] = ()) -> None:
-        """`queues`: what waits of the partition in the ledger."""
+        """`queues`: the partition's threads that have entries in the ledger."""
         self.cursor = cursor
         self.feed = feed
         self._subjects = subjects
-        #: What has arrived and is neither settled nor in the ledger, in order of the log (as far as one thread goes).
+        #: The entries that have arrived and are neither settled nor in the ledger; those of one thread in log order.
         self.pending: dict[int, Item] = {}
         self.pending_bytes = 0
-        #: Threads of which entries wait in the ledger. As nobody else writes there, this is exact.
+        #: The threads of which entries wait in the ledger. This is exact, because nobody else writes there.
         self.queues = {q.thread_id: Queued(q.entries, q.bytes + q.entries * _OVERHEAD, q.reason) for q in queues}
         self.queued_bytes = sum(q.bytes for q in self.queues.values())
-        #: Up to where entries of these threads were waiting when the partition was taken over. The cursor may stand
-        #: before them, and then the log delivers them once more.
+        #: For each of these threads, the position of its last waiting entry when the partition was taken over. If the
+        #: cursor stands before such entries, the log delivers them once more.
         self._waits_to = {q.thread_id: q.last for q in queues}
-        #: What was read of them, to be settled.
+        #: The waiting entries that were read from the ledger to be settled.
         self.recalled: dict[int, Item] = {}
-        #: (position, entry id) of what arrived and is not passed by the cursor yet: all that is open, and at least the
-        #: last settled one before each of these.
+        #: (position, entry id) of entries that arrived and that the cursor has not passed: all open entries, and before
+        #: each of them at least the last settled one.
         self._order: deque[tuple[int, int]] = deque()
         #: The position of the last entry that the feed delivered.
         self.delivered = cursor.seq
-        #: What retention counts from.
+        #: When the cursor passed which positions; retention counts from these times.
         self.passed = Passed()
         #: Why the memory of the partition can no longer be trusted; None while it can.
         self.doubt: str | None = None
 
     def collect(self) -> None:
-        """Take what the feed delivered."""
+        """Take the messages that the feed has delivered."""
         arrived = self.feed.take()
         try:
             for message in arrived:
@@ -69,7 +71,7 @@ class OwnedPartition:
                 self.pending[item.seq] = item
                 self.pending_bytes += size_of(item)
         except Exception as e:
-            # The cursor would pass what is lost here.
+            # The cursor would pass the entries that are lost here.
             self.doubt = f"unexpected {type(e).__name__} in what arrived"
             raise
         if arrived:
@@ -77,33 +79,33 @@ class OwnedPartition:
 
     @property
     def unsettled(self) -> int:
-        """How many entries have arrived and are not settled, those that wait in the ledger included."""
+        """How many entries have arrived and are not settled, including those that wait in the ledger."""
         return len(self.pending) + sum(q.entries for q in self.queues.values())
 
     def recall(self, items: Iterable[Item]) -> None:
-        """Note what was read of the entries that wait in the ledger."""
+        """Note the waiting entries that were read from the ledger."""
         self.recalled.update((item.seq, item) for item in items)
 
     # --- what a commit changes --------------------------------------------------------------------------------
 
     def cursor_after(self, passed: Collection[int]) -> Cursor:
-        """The cursor once the entries at these positions are settled, or wait in the ledger.
+        """Return the cursor as it is once the entries at these positions are settled, or wait in the ledger.
 
-        It stands before the first entry that is open; so everything up to it is applied, parked or waiting.
+        It stands before the first open entry, so everything up to it is applied, parked or waiting.
         """
         position = (self.cursor.seq, self.cursor.id)
         for seq, id_ in self._order:
             if seq in self.pending and seq not in passed:
                 break
             position = (seq, id_)
-        # A commit that does not move the cursor raises the term: each one shows in the row, so that a Postgres which
-        # has lost one in a failover is noticed by it.
+        # A commit that does not move the cursor raises the term. So each commit shows in the partition's row, and we
+        # notice a Postgres that has lost one in a failover.
         changes = not (self.pending.keys().isdisjoint(passed) and self.recalled.keys().isdisjoint(passed))
         unmoved = changes and position[0] == self.cursor.seq
         return Cursor(self.cursor.partition, self.cursor.term + unmoved, *position)
 
     def settle(self, settled: Set[int], cursor: Cursor, now: float) -> None:
-        """Forget what a commit has settled. Most of that may be of other partitions."""
+        """Forget the entries that a commit has settled. Most of `settled` may be of other partitions."""
         for seq in self.pending.keys() & settled:
             self._forget(seq)
         for seq in self.recalled.keys() & settled:
@@ -113,7 +115,7 @@ class OwnedPartition:
         self._move(cursor, now)
 
     def queue(self, waiting: Sequence[WaitingEntry], cursor: Cursor, now: float) -> None:
-        """Forget what a commit has written into the ledger to wait there, except that it waits."""
+        """Forget the entries that a commit has written into the ledger to wait; count them as waiting."""
         for entry in waiting:
             thread_id, size = entry.item.thread_id, size_of(entry.item)
             assert thread_id is not None
@@ -131,7 +133,7 @@ class OwnedPartition:
 
     def _leave(self, thread_id: str, item: Item) -> None:
         queued = self.queues[thread_id]
-        # What a takeover has read of the sizes is not exact.
+        # The sizes that a takeover has read are not exact.
         size = queued.bytes if queued.entries == 1 else min(size_of(item), queued.bytes)
         queued.entries -= 1
         queued.bytes -= size
@@ -148,7 +150,7 @@ class OwnedPartition:
         self.cursor = cursor
 
     def _shorten(self) -> None:
-        """Of neighbours that are settled, the cursor can stand on the last only: forget the others."""
+        """Keep only the last of neighboring settled entries: the cursor can stand on no other of them."""
         if len(self._order) <= 2 * len(self.pending) + _ORDER_SLACK:
             return
         kept: deque[tuple[int, int]] = deque()
@@ -172,11 +174,11 @@ def _id(item: Item) -> int:
     return item.entry.id if isinstance(item, StoredEntry) else 0
 
 
-#: What an entry costs besides its payload is more than the payload of a small one.
+#: About how many bytes an entry takes besides its payload; for a small entry this is more than the payload.
 _OVERHEAD = 512
 
 
 def size_of(item: Item) -> int:
-    """About what an entry takes of memory, or of the ledger."""
+    """Return about how many bytes an entry takes in memory, or in the ledger."""
     size = len(item.entry.payload) if isinstance(item, StoredEntry) else sum(len(m.body) for m in item.messages)
     return size + _OVERHEAD

@@ -1,12 +1,13 @@
-"""The entries of waiting threads in the ledger: they stand behind the cursor, and in nobody's way.
+"""Keeps the entries of waiting threads in the ledger, where the cursor has passed them and they hold up nobody.
 
 A thread that waits for longer than a moment waits for something that lasts. From then on its entries are written into
-the ledger (`bufstore.buffer.ports.waiting`) as they come, in a transaction that lets the cursor pass them: so the
-feed is free for the others, and the log may forget them. When the thread's turn comes they are read from there, a part
-at a time. Whatever comes of the thread meanwhile queues behind them.
+the ledger (`bufstore.buffer.ports.waiting`) as they come, in a transaction that lets the cursor pass them. So the feed
+is free for the other threads, and the log may let go of these entries. When the thread's turn comes, they are read from
+the ledger, a part at a time. Entries of the thread that arrive meanwhile queue behind them.
 
-Bounded: when a partition has written as many bytes as its share of what the log keeps of flushed entries
-(`outage_reserve`), nothing more of it passes. Its cursor stops, and soon its feed does.
+Bounded: the log keeps all bytes but its `outage_reserve` for flushed entries, and each partition has an equal share of
+them. Once a partition has that many bytes in the ledger, no more of its entries pass. Then its cursor stops, and soon
+its feed does.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from bufstore.buffer.flush.waiting import Waiting
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.waiting import WaitingEntry
 
-#: How long a thread waits in memory: most locks last for a moment, and reading back is not worth it for them.
+#: How many seconds a thread waits in memory first: most locks last for a moment, too short to write and read back.
 _IN_MEMORY_S = 0.5
-#: Entries of one thread that are read at a time.
+#: The most entries of one thread that are read at a time.
 _PART = 1000
 
 
 class Queues:
-    """Which threads wait in the ledger, of all partitions of one owner."""
+    """Knows which threads have entries in the ledger, of all partitions of one owner."""
 
     def __init__(self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition], waiting: Waiting) -> None:
         self._ledger, self._subjects = parts.ledger, parts.subjects
@@ -34,17 +35,17 @@ class Queues:
         self._waiting = waiting
         config = parts.config
         self._bytes_max = int((1 - config.outage_reserve) * config.log.max_bytes / config.log.partitions)
-        #: Bytes that are read or written at a time.
+        #: About how many bytes are read or written at a time.
         self._part_bytes = config.flush_max_bytes // 4
-        #: The partitions as they were when their threads were put into the schedule.
+        #: The partitions whose threads were put into the schedule.
         self._adopted: dict[int, OwnedPartition] = {}
-        #: Nothing is written before then, because it failed.
+        #: Until then nothing is written, because a write failed.
         self.not_before = 0.0
-        #: Threads of which an entry alone could not be written, and until when it is not tried again.
+        #: Threads of which even a single entry could not be written, and until when that is not tried again.
         self._in_memory: dict[str | None, float] = {}
 
     def adopt(self, now: float) -> None:
-        """Put the threads that wait in partitions that were taken since into the schedule."""
+        """Put the threads that wait in newly taken partitions into the schedule."""
         for partition, owned in self._owned.items():
             if self._adopted.get(partition) is not owned:
                 self._adopted[partition] = owned
@@ -57,7 +58,7 @@ class Queues:
         return owned is not None and thread_id in owned.queues
 
     def takes(self, owned: OwnedPartition, thread_id: str | None, now: float) -> bool:
-        """Whether entries of the thread that are in memory may pass into the ledger now."""
+        """Return whether entries of the thread that are in memory may pass into the ledger now."""
         if thread_id is None or thread_id not in self._waiting or now < self.not_before:
             return False
         if owned.queued_bytes >= self._bytes_max or now < self._in_memory.get(thread_id, 0.0):
@@ -65,17 +66,17 @@ class Queues:
         return thread_id in owned.queues or now - self._waiting.since(thread_id) >= _IN_MEMORY_S
 
     def keep_in_memory(self, thread_id: str | None, now: float, until: float) -> None:
-        """Let nothing of the thread pass until then: it cannot be written."""
+        """Let no entry of the thread pass into the ledger until then, because it cannot be written."""
         self._in_memory = {t: at for t, at in self._in_memory.items() if at > now} | {thread_id: until}
 
     def full(self) -> list[int]:
-        """The partitions of which nothing more may pass."""
+        """Return the partitions of which no more entries may pass into the ledger."""
         return [p for p, owned in sorted(self._owned.items()) if owned.queued_bytes >= self._bytes_max]
 
     def next_in(self, room: int, now: float) -> list[WaitingEntry]:
-        """What is to be written into the ledger next: at most so many entries."""
+        """Return the entries to write into the ledger next, at most `room`."""
         chosen: list[WaitingEntry] = []
-        if not self._waiting:  # as nearly always: nothing need be looked at
+        if not self._waiting:  # the usual case, without a look at all entries
             return chosen
         size = 0
         for partition, owned in self._owned.items():
@@ -92,14 +93,14 @@ class Queues:
         return chosen
 
     async def read(self, thread_ids: Sequence[str], entries: int) -> Threads:
-        """The first entries of these threads, in all about as many. Raises what the ledger raises."""
+        """Return the first entries of these threads, about `entries` in all. Raises what the ledger raises."""
         each = max(1, min(_PART, entries // max(len(thread_ids), 1)))
         items = await self._ledger.waiting.first(thread_ids, each, self._part_bytes)
         found: Threads = {}
         for thread_id in thread_ids:
             owned = self._owner(thread_id)
             if owned is None or thread_id not in owned.queues:
-                continue  # given up meanwhile
+                continue  # the partition was given up meanwhile
             if not items:
                 owned.doubt = f"the ledger has nothing of thread {thread_id!r} that waits"
             if thread_id in items:
@@ -108,7 +109,7 @@ class Queues:
         return found
 
     def let_go(self) -> None:
-        """Forget what was read and is not settled: it is read again."""
+        """Forget the entries that were read and are not settled; they are read again later."""
         for owned in self._owned.values():
             owned.recalled.clear()
 

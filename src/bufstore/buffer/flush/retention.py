@@ -1,9 +1,9 @@
-"""Removes flushed entries from the log when it is time, and with them the rows that only guarded against them.
+"""Removes flushed entries from the log when it is time, and then the tombstones that only guarded against them.
 
-`bufstore.buffer.flush.passed` says when that is, and why Postgres must confirm it before. Two aims meet here: flushed
-entries are retained for readers of the log, and the log needs space for what cannot be flushed while Postgres is away.
-The second aim wins: retained entries give way long before the log is full, because a partition whose owner goes away
-during an outage is purged by nobody until Postgres is back.
+`bufstore.buffer.flush.passed` says when it is time, and why Postgres must confirm that first. Two aims meet here:
+flushed entries are retained for readers of the log, and the log needs space for entries that cannot be flushed while
+Postgres is away. The second aim wins: retained entries give way long before the log is full, because nobody purges a
+partition whose owner goes away during an outage until Postgres is back.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Retention:
         self._loop = asyncio.get_running_loop()
         #: When Postgres last confirmed that it had everything it should have.
         self._confirmed_at = float("-inf")
-        #: Up to where it had all partitions then.
+        #: The position up to which Postgres had all partitions then.
         self._reached = 0
         self._archived = 0
-        #: Why Postgres does not confirm anything at the moment.
+        #: Why Postgres does not confirm anything at the moment; empty if it does.
         self._unconfirmed = ""
         self._to_bury = False
-        #: What was said of our partitions.
+        #: The floors that were last computed for our partitions.
         self._floors: dict[int, Floor] = {}
 
     async def keep(self, stopping: asyncio.Event) -> None:
@@ -72,7 +72,7 @@ class Retention:
     async def _purge(self) -> None:
         await self._confirm(archives=self._log.windows.archives)
         used, limit = await self._log.fill()
-        windows = self._log.windows  # as `fill` has just read them
+        windows = self._log.windows  # `fill` has just read them anew
         to_go = share_to_go(used, limit, self._config.outage_reserve)
         if to_go:
             first, _ = await self._log.bounds()
@@ -84,7 +84,7 @@ class Retention:
         floors = {}
         for partition, owned in self._owned.items():
             if owned.doubt is None:
-                # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                # Strictly below: the entry at a cursor stays, so that it shows whether the log is still the same.
                 below = purgeable(
                     owned.passed,
                     confirmed=confirmed,
@@ -109,7 +109,7 @@ class Retention:
             self._to_bury = False
 
     async def _confirm(self, *, archives: bool) -> None:
-        """Have Postgres confirm what it has, for times when it cannot be asked."""
+        """Let Postgres confirm what it has, for times when it cannot be asked."""
         asked_at = self._loop.time()
         try:
             cursors = await self._compare()
@@ -137,7 +137,7 @@ class Retention:
             mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
             if mine:
                 await self._log.fence(max(seq for seq, _ in mine) + 1)
-            # What is in the log of such a thread was written since, and maybe builds on the deletion.
+            # Entries that the log has of such a thread were written since, and may build on the deletion.
             subjects = {self._subjects.of(thread_id): (seq, thread_id) for seq, thread_id in mine}
             written = await self._log.last(list(subjects), _TIMEOUT_S) if subjects else {}
             if mine := [tombstone for subject, tombstone in subjects.items() if subject not in written]:

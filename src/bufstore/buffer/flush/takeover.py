@@ -1,7 +1,7 @@
-"""Taking partitions, following them, giving them up.
+"""Takes partitions, follows them, gives them up.
 
-Any doubt about a partition ends in the same way: it is given up with all that is in memory, and taken again from the
-cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
+Any doubt about a partition ends in the same way: the partition is given up with everything of it in memory, and taken
+again from the cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
 
 Taking is a task of its own, and so is following each partition: if somebody holds a partition's row, or the server
 does not create its consumer, that delays neither the other partitions nor flushing.
@@ -29,17 +29,17 @@ from bufstore.tasks import spawn
 _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
-#: A held row is free again when a flush has ended, or Postgres has thrown out an owner that stopped; after this time
-#: the trouble is reported.
+#: The row of a partition that somebody holds is tried again after the first time. It is free once a flush has ended, or
+#: Postgres has thrown out an owner that stopped; after the second time, the trouble is reported.
 _HELD_RETRY_S = 0.1
 _HELD_SAID_S = 2.0
 _LOOK_S = 1.0
-#: A feed that is lost sooner than this after it was followed may be so each time: that is trouble.
+#: A feed that is lost sooner than this after it was followed may be lost so each time: that is trouble.
 _AT_ONCE_LOST_S = 1.0
 _CLOSE_S = 10.0
-#: A request to flush what is already flushed makes us look into Postgres, but not more often than this.
+#: If a caller asks for a flush of what is already flushed, we look into Postgres, but not more often than this.
 _COMPARE_S = 0.5
-#: The answer to a commit takes less time than this.
+#: The answer to a commit takes fewer seconds than this.
 _COMMIT_S = 2.0
 #: How many partitions are checked and followed at the same time.
 _AT_ONCE = 16
@@ -47,15 +47,15 @@ _BARRIER_S = 5.0
 
 
 async def mismatch(log: Log, cursor: Cursor) -> str | None:
-    """Why the log is not the one that the cursor belongs to; None when it is. Raises LogUnavailable."""
+    """Return why the log is not the one that the cursor belongs to; None when it is. Raises LogUnavailable."""
     end = await log.end(5.0)
     if end < cursor.seq:
         return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
     if (erased := await log.erased()) and cursor.seq <= erased:
         return f"what stood up to {erased} is erased, Postgres has applied partition {cursor.partition} to {cursor.seq}"
     if cursor.id and cursor.seq >= log.generation_start:
-        # The entry at the cursor is never purged: if it is not there, the log was purged further than this Postgres
-        # has got, or it is not the same log.
+        # The entry at the cursor is never purged. If it is not there, either the log was purged further than this
+        # Postgres has got, or it is not the same log.
         found = await log.identity(cursor.seq)
         if found is None or entry_id(found) != cursor.id:
             return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
@@ -63,16 +63,16 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
 
 
 async def never_flushed(log: Log, cursors: Iterable[Cursor]) -> str | None:
-    """Why the log is not that of a Postgres which has flushed nothing of it; None when it has, or the log may be."""
+    """Return why the log cannot be that of a Postgres that has flushed nothing of it; None if it can, or it has."""
     if all(cursor.seq < log.generation_start for cursor in cursors) and (first := await log.purged_to()):
         return f"the log is purged up to {first}, and this Postgres has flushed nothing of it"
     return None
 
 
 async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | None:
-    """What `look` finds wrong with the log, even once its leader has proved that it leads.
+    """Return what `look` finds wrong with the log, confirmed after the log's leader has proved that it leads.
 
-    A leader that the others have left shows an old end for some seconds. Raises LogUnavailable without a proof.
+    A leader that the other nodes have left shows an old end for some seconds. Raises LogUnavailable without a proof.
     """
     if await look() is None:
         return None
@@ -89,7 +89,7 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
 
 
 class Takeover:
-    """The partitions of one owner: `shares` holds those it follows, and changes here only."""
+    """The partitions of one owner: `owned_partitions` holds those that it follows, and changes here only."""
 
     def __init__(
         self,
@@ -107,31 +107,31 @@ class Takeover:
         self._state = state
         self._loop = asyncio.get_running_loop()
         self._wanted: frozenset[int] = frozenset()
-        #: Whether others may have them by now: see `hold`.
+        #: Whether other owners may have taken the partitions by now: see `hold`.
         self._holding = False
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
         #: Partitions whose rows somebody else holds, and since when.
         self._held: dict[int, float] = {}
-        #: When each partition was followed last.
+        #: When we last began to follow each partition.
         self._followed_at: dict[int, float] = {}
-        #: Until when a feed that was lost at once is trouble: as long as the next one may be lost at once.
+        #: Until when a feed that was lost at once counts as trouble: until then the next one may be lost at once, too.
         self._doomed_until = float("-inf")
-        #: The term that each partition had when it was ours last.
+        #: The term that each partition had when it was last ours.
         self._terms: dict[int, int] = {}
-        #: Partitions that are ours in Postgres already, on their way into `shares`.
+        #: Partitions that are already ours in Postgres, on their way into `owned_partitions`.
         self._following: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._compared_at = float("-inf")
-        #: Cursors whose term is the next one of what we have, and since when they were seen.
+        #: Cursors in Postgres whose term is one above ours, and since when we have seen them.
         self._raised: dict[Cursor, float] = {}
         self.owned_partitions: dict[int, OwnedPartition] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether all our partitions are followed, as far as was tried, and not only for a moment."""
+        """Whether no partition of ours has failed to be taken or followed, and no feed was lost at once lately."""
         return self._wanted.isdisjoint(self._untakeable) and self._loop.time() >= self._doomed_until
 
     def want(self, partitions: frozenset[int]) -> None:
@@ -142,7 +142,7 @@ class Takeover:
             self._wake()
 
     def hold(self) -> None:
-        """The lease is in doubt: keep what is followed until another owner takes it, and take nothing else.
+        """Keep what is followed until another owner takes it, and take nothing else, because the lease is in doubt.
 
         A replaced owner commits nothing (because of its term), and its feed ends with its consumer. If a feed is lost
         for another reason, Postgres still has our term: nobody has taken the partition, so we take it again.
@@ -150,11 +150,11 @@ class Takeover:
         self._holding = True
 
     def look(self) -> None:
-        """Have `keep` look now."""
+        """Make `keep` look now."""
         self._changed.set()
 
     def give_up(self) -> None:
-        """Give up what is lost or not ours (any more); `keep` takes it again if it is ours."""
+        """Give up the partitions that are lost or not ours; `keep` takes those again that are ours."""
         for partition, owned in list(self.owned_partitions.items()):
             lost = owned.feed.lost or owned.doubt
             if lost is not None:
@@ -171,7 +171,7 @@ class Takeover:
             self._state.report(LogUnavailable(f"nothing can be followed: {reason}"), stopped=False)
 
     async def keep(self, stopping: asyncio.Event) -> None:
-        """Take what is ours, until `stopping`."""
+        """Take the partitions that are ours, until `stopping`."""
         while not stopping.is_set():
             self._changed.clear()
             self.give_up()
@@ -203,7 +203,7 @@ class Takeover:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _still_ours(self, partitions: list[int]) -> list[int]:
-        """Those that nobody has taken since we did."""
+        """Return those that nobody has taken since we did."""
         again_at = self._loop.time() + _TAKE_RETRY_S
         try:
             cursors = await self._ledger.cursors()
@@ -271,63 +271,64 @@ class Takeover:
         if trouble is not None:
             self._log.refuse(trouble)
             raise LogRolledBack(trouble)
-        # From the term on nobody but us changes what waits.
+        # Since the term was raised, nobody but us changes the entries that wait in the ledger.
         queues = await self._ledger.waiting.queues(cursor.partition)
         feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
         owned = self.owned_partitions[cursor.partition] = OwnedPartition(cursor, feed, self._subjects, queues)
         self._followed_at[cursor.partition] = self._loop.time()
         if cursor.seq:
-            # Committed by now, whenever that was: retention counts from here.
+            # Everything up to the cursor is committed, since an unknown time: retention counts from now.
             owned.passed.note(self._loop.time(), cursor.seq)
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.owned_partitions))
 
     async def _mismatch(self, cursor: Cursor) -> str | None:
-        """`mismatch`, of a cursor that is still the partition's. Raises LogUnavailable when it is not."""
+        """Return `mismatch` for a cursor that is still the partition's. Raises LogUnavailable when it no longer is."""
         reason = await mismatch(self._log, cursor)
         if reason is None and cursor.seq < self._log.generation_start:
             reason = await never_flushed(self._log, (await self._ledger.cursors()).values())
-        # A process that stood still for long: others went on, and the log was purged behind them.
+        # While this process stood still for long, others may have gone on, and the log was purged behind them.
         if reason is not None and (await self._ledger.cursors()).get(cursor.partition) != cursor:
             raise LogUnavailable(f"another owner took partition {cursor.partition} meanwhile")
         return reason
 
     async def compare(self) -> Mapping[int, Cursor]:
-        """Doubt the partitions whose cursors Postgres no longer knows: it went back, or another owner has them.
+        """Doubt the partitions whose cursors Postgres no longer has: it went back, or another owner has taken them.
 
         Returns all cursors.
 
-        Without this, a partition to which nothing is written would not notice. Raises what `Ledger.cursors` raises.
+        Without this, nobody would notice for a partition to which nothing is written. Raises what `Ledger.cursors`
+        raises.
         """
         known = {p: (owned, owned.cursor) for p, owned in self.owned_partitions.items()}
         cursors = await self._ledger.cursors()
         self._raised = {cursor: since for cursor, since in self._raised.items() if cursor in cursors.values()}
         for partition, (owned, ours) in known.items():
             found = cursors.get(partition, Cursor(partition, 0, 0, 0))
-            # It may be ahead: of a flush that is on its way.
+            # Postgres may be ahead of `ours`: a flush of ours may be on its way.
             if found == owned.cursor:
                 continue
             raised = found == Cursor(partition, ours.term + 1, ours.seq, ours.id)
             since = self._raised.setdefault(found, self._loop.time()) if raised else float("-inf")
             if self._loop.time() - since < _COMMIT_S:
-                continue  # a commit of ours that moves no cursor may be on its way, too
+                continue  # a commit of ours that raises the term and moves no cursor may be on its way, too
             if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
                 owned.doubt = f"Postgres has {found}, not {ours}"
                 self._wake()
         return cursors
 
     async def compare_for_asker(self) -> None:
-        """`compare`, now and then: somebody asks for a flush although everything is flushed."""
+        """`compare`, but not too often, for a caller that asks for a flush although everything is flushed."""
         if self.owned_partitions and self._loop.time() - self._compared_at >= _COMPARE_S:
             self._compared_at = self._loop.time()
             with contextlib.suppress(BufstoreError, FlushFailed):
                 await self.compare()
 
     def drop(self, owned: OwnedPartition, reason: str) -> None:
-        """Give the partition up: its memory is void."""
+        """Give the partition up; its memory is void."""
         _log.info("partition %d: %s", owned.cursor.partition, reason, extra={"action": "partition_dropped"})
         self.owned_partitions.pop(owned.cursor.partition, None)
-        self._terms[owned.cursor.partition] = owned.cursor.term  # a commit that moves no cursor raises it
+        self._terms[owned.cursor.partition] = owned.cursor.term  # a commit that moves no cursor raises the term
         self._state.partitions = tuple(sorted(self.owned_partitions))
         reach(Failpoint.SHARE_DROPPED)
         self._start(self._close(owned))

@@ -1,12 +1,12 @@
-"""Flushes a window in one transaction; when it cannot be committed whole, commits all that can be.
+"""Flushes a window in one transaction; if the window cannot be committed whole, commits as much of it as possible.
 
 This module decides which threads are tried together, which wait, and which entry is to blame; `committer` runs the
-transaction (`bufstore.buffer.flush.committer`), and `queues` keeps what waits for long
+transaction (`bufstore.buffer.flush.committer`), and `queues` keeps the entries that wait for long
 (`bufstore.buffer.flush.queues`).
 
-A transient error is tried again from memory. When an error concerns some threads, these are found: a locked row delays
-its own thread only, poison is parked alone, and the others are committed. `bufstore.buffer.flush.verdict` says what an
-error means, and `bufstore.buffer.flush.blame` when no entry is to blame.
+After a transient error, the flush is tried again from memory. When an error concerns some threads, these are found: a
+locked row delays its own thread only, poison is parked alone, and the others are committed.
+`bufstore.buffer.flush.verdict` says what an error means, and `bufstore.buffer.flush.blame` when no entry is to blame.
 """
 
 from __future__ import annotations
@@ -37,27 +37,29 @@ from bufstore.jetstream.messages import AppendUnknown
 
 _log = logging.getLogger(__name__)
 
-#: If an app's code raises for a thread, it is tried this often before the entry counts as poison: about a minute.
+#: If an app's code raises for a thread, the thread is tried this often before its entry counts as poison: about a
+#: minute.
 _SUSPECT_TRIES = 10
-#: How many threads are tried at a time, and how often, when a refusal concerns everybody, or when threads wait for
-#: locks of the store's own tables (each such lock is waited for in turn); the others' turn comes later.
+#: When a refusal concerns everybody, or threads wait for locks of the store's own tables (each such lock is waited for
+#: in turn): how many threads are tried at a time, after how many seconds the others are due, and how long a thread
+#: waits at most if the refusal concerns everybody.
 _TRIED_AT_ONCE = 8
 _OTHERS_S = 8.0
 _EVERYBODYS_MAX_S = 2.0
-#: An entry that takes too long alone delays everybody while it is tried.
+#: The longest wait of an entry that is too much even alone: each try of it delays everybody.
 _ALONE_MAX_S = 64.0
-#: What does not answer within this time is away for all: waiting for longer would only hide that.
+#: A Postgres that does not answer within this time is away for all threads: waiting for longer would only hide that.
 _THERE_S = 5.0
-#: This many refused threads are enough to tell what is wrong.
+#: This many refused threads are enough to find out what is wrong.
 _REFUSED_MAX = 100
 
 
 class Later(Exception):
-    """Not now; everything stays as it is."""
+    """Nothing can be flushed now; everything stays as it is."""
 
 
 class WindowFlusher:
-    """Flushes what the followed partitions hold in memory."""
+    """Flushes the entries that the followed partitions hold in memory."""
 
     def __init__(self, parts: AnyParts, takeover: Takeover, state: FlusherState) -> None:
         self._ledger, self._config = parts.ledger, parts.config
@@ -70,12 +72,12 @@ class WindowFlusher:
         self.waiting = Waiting()
         self.queues = Queues(parts, takeover.owned_partitions, self.waiting)
         self._blame = Blame()
-        #: What is wrong for everybody, as far as was said; and which causes are locks of the store's own tables.
+        #: The causes that concern everybody and were logged; and the causes that are locks of the store's own tables.
         self._told: set[str] = set()
         self._locks: set[str] = set()
-        #: When a cause that concerns everybody is tried again.
+        #: For each cause that concerns everybody, when it is tried again.
         self._next_try: dict[str, float] = {}
-        #: A window that could not be committed is tried again with half as many entries.
+        #: How many entries a window, and a write into the ledger, may have: half as many after one that failed.
         self._room = self._queue_room = parts.config.flush_max_entries
         #: Whether the last window left something out for lack of space.
         self.more = False
@@ -84,19 +86,19 @@ class WindowFlusher:
     # --- what is flushed when ---------------------------------------------------------------------------------
 
     async def settle_pending(self) -> None:
-        """Flush what has arrived, except of threads that have to wait. Raises Later when it cannot be flushed now."""
+        """Flush the entries that have arrived, except those of waiting threads. Raises Later if that fails for now."""
         pending = self._gather(lambda thread_id: thread_id not in self.waiting)
         self.more = sum(map(len, pending.values())) >= self._room
         if pending:
             await self._settle(pending)
 
     async def settle_waiting(self) -> None:
-        """Try the waiting threads whose turn it is together; a thread that fails again waits again, longer."""
+        """Try the waiting threads that are due, together; a thread that fails again waits again, longer."""
         due = self.waiting.due(self._loop.time())
         if not due:
             return
         in_memory = self._gather(set(due).__contains__)
-        # Their partition was given up, or there was no space for them.
+        # The partitions of these threads were given up, or the window had no space for them.
         gone = [t for t in due if t not in in_memory and t not in self.queues]
         if sum(map(len, in_memory.values())) < self._room:
             self.waiting.discard(gone)
@@ -116,9 +118,9 @@ class WindowFlusher:
             self.queues.let_go()
 
     async def _try_some(self, cause: str, concerned: Sequence[str | None], in_memory: Threads) -> None:
-        """Whether it has passed: of some threads, the first entry."""
+        """Find out whether the cause has passed, by trying the first entry of some of the threads."""
         now = self._loop.time()
-        # What concerns everybody is tried now and then, however many threads there are to try it with.
+        # A cause that concerns everybody is tried now and then, however many threads there are to try it with.
         tried = concerned[:_TRIED_AT_ONCE] if now >= self._next_try.get(cause, 0.0) else []
         others_at = now + _OTHERS_S
         if self._is_everybodys(cause):
@@ -132,9 +134,9 @@ class WindowFlusher:
     async def _try(
         self, thread_ids: Sequence[str | None], in_memory: Threads, *, first_only: bool = False, probe: int = 0
     ) -> None:
-        """Flush what is in memory of these threads, and of those that wait in the ledger what is first there.
+        """Flush entries of these threads: those in memory, or the first ones in the ledger for threads that wait there.
 
-        Of a thread that has failed, only one entry is read: most likely it fails again.
+        Of a queued thread that has failed, only one entry is read: most likely it fails again.
         """
         most = 1 if first_only else self._room
         found: Threads = {t: in_memory[t][:most] for t in thread_ids if t in in_memory}
@@ -153,7 +155,7 @@ class WindowFlusher:
             await self._settle(found, probe=probe)
 
     async def queue_waiting(self) -> None:
-        """Have what arrives of threads that wait for long wait in the ledger. Raises Later when it cannot now."""
+        """Write the entries of threads that wait for long into the ledger. Raises Later if that fails for now."""
         waiting = self.queues.next_in(self._queue_room, self._loop.time())
         if not waiting:
             return
@@ -170,13 +172,13 @@ class WindowFlusher:
                 self._queue_room = len(waiting) // 2
                 self._state.report(e, stopped=e.verdict.needs_operator)
                 raise Later from e
-            if not e.verdict.of_statement:  # of this one entry, as far as anybody can tell: the others need not wait
+            if not e.verdict.of_statement:  # as far as we can tell, this one entry fails: the others need not wait
                 self._queue_room = self._config.flush_max_entries
                 now = self._loop.time()
                 self.queues.keep_in_memory(waiting[0].item.thread_id, now, now + _OTHERS_S)
                 self._state.report(e, stopped=e.verdict.needs_operator)
                 return
-            # Nobody else is to wait for it: the cursor stays, as if the space were used up.
+            # The other threads must not wait for this: the cursor stays, as if the space were used up.
             self.queues.not_before = self._loop.time() + _OTHERS_S
             _log.error(
                 "entries that wait cannot be written into the ledger, they stay in the log: %s",
@@ -187,7 +189,7 @@ class WindowFlusher:
             self._queue_room = min(2 * self._queue_room, self._config.flush_max_entries)
 
     def ready(self) -> int:
-        """How many entries can be flushed now, or can pass into the ledger."""
+        """Return how many entries can be flushed now, or can pass into the ledger."""
         if not self.waiting:
             return sum(len(owned.pending) for owned in self._owned.values())
         now = self._loop.time()
@@ -198,7 +200,7 @@ class WindowFlusher:
         )
 
     def trouble(self) -> tuple[str, bool]:
-        """Which threads are not flushed, and why; whether an operator must act."""
+        """Return a text that says how many threads are not flushed and why, and whether an operator must act."""
         self._told = {cause for cause in self._told & self.waiting.causes().keys() if self._is_everybodys(cause)}
         text = self.waiting.trouble()
         if full := self.queues.full():
@@ -260,12 +262,12 @@ class WindowFlusher:
             self._takeover.drop(self._owned[error.partition], f"another owner took it ({error})")
 
     def _less(self, threads: Threads) -> None:
-        """Try less next time: it may have been too much for the time."""
+        """Try fewer entries next time: these may have been too many for the time."""
         self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
 
     async def _is_of_one(self, threads: Threads, cause: str) -> bool:
-        """Whether one entry ends the session or gets no answer, while Postgres is there for everything else."""
-        # When so many threads have the same error, it is not their fault.
+        """Return whether a single entry ends the session or gets no answer while Postgres answers everything else."""
+        # When that many threads have the same error, it is not their fault.
         few = any(t in self.waiting for t in threads) or self.waiting.causes()[cause] < _TRIED_AT_ONCE
         if not few or not is_one_entry(threads):
             return False
@@ -276,7 +278,7 @@ class WindowFlusher:
         return False
 
     async def _attempt(self, threads: Threads, *, probe: int = 0) -> WindowOutcome:
-        """Commit what can be committed. Raises FlushFailed for an error that does not concern single threads."""
+        """Commit as much as possible. Raises FlushFailed for an error that does not concern single threads."""
         try:
             return await self._commit(threads, probe=probe)
         except FlushFailed as e:
@@ -285,7 +287,7 @@ class WindowFlusher:
             error = e
         if not probe and error.of_batch:
             return await self._attempt(threads, probe=_REFUSED_MAX)
-        # Not found by savepoints: at the commit, or in the buffer's own tables.
+        # Savepoints cannot find this error: it comes at the commit, or from the buffer's own tables.
         parts = by_partition(threads, self._committer.partition_of)
         if len(threads) == 1 or (error.verdict is Verdict.LOCKED and len(parts) == 1):
             return WindowOutcome(refused=dict.fromkeys(threads, error))
@@ -298,7 +300,7 @@ class WindowFlusher:
         return outcome
 
     async def _settle_refused(self, threads: Threads, refused: Mapping[str | None, FlushFailed]) -> None:
-        """The store refuses something of these threads: they wait, or the entry to blame is found and parked."""
+        """Deal with refused threads: each waits, or the entry to blame is found and parked."""
         park: Threads = {}
         first: Threads = {}
         second: Threads = {}
@@ -322,7 +324,7 @@ class WindowFlusher:
         if first:
             await self._settle(first, probe=len(first))
             reach(Failpoint.FLUSH_HALF_SETTLED)
-            # In order, and only as far as it goes: the second half builds on the first.
+            # Only if the first half of a thread is settled: the second half builds on it.
             second = {t: items for t, items in second.items() if self._is_settled(t, first[t])}
             if second:
                 await self._settle(second, probe=len(second))
@@ -360,7 +362,7 @@ class WindowFlusher:
         self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
 
     async def _settle_parkable(self, threads: Threads, error: NoRoom) -> None:
-        """The quarantine has no space for everything that must go there: nothing is dropped, the rest waits."""
+        """Settle as much as the quarantine has space for, which is not enough: the rest waits, nothing is dropped."""
         room = error.room
         rest = dict(threads)
         for thread_id, count in error.parked.items():
@@ -368,7 +370,7 @@ class WindowFlusher:
                 room -= count
                 continue
             if thread_id is None and room > 0:
-                # They hang together in nothing, and hold their cursor: as many as there is space for.
+                # Entries of no thread do not depend on each other, and hold their cursor: park as many as fit.
                 rest[None], room = list(rest[None])[:room], 0
                 continue
             del rest[thread_id]
