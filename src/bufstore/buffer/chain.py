@@ -21,7 +21,7 @@ from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 
 
 class Watermark(msgspec.Struct, frozen=True):
-    """What Postgres knows of a thread's chain. Only the flush transaction changes it."""
+    """What Postgres knows of a thread's chain. It changes only in the transaction of a flush or a replay."""
 
     #: The watermark's position: everything of the thread up to here is applied, superseded or parked. 0: no row.
     flushed_seq: int = 0

@@ -1,7 +1,7 @@
 """The flush path: gather, coalesce, one transaction, ack, purge (see also `takeover`, `window_flusher`, `retention`).
 
-Rule 1: Postgres holds the truth. Watermarks, cursors, terms and parked entries change in the flush transaction
-only; leases, acks and this process's memory may be lost or wrong at any moment without losing an entry.
+Rule 1: Postgres holds the truth. Watermarks, cursors, terms and parked entries change only in its transactions;
+leases, acks and this process's memory may be lost or wrong at any moment without losing an entry.
 Rule 2: any doubt about a partition (a hole in its feed, another owner, a lost connection) ends in the same way: the
 partition's memory is dropped, and the partition is taken again, from its cursor, with a higher term.
 

@@ -107,7 +107,7 @@ class Takeover:
         self._state = state
         self._loop = asyncio.get_running_loop()
         self._wanted: frozenset[int] = frozenset()
-        #: Whether other owners may have taken the partitions by now: see `hold`.
+        #: True while other owners may have taken the partitions: see `hold`.
         self._holding = False
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
