@@ -2,11 +2,11 @@
 
 Why Postgres has to confirm. A commit counts from when it was made, not from when its entries were written: a Postgres
 that fails over may lose its last commits, those of its last `failover_window_s`, and then needs their entries again.
-It may be away for any time before it comes back without them. So the age of a commit does not count; what counts is how
-long before the last moment at which Postgres was seen with it the commit was made.
+It may be away for any time before it comes back without them. So the age of a commit does not count. What counts is by
+how much the commit is older than the last look that saw Postgres with it.
 
-What a confirmation is good for. We asked Postgres at C, and its cursor had passed the commit made at T. So Postgres did
-not fail over before C, and any copy of it that takes over has everything that was committed before
+What a confirmation is good for. We asked Postgres at C, and its cursor had passed the commit made at T. So it was still
+there at C, and any copy of it that takes over has everything that was committed before
 C - failover_window_s. If T is earlier than that, the commit is in every Postgres there will be: its entries may go at
 any time after C, even while Postgres is away, without asking again. A later failover changes nothing: its copy is one
 of a Postgres that has the commit. Entries committed after C - failover_window_s stay until a later confirmation. So

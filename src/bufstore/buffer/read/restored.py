@@ -95,7 +95,7 @@ class Restored:
         return max(floor, min(cursor.seq for cursor in all_))
 
     async def _compare_with(self, cursor: Cursor, floor: int) -> None:
-        """Raise StoreUnavailable if the partition has an entry between the cursor, which is below the floor, and it."""
+        """Raise StoreUnavailable if the partition has an entry between its cursor and the floor, which is above it."""
         if (trouble := await mismatch(self._log, cursor)) is not None:
             raise StoreUnavailable(_OLDER.format(trouble))
         async for _, message in self._log.scan(cursor.seq, partitions=[cursor.partition]):
