@@ -1,4 +1,4 @@
-"""A stream's storage and a KV bucket as the server's configuration has them, and what such a configuration says."""
+"""The server's configuration of a stream's storage and of a KV bucket: made from our settings, and read back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Placed(Protocol):
-    """Settings of where a stream is kept."""
+    """Settings that say where a stream is kept."""
 
     @property
     def replicas(self) -> int: ...
@@ -20,7 +20,7 @@ class Placed(Protocol):
 
 
 def storage(settings: Placed) -> dict[str, Any]:
-    """What every stream of a log and every bucket has."""
+    """Return the fields that every stream of a log and every bucket has."""
     placement: dict[str, Any] = {}
     if settings.placement_cluster:
         placement["cluster"] = settings.placement_cluster
@@ -37,7 +37,7 @@ def storage(settings: Placed) -> dict[str, Any]:
 
 
 def placed(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of where a stream is kept, as its configuration has them."""
+    """Return the settings that say where a stream is kept, from the stream's configuration."""
     placement = found.get("placement") or {}
     return {
         "replicas": found["num_replicas"],
@@ -47,7 +47,7 @@ def placed(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bucket(name: str, settings: Placed, max_bytes: int) -> dict[str, Any]:
-    """A KV bucket: one value per key, whose keys may have a time to live, and which refuses what is new when full."""
+    """Return the configuration of a KV bucket: one value per key, optional times to live, no new values when full."""
     return last_values(
         f"KV_{name}",
         [f"$KV.{name}.>"],
@@ -62,7 +62,7 @@ def bucket(name: str, settings: Placed, max_bytes: int) -> dict[str, Any]:
 
 
 def last_values(name: str, subjects: Sequence[str], **more: Any) -> dict[str, Any]:
-    """A stream that keeps the last message of each subject for ever, as far as `more` does not say otherwise."""
+    """Return the configuration of a stream that keeps each subject's last message for ever, unless `more` differs."""
     return {
         "name": name,
         "subjects": list(subjects),

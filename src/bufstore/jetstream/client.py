@@ -1,4 +1,4 @@
-"""The client of one TCP connection: nats-py's, with harmful handling of messages and logins replaced."""
+"""The client of one TCP connection: nats-py's, with its harmful handling of messages and logins replaced."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from bufstore.tasks import spawn, to_the_end
 
 _log = logging.getLogger(__name__)
 
-#: What the server says when a user may not publish or subscribe; nats-py passes it on in lower case.
+#: The server's error when a user may not publish or subscribe; nats-py passes it on in lower case.
 _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
-#: Its reason to end a connection.
+#: The reason that the server gives when it ends a connection.
 _ENDED = re.compile(rb"-ERR '([^'\r\n]*)'")
 _ERRORS_KEPT = 100
-#: With less nothing works.
+#: The smallest limit that is assumed for a message, in bytes: nothing works with less.
 _TAKEN_BYTES_MIN = 1024
 
-#: Called with subject, reply subject, payload and raw headers; its result is awaited.
+#: Called with subject, reply subject, payload and raw headers. Its result is awaited.
 Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
 
 
@@ -44,38 +44,38 @@ class ListeningClient(Client):
             self._ps = MessageParser(self)
         #: Subscriptions whose messages do not take nats-py's way; see `listen`.
         self._listeners: dict[int, Listener] = {}
-        #: The last ones; nats-py itself keeps one.
+        #: The last errors; nats-py itself keeps one.
         self.errors: deque[Exception] = deque(maxlen=_ERRORS_KEPT)
-        #: At most so large was the message for which the server ended the connection; None: it did not.
+        #: A bound, in bytes, of the message for which the server ended the connection; None: it did not.
         self.refused_bytes: int | None = None
 
     async def connect(self, *args: Any, **options: Any) -> None:
         try:
             await super().connect(*args, **options)
         except ConnectionError:
-            # It was ended while nats-py wrote, which then does not read why (max_connections, for one).
+            # The server ended it while nats-py wrote; then nats-py does not read why (max_connections, for one).
             reader = getattr(self._transport, "_io_reader", None)
             if (said := _ENDED.search(getattr(reader, "_buffer", b""))) is None:
                 raise
             raise nats.errors.Error(f"nats: '{said[1].decode('utf-8', 'replace')}'") from None
 
     def fileno(self) -> int:
-        """Its socket. Any error if there is none."""
+        """Return the file descriptor of the socket. Any error may come when there is no socket."""
         transport: Any = self._transport
         stream: Any = transport._io_writer if type(transport) is TcpTransport else transport._ws
         found: int = stream.get_extra_info("socket").fileno()
         return found
 
     def take_at_most(self, size: int) -> None:
-        """Send no larger messages than this, whatever the server said."""
+        """Send no larger messages than this, whatever limit the server told."""
         self._max_payload = min(self._max_payload, size)
 
     async def listen(self, subject: str, heard: Listener) -> Subscription:
-        """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
+        """Call `heard` with every message on `subject` as it arrives, in the task that reads.
 
-        nats-py makes a message of it first, with its headers parsed as those of an email, and hands it to a task of
-        its own: half of what reading the log costs. For this a private method is replaced, so only with a version
-        that was checked; with any other, messages come through nats-py.
+        nats-py first makes a message object, parses its headers as those of an email, and hands it to a task of its
+        own: half of what reading the log costs. To avoid that, a private method is replaced, but only with a checked
+        version of nats-py. With any other version, messages come through nats-py.
         """
 
         async def on_message(msg: Msg) -> None:
@@ -93,7 +93,7 @@ class ListeningClient(Client):
                 self._listeners[found._id] = heard
             return found
 
-        return await spawn(subscribe(), apart=True)  # nats-py begins a task that lives as long as it
+        return await spawn(subscribe(), apart=True)  # nats-py begins a task that lives as long as the subscription
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         heard = self._listeners.get(sid)
@@ -107,24 +107,24 @@ class ListeningClient(Client):
             if more is not None:
                 await more
         except Exception as e:
-            # Anybody may send anything to an inbox: it must not end the task that reads. If the message was ours it is
-            # missed, and its waiter notices.
+            # Anybody may send anything to an inbox: it must not end the task that reads. If the message was ours, its
+            # waiter notices that it is missing.
             _log.warning("ignoring an invalid message: %s", type(e).__name__, extra={"action": "nats_message"})
 
     def _flush_pending(self, force_flush: bool = False) -> Coroutine[Any, Any, Any]:
-        # nats-py's waits for a place in a full queue, and ignores that its caller is cancelled meanwhile: on a link
-        # that stalls no call would end in time, and the PING that would notice it waits, too. Whoever has a place in
-        # the queue has all sent that waits by then.
+        # nats-py's method waits for a place in a full queue, and ignores a cancellation of its caller meanwhile. On a
+        # stalled link no call would end in time, and the PING that would notice the stall waits, too. Nothing is lost
+        # without a place: a flush that has a place in the queue sends everything that waits by then.
         if self._flush_queue is not None and self._flush_queue.full():
             return _nothing()
         return super()._flush_pending(force_flush)
 
     def heard(self) -> None:
-        """What was sent is on its way; the answer to a PING behind it need not be here yet."""
+        """Forget unanswered PINGs: what was sent before them is still on its way, so no answer need be here yet."""
         self._pings_outstanding = 0
 
     async def _process_err(self, err_msg: str) -> None:
-        # Noted here: an end of the connection that was read with it replaces nats-py's last error.
+        # Noted here: if the end of the connection was read together with this error, it replaces nats-py's last error.
         if "maximum payload violation" in err_msg.lower():
             self.refused_bytes = frames.largest_sent(self)
         await super()._process_err(err_msg)
@@ -146,7 +146,7 @@ class ListeningClient(Client):
 class TlsClient(ListeningClient):
     """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it.
 
-    Raises ConfigError when the installed nats-py would not ask us before it sends them.
+    Raises ConfigError when the installed nats-py would not call `_connect_command` before it sends the credentials.
     """
 
     def __init__(self) -> None:
@@ -164,11 +164,11 @@ class TlsClient(ListeningClient):
 
 
 async def round_trip(client: Client, timeout_s: float = 10) -> None:
-    """A round trip after everything that was published and subscribed so far. Raises nats-py's errors.
+    """Make a round trip behind everything that was published and subscribed so far. Raises nats-py's errors.
 
-    nats-py's `flush` alone is one before it: its PING goes to the socket at once, and overtakes what still waits for
-    the writing task. And when it is given up, a PONG that comes later ends the task that reads, for all who use the
-    client: it is the answer to a future that was cancelled. So this one's is not.
+    nats-py's `flush` alone may come before it: its PING goes to the socket at once, and overtakes what still waits for
+    the writing task. And when a caller gives `flush` up, a PONG that comes later answers a cancelled future, which ends
+    the task that reads, for all who use the client. So this function never cancels its future.
     """
     while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -184,21 +184,22 @@ async def round_trip(client: Client, timeout_s: float = 10) -> None:
 
 
 def taken_bytes(told: int, refused: int | None) -> int:
-    """The largest message that a server takes, as far as is known: it told one limit, and refused a message of some
-    size. An account's limit is not told; if that of the server explains the refusal, it is believed.
+    """Return the size of the largest message that a server takes, as far as is known, in bytes.
+
+    The server told the limit `told`, and refused a message of `refused` bytes (None: none). It does not tell an
+    account's limit. If its own limit explains the refusal, that limit is believed.
     """
     return told if refused is None or told < refused else max(refused // 2, _TAKEN_BYTES_MIN)
 
 
 def violation(error: Exception | None) -> tuple[str, str] | None:
-    """What NATS does not permit ("publish" or "subscription") and on which subject, in lower case; None: it is another
-    error."""
+    """Return the forbidden verb ("publish" or "subscription") and its subject in lower case; None: another error."""
     found = _FORBIDDEN.search(str(error).lower())
     return (found[1], found[2]) if found else None
 
 
 def refusal(client: Client, verb: str, subject: str) -> Exception | None:
-    """The last violation of this kind that the client was told of; an app's client remembers only its last error."""
+    """Return the last such violation that the client was told of; an app's client remembers only its last error."""
     errors = client.errors if isinstance(client, ListeningClient) else [client.last_error]
     return next((e for e in reversed(errors) if violation(e) == (verb, subject.lower())), None)
 
@@ -208,9 +209,9 @@ async def _nothing() -> None:
 
 
 def forget_unsent(client: Client) -> None:
-    """Have what it holds never arrive, and end its connection at once: closing it would send the rest first.
+    """Drop what the client has not sent, and end its connection at once: closing it would send the rest first.
 
-    On a link that stalls that is when the link is back, long after others have looked what was stored.
+    On a stalled link the rest would arrive when the link is back, long after others have looked what was stored.
     """
     client._pending, client._pending_data_size = [], 0
     transport = client._transport
@@ -219,7 +220,7 @@ def forget_unsent(client: Client) -> None:
 
 
 async def close_client(client: Client) -> None:
-    """Close it, within two seconds, whatever it says, and whoever is cancelled meanwhile."""
+    """Close the client within two seconds, whatever error it raises, even if the caller is cancelled meanwhile."""
     await to_the_end(_close(client), name="bufstore-close-client")
 
 
@@ -232,6 +233,6 @@ async def _close(client: Client) -> None:
 
 
 def text_of(error: BaseException | None) -> str:
-    """The error for a log or a message of ours, without any password."""
+    """Return the error's text for a log line or a message of ours, without any password."""
     # nats-py puts URLs into some messages; a URL may carry a password.
     return " ".join(mask_url(w) if "@" in w else w for w in f"{type(error).__name__}: {error}".split(" "))

@@ -69,7 +69,7 @@ class Connection:
         self._supervisor: asyncio.Task[None] | None = None
         self._home: Home | None = None
         self._reason = "not connected yet"
-        #: Or not open yet.
+        #: Whether the connection is closed, or not open yet.
         self._closed = True
         self._closing = Closing()
         self._inbox = ""
@@ -80,13 +80,13 @@ class Connection:
         self._forbidden: set[str] = set()
         self._on_lost: list[Callable[[], None]] = []
         self._choice = ServerChoice(count := len(config.servers), secrets.randbelow(count))
-        #: `ListeningClient.refused_bytes` of an earlier client.
+        #: `ListeningClient.refused_bytes` of an earlier client; None when no client had a message refused.
         self._refused_bytes: int | None = None
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
 
     def on_connect(self, hook: Callable[[ListeningClient], Awaitable[None]]) -> None:
-        """Run `hook` on every new client before anybody else uses it (subscriptions, checks)."""
+        """Run `hook` on every new client before anything else uses it (subscriptions, checks)."""
         self._hooks.append(hook)
 
     def on_lost(self, hook: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ class Connection:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Messages sent and received since the start."""
+        """The numbers of messages sent and received since the start."""
         stats = self._client.stats if self._client else {"out_msgs": 0, "in_msgs": 0}
         return self._past[0] + stats["out_msgs"], self._past[1] + stats["in_msgs"]
 
@@ -119,7 +119,7 @@ class Connection:
         self._supervisor = spawn(self._supervise(), name="bufstore-nats-connection")
 
     async def open_with(self, prepare: Callable[[], Awaitable[object]]) -> None:
-        """Connect, and prepare what stands on it; closed again when that fails."""
+        """Connect, then await `prepare`. Closes the connection again when `prepare` fails."""
         await self.open()
         try:
             await prepare()
@@ -133,19 +133,19 @@ class Connection:
             await self._closing(self._close)
 
     def closes_here(self) -> bool:
-        """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
+        """Return False in a process that was forked off. Raises ConfigError on another loop, unless it is closed."""
         return self._home is None or (self._closed and not self._home.left) or self._home.closes_here()
 
     async def _close(self) -> None:
         self._closed = True
         self._reason = "closed"
-        self._up.set()  # who waits for it hears of that
+        self._up.set()  # wakes the callers of `wait_up`
         await end(self._supervisor)
-        self._supervisor = None  # to close it again does nothing, on any loop
+        self._supervisor = None  # a second close does nothing, on any loop
         await self._discard()
 
     def client(self) -> ListeningClient:
-        """The live client. Raises LogUnavailable (or Closed) when there is none now, ConfigError on another loop."""
+        """Return the live client. Raises LogUnavailable (or Closed) when there is none, ConfigError on another loop."""
         if self._closed:
             raise Closed("the store is closed or not open")
         if self._home is not None:
@@ -155,7 +155,7 @@ class Connection:
         return self._client
 
     async def wait_up(self, timeout_s: float) -> ListeningClient:
-        """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
+        """Return the live client; wait for one if there is none. Raises LogUnavailable after `timeout_s`."""
         if self._home is not None and not self._closed:
             self._home.check()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -174,11 +174,11 @@ class Connection:
     async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
         """Send a request and return the answer's payload.
 
-        `again`: the request is idempotent, so it is repeated while no answer comes. A request that is sent while a
-        cluster elects a leader is never answered, even once there is a leader.
+        `again`: the request is idempotent, so it is repeated while no answer comes. A server never answers a request
+        that is sent while its cluster elects a leader, even once there is a leader.
 
-        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came, ConfigError when we
-        are not permitted to.
+        Raises LogUnavailable when the request certainly had no effect, AppendUnknown when no answer came, ConfigError
+        when NATS does not permit the request.
         """
         client = self.client()
         return await self._answer(
@@ -196,10 +196,10 @@ class Connection:
     ) -> bytes:
         """Send messages (several as the atomic batch `batch`) and return the answer to the last. Raises like `request`.
 
-        `again`: as there. `doubt`: a refusal is returned only when no other answer has come by the time of its proof.
+        `again` as there. `doubt`: a refusal is returned only when no other answer has come by the time of its proof.
 
         Without an answer the connection is thrown away, so that nothing in its buffers arrives after somebody has
-        looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`).
+        looked what is stored. It is kept while bytes of a large write leave (`bufstore.jetstream.pace`).
         """
         client, messages = self.client(), self._addressed(messages)
         try:
@@ -225,7 +225,7 @@ class Connection:
         *,
         doubt: Doubt | None = None,
     ) -> None:
-        """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
+        """Send messages side by side. `ended` gets the number of each and its answer, or the error of `write`."""
         if len(messages) <= 1 or not frames.supported:
             await asyncio.gather(*(self._write_one(i, m, timeout_s, ended, doubt) for i, m in enumerate(messages)))
             return
@@ -326,18 +326,18 @@ class Connection:
         finally:
             self._answers.pop(token, None)
             if answer.done() and not answer.cancelled():
-                answer.exception()  # or asyncio reports one that came while `send` failed
+                answer.exception()  # otherwise asyncio reports an error that came while `send` failed
             if paced:
                 self._pace.end(token)
 
     async def _proven(self, doubt: Doubt) -> None:
         try:
             await doubt.prove()
-        except BufstoreError as e:  # it was sent, and a leader that stores it may answer later
+        except BufstoreError as e:  # the message was sent, and a leader that stores it may answer later
             raise AppendUnknown(f"it was refused by a node that may not lead any more: {e}") from None
 
     def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
-        # Our own table of answers: nats-py's does not notice a lost connection, so its requests then wait for their
+        # Our own table of answers: nats-py's does not notice a lost connection, so its requests would wait for their
         # whole timeout.
         token = str(next(self._tokens))
         self._answers[token] = Question(subjects, end)
@@ -359,7 +359,7 @@ class Connection:
         self._end(token, data)
 
     def _failed(self, since: float) -> None:
-        """A request that was sent at `since` was not served."""
+        """Note that a request sent at `since` was not served, and leave a server that has served nothing for long."""
         client = self._client
         if self._choice.failed(since, _now()) and client is not None:
             self._drop(client, "JetStream serves nothing there; another server may")
@@ -371,10 +371,10 @@ class Connection:
             _log.error("NATS does not permit %s on %r", verb, subject, extra={"action": "nats_forbidden"})
         if verb != "publish":
             return
-        # Not stored: of a batch, the server stores nothing when one message of it is missing.
+        # The message is not stored: of a batch, the server stores nothing when one message of it is missing.
         how = "`bufstore setup` does it as operator" if ".stream.create." in subject else "see `bufstore permissions`"
         error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
-        # A server of the domain names what a subject stands for there; one on a leaf node the subject itself.
+        # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
         api = self._config.api.lower()
         sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
         for token, question in list(self._answers.items()):
@@ -384,7 +384,7 @@ class Connection:
             hook(s, error)
 
     async def _connect(self) -> None:
-        """Connect to the next server that takes us; what is wrong with one says nothing of the others."""
+        """Connect to the next server that accepts us. An error of one server says nothing about the others."""
         errors: list[Exception] = []
         for number in self._choice.order():
             try:
@@ -396,7 +396,7 @@ class Connection:
             self._lost.clear()
             self._up.set()
             return
-        # What somebody has to change is more telling than a server that is away.
+        # An error that somebody has to fix says more than a server that is away.
         raise next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
 
     async def _connected_to(self, url: str) -> ListeningClient:
@@ -406,14 +406,14 @@ class Connection:
         client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
         owned_here(client)
         try:
-            with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow it
+            with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
                     await client.connect(servers=[bare], **self._options(client, user, password))
                 client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
                 self._inbox = client.new_inbox()
                 await client.listen(self._inbox + ".*", self._on_answer)
                 frames.prepare(client)
-                # Answered after whatever the server has to say about the subscription.
+                # The server answers this PING only after it has sent any error about the subscription.
                 await round_trip(client, self._config.connect_timeout_s)
                 if refusal(client, "subscription", self._inbox + ".*") is not None:
                     raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
@@ -422,14 +422,14 @@ class Connection:
         except BaseException as e:
             await close_client(client)
             if isinstance(e, nats.errors.NoServersError) and client.errors:
-                raise client.errors[-1] from None  # nats-py says so when it has given up; it gave the reason before
+                raise client.errors[-1] from None  # nats-py raises it when it has given up; it gave the reason before
             if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
                 raise ConfigError(f"NATS configuration: {text_of(e)}") from None
             raise
         return client
 
     def _options(self, client: ListeningClient, user: str | None, password: str | None) -> dict[str, Any]:
-        """How to connect; `user` and `password` are the URL's, which count when no other way to sign in is given."""
+        """Return nats-py's options. The URL's `user` and `password` count when no other way to sign in is given."""
 
         async def on_closed() -> None:
             self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")
@@ -450,7 +450,7 @@ class Connection:
         assert self._home is not None
         while not self._closed and not self._home.left:
             if not self._lost.is_set():
-                # The client may have lost its tasks without telling; so look now and then.
+                # The client may have lost its tasks without saying so. So look once a second.
                 with contextlib.suppress(asyncio.TimeoutError):
                     async with asyncio.timeout(1):
                         await self._lost.wait()

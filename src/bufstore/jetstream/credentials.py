@@ -13,15 +13,15 @@ from bufstore.errors import ConfigError
 
 _JWT = "BEGIN NATS USER JWT"
 _SEED = "BEGIN USER NKEY SEED"
-#: A dead server is noticed after at most two of these.
+#: Seconds between two PINGs. A dead server is noticed after at most two such intervals.
 _PING_INTERVAL_S = 5
 
 
 def read_credentials(credentials: str | Path) -> RawCredentials:
-    """The contents for nats-py, of a file (read anew at each call, for it may be renewed) or as given.
+    """Return the credentials for nats-py: a file's contents (read anew, for it may be renewed) or as given.
 
-    Raises ConfigError when they cannot be used. The error shows neither them nor the path: contents may have been taken
-    for a path.
+    Raises ConfigError when they cannot be used. The error shows neither the contents nor the path: contents may have
+    been taken for a path.
     """
     if find_spec("nkeys") is None:
         raise ConfigError("NatsConfig.credentials need nkeys, which is not installed: pip install 'bufstore[nkeys]'")
@@ -32,23 +32,23 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
         except (OSError, ValueError) as e:
             reason = getattr(e, "strerror", None) or "no text"
             raise ConfigError(f"cannot read the file that NatsConfig.credentials names: {reason}") from None
-    # Without these lines nats-py would look for them forever, and the event loop would stand still.
+    # Without these lines nats-py would look for them forever, and block the event loop.
     if _JWT not in text or _SEED not in text:
         raise ConfigError(f"NatsConfig.credentials are invalid: a line with {_JWT!r} or with {_SEED!r} is missing")
     return RawCredentials(text)
 
 
 def sign_in(config: NatsConfig, user: str | None, password: str | None) -> dict[str, Any]:
-    """How nats-py is to connect to one server, once, and to sign in.
+    """Return nats-py's options to connect to one server, once, and to sign in.
 
-    `user` and `password` are those of the server's URL, which count when no other way to sign in is given. Raises as
+    `user` and `password` are from the server's URL, and count when no other way to sign in is configured. Raises as
     `read_credentials`.
     """
     explicit = any(way is not None for way in (config.credentials, config.user, config.token))
     token = config.token if explicit or password is not None else user
     options: dict[str, Any] = {
         "allow_reconnect": False,
-        # One server of the list at a time, and no waiting in between: that is for the connection.
+        # nats-py tries one server, and does not wait: `Connection` tries the next server, and waits in between.
         "max_reconnect_attempts": 1,
         "reconnect_time_wait": 0,
         "pending_size": 0,

@@ -11,13 +11,13 @@ from bufstore.errors import ConfigDrift
 def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:
     """Raise ConfigDrift for the first field that differs, with both values and both ways out.
 
-    `ours`: where these fields are configured; empty where nobody may choose them.
+    `ours`: where these fields are configured; empty when nobody may choose them.
     """
     here = f" or in the configuration ({ours})" if ours else ""
     for field, expected in wanted.items():
         value = found.get(field, type(expected)())  # the server leaves out what is zero, false or empty
         if value != expected:
-            # Who runs read its replicas as it was configured: on more of them not as fresh as it promises.
+            # Running processes read replicas as they were configured: with more, reads are less fresh than promised.
             when = " while no process uses it, see docs/OPERATIONS.md" if field == "num_replicas" else ""
             raise ConfigDrift(
                 what,

@@ -1,4 +1,4 @@
-"""A stream whose sequences are tokens, and a consumer of it: made, or checked."""
+"""Makes or checks a stream whose sequences are tokens, and a consumer of such a stream."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bufstore.jetstream.stream import NatsStream
 
 
 def seconds(stamp: str) -> float:
-    """A time of the server's, in seconds since 1970."""
+    """Return a time that the server gave in seconds since 1970."""
     return datetime.fromisoformat(stamp).timestamp()
 
 
 def first_token(unix_ms: int) -> int:
-    """Where the tokens of a stream created at this time begin: above all that an earlier stream can have given.
+    """Return the first token of a stream created at this time: above all tokens that an earlier stream can have given.
 
     A stream that was removed and created again would begin at 1, and a sink that had seen more would refuse everybody.
     """
@@ -27,10 +27,10 @@ def first_token(unix_ms: int) -> int:
 async def ensure_stream(
     stream: NatsStream, wanted: dict[str, Any], ours: str, metadata: dict[str, str]
 ) -> dict[str, Any]:
-    """Create the stream with this `metadata`, or check that it is as `wanted`; what STREAM.INFO says of it.
+    """Create the stream with this `metadata`, or check that it is as `wanted`. Returns what STREAM.INFO says of it.
 
-    Its sequences are never below those of an earlier one of its name. Raises ConfigDrift, which names `ours` as the
-    place of its settings, ConfigError and LogUnavailable.
+    Its sequences are never below those of an earlier stream of its name. Raises ConfigDrift, which names `ours` as the
+    place of the settings, ConfigError and LogUnavailable.
     """
     name = stream.name
     try:
@@ -42,8 +42,8 @@ async def ensure_stream(
         except StreamTaken:  # by another process just now
             info = await stream.info()
     check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
-    # Of two clocks the later: the creator's may be behind that of who created the stream before. Everybody sees to
-    # this before its first write, so it removes nothing.
+    # Use the later of two clocks: the creator's may be behind that of whoever created the earlier stream. Every process
+    # does this before its first write, so the purge removes nothing.
     first = first_token(int(1000 * seconds(info["created"])))
     if info["state"]["last_seq"] < first - 1 and not info["state"]["messages"]:
         await stream.api(f"STREAM.PURGE.{name}", {"seq": first})

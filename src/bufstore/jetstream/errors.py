@@ -1,6 +1,6 @@
 """The one table from the server's error codes to our errors.
 
-Codes are the server's own (``err_code`` of an API error); texts only tell apart what shares a code.
+Codes are the server's own (``err_code`` of an API error); texts only tell apart errors that share a code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StreamTaken(ConfigError):
 
 
 class Mirrored(ConfigError):
-    """A mirror has answered a read: it may lag, or have less. No outage, because only who made it ends it."""
+    """A mirror answered a read: it may lag, or hold less. This is no outage: only whoever made it can end it."""
 
     def __init__(self, stream: str, by: str) -> None:
         super().__init__(
@@ -52,7 +52,7 @@ class SubjectFull(LogFull):
 
 
 class StorageFull(LogFull):
-    """NATS has no room for any stream: the room that a stream reserves is kept from other reservations only."""
+    """NATS has no room for any stream. The room that a stream reserves is kept from other reservations only."""
 
     def __init__(self, said: str) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class StorageFailed(LogUnavailable):
 
 
 class MessageTooLarge(LogUnavailable):
-    """The server takes no message of this size, headers included; by now, if it took one before."""
+    """The server takes no message of this size (any more), headers included."""
 
 
 class MessageMissing(LogUnavailable):
@@ -79,7 +79,7 @@ class MessageMissing(LogUnavailable):
 
 
 def _store_failed(e: ApiError) -> Exception:
-    # One code for everything that the store refuses: a limit of ours, a full disk, or a fault.
+    # The server has one code for everything that its store refuses: a limit of ours, a full disk, or a fault.
     text = e.description.lower()
     if "per subject exceeded" in text:
         return SubjectFull(f"the subject is full: {e.description}")
@@ -91,7 +91,7 @@ def _store_failed(e: ApiError) -> Exception:
 
 
 def _not_so(what: str) -> Callable[[ApiError], Exception]:
-    # One code for settings that cannot work, and for what could not be written down.
+    # The server has one code for settings that cannot work and for settings that it could not write to its disk.
     def error(e: ApiError) -> Exception:
         text = e.description.lower()
         if "no space" in text or "creating store" in text:
@@ -102,7 +102,7 @@ def _not_so(what: str) -> Callable[[ApiError], Exception]:
 
 
 def _not_placed(e: ApiError) -> Exception:
-    # One code for too few nodes with such tags, and for one that starts again just now.
+    # The server has one code for too few nodes with such tags and for a node that is just starting again.
     if "offline" in e.description.lower():
         return LogUnavailable(f"a node of the cluster is away: {e.description}")
     return ConfigError(f"no nodes for this stream: {e.description}")
@@ -154,10 +154,10 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
 
 
 def to_error(e: ApiError) -> Exception:
-    """The exception for an error answer. Everything in it means: nothing was stored."""
+    """Return the exception for an error answer. Each error answer means that nothing was stored."""
     make = _TABLE.get(e.err_code)
     if make is not None:
         return make(e)
-    if e.code == 429 or e.code >= 500:  # a stream that is offline, an error of the consensus: it may be over later
+    if e.code == 429 or e.code >= 500:  # a stream that is offline, an error of the consensus: these may pass
         return LogUnavailable(f"NATS: {e.description} ({e.err_code})")
     return ConfigError(f"NATS refused: {e.description} ({e.err_code})")

@@ -1,4 +1,4 @@
-"""What a failure to send, or to get an answer, says of what was to be stored. Pure."""
+"""What a failure to send, or to get an answer, means for a message that was to be stored. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bufstore.jetstream.client import text_of
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown
 
-#: What sending and waiting raise.
+#: The exceptions that sending and waiting raise.
 FAILURES = (
     nats.errors.OutboundBufferLimitError,
     nats.errors.ConnectionClosedError,
@@ -19,7 +19,7 @@ FAILURES = (
 
 
 def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | AppendUnknown:
-    """One of `FAILURES` as an error of ours. `sent`: whether all was sent before; `why` there is no connection."""
+    """Return one of `FAILURES` as an error of ours. `sent`: all was sent before; `why`: why there is no connection."""
     if isinstance(failure, TimeoutError):
         return AppendUnknown("no answer from NATS in time")
     if isinstance(failure, OSError):

@@ -1,8 +1,8 @@
-"""A whole batch as the bytes that go over the wire, written at once.
+"""Frames a whole batch as the bytes that go over the wire, and writes them at once.
 
-nats-py's publish costs about 20 µs of Python per message with headers, most of the price of an append; framing it here
-costs about 2. That uses private parts of its client, so it is done only with checked versions; with
-any other the public path does the same, slower (tests run both).
+nats-py's publish costs about 20 µs of Python per message with headers, most of the price of an append; framing the
+message here costs about 2. The framing uses private parts of nats-py's client, so it is done only with checked
+versions. With any other version the public path does the same, slower (tests run both).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
 #: Prefixes of the versions whose private parts were checked.
 CHECKED_VERSIONS = ("2.16.",)
 _ALL = slice(None)
-#: What encloses the lines of the headers.
+#: The bytes that enclose the header lines.
 _FRAME = len("NATS/1.0\r\n" + "\r\n")
 
 #: A batch of more bytes than this is sent in parts.
 _PART_BYTES = 1 << 20
 _LOOK_S = 0.5
-#: In a client's `stats`: the body of the largest message that was sent.
+#: The key in a client's `stats` for the size of the largest body that was sent, in bytes.
 _LARGEST = "largest_out_bytes"
 
 
@@ -38,12 +38,12 @@ def _unwatched(size: int) -> None:
     pass
 
 
-#: Whether `send` writes frames of its own.
+#: Whether the installed nats-py is a checked version, so that `send` writes frames of its own.
 supported = version("nats-py").startswith(CHECKED_VERSIONS)
 
 
 def prepare(client: Client) -> None:
-    """Have a new client read all at once, and send at once.
+    """Make a new client read at once all that has come, and send at once.
 
     uvloop keeps small writes back until all ready callbacks have had their turn.
     """
@@ -56,7 +56,7 @@ def prepare(client: Client) -> None:
 
 
 def largest_sent(client: Client) -> int:
-    """The size of the largest message, headers apart."""
+    """Return the size of the largest message that was sent, without headers, in bytes."""
     return client.stats.get(_LARGEST, 0)
 
 
@@ -73,9 +73,9 @@ async def send(
 ) -> None:
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
-    `moved` is called while much of it leaves: see `_write_part`. Raises nats.errors.OutboundBufferLimitError when the
-    client is not connected, nats.errors.MaxPayloadError when a message is larger than the server takes: nothing was
-    sent then, or a batch without its end, which the server never stores.
+    `moved` is called while the bytes of a large write leave: see `_write_part`. Raises
+    nats.errors.OutboundBufferLimitError when the client is not connected, nats.errors.MaxPayloadError when a message is
+    larger than the server takes: then nothing was sent, or a batch without its end, which the server never stores.
     """
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
@@ -97,7 +97,7 @@ async def send(
 
 
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
-    """Send one message without headers, the answer to `reply`. Raises what nats-py's publish does."""
+    """Send one message without headers; its answer goes to `reply`. Raises what nats-py's publish raises."""
     if client.is_connected and len(payload) <= client.max_payload:
         message = [Outgoing(subject, payload)]
         _note(client, message)
@@ -110,9 +110,9 @@ async def post(client: Client, subject: str, payload: bytes, reply: str) -> None
 async def send_each(
     client: Client, messages: Sequence[Outgoing], replies: Sequence[str], moved: Callable[[int], None] = _unwatched
 ) -> None:
-    """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`.
+    """Send single messages at once, each with its own reply subject. Raises like `send`; needs `supported`.
 
-    Raises ConnectionResetError when the connection was lost between them: some may be stored.
+    Raises ConnectionResetError when the connection was lost between two of them: some may be stored.
     """
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
@@ -132,7 +132,7 @@ async def send_each(
 
 
 def _parts(messages: Sequence[Outgoing]) -> Iterator[slice]:
-    """Neighbours that are sent at once."""
+    """Yield slices of neighbours: the messages of a slice are sent at once."""
     start = size = 0
     for number, message in enumerate(messages):
         size += len(message.body)
@@ -142,7 +142,7 @@ def _parts(messages: Sequence[Outgoing]) -> Iterator[slice]:
 
 
 async def _write_part(client: Client, data: bytes, messages: int, moved: Callable[[int], None]) -> None:
-    """Send one of several parts, and return when it has left: what others send goes before the next one.
+    """Send one of several parts, and return when it has left: what others send may go before the next part.
 
     `moved` is called with the number of bytes that had to wait for the socket and have left.
     """
@@ -158,19 +158,19 @@ async def _write_part(client: Client, data: bytes, messages: int, moved: Callabl
 
 
 def _unsent(client: Client) -> int:
-    """Bytes that wait in this process for the socket to take them."""
+    """Return the number of bytes that wait in this process for the socket to take them."""
     transport = client._transport
     writer = transport._io_writer if type(transport) is TcpTransport else None
     return writer.transport.get_write_buffer_size() if writer is not None else 0
 
 
 async def _write(client: Client, data: bytes, messages: int) -> None:
-    # Straight to the socket, not by way of the client's writing task, unless that would overtake what waits there.
+    # Write straight to the socket, past the client's writing task, unless that would overtake bytes that wait there.
     straight = not client._pending_data_size and type(client._transport) is TcpTransport
     if straight:
         try:
             client._transport.write(data)  # type: ignore[union-attr]
-        except RuntimeError:  # so uvloop answers when the connection has ended and the client does not know yet
+        except RuntimeError:  # uvloop's, when the connection has ended and the client does not know yet
             raise nats.errors.OutboundBufferLimitError from None
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
@@ -187,7 +187,7 @@ def framed(
     *,
     bytes_max: int | None = None,
 ) -> bytes:
-    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
+    """Return the protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
 
     Raises nats.errors.MaxPayloadError for a message of more than `bytes_max`, headers included: the server would end
     the connection.
@@ -217,7 +217,7 @@ def framed(
 
 
 def _head(message: Outgoing) -> str:
-    """The lines of the headers, those of a batch apart."""
+    """Return the header lines of a message, without those of a batch."""
     head = f"{HEADER}: {message.header}\r\n" if message.header is not None else ""
     if message.expected is not None:
         head += f"{_EXPECTED}: {message.expected}\r\n"
@@ -229,7 +229,7 @@ def _head(message: Outgoing) -> str:
 
 
 def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[tuple[str, str]]:
-    """The same for nats-py's own publish."""
+    """Return all headers of a message, for nats-py's own publish."""
     lines = _head(message)
     if batch:
         lines += f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: {number}\r\n"

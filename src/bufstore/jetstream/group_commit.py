@@ -9,8 +9,8 @@ do, so a second group would only delay the answer to the first. The group that f
 answer is there, before the writers of the first group learn of it, so they prepare their next entries while the server
 works. To reach this rhythm from the start, only half of many waiting units go with the first group.
 
-Writers that read before they write again come too late for that, and would end up in two crowds that take turns,
-half a group each. For them a group may *linger* (like Postgres' ``commit_delay``): until as many wait as there are
+Writers that read before they write again come too late for that, and would end up as two crowds that take turns, half a
+group each. For them a group may *linger* (like Postgres' ``commit_delay``): until as many units wait as there are
 writers, but at most for a fraction of the last group's time.
 
 Large units go beside the groups, one by one (`_LARGE_BYTES`).
@@ -48,45 +48,45 @@ from bufstore.tasks import end, spawn
 _log = logging.getLogger(__name__)
 
 _BATCH_BYTES_MAX = 16 << 20
-#: A unit of more bytes than this goes alone, beside the groups, which would wait for it on a slow link.
+#: A unit of more bytes than this goes alone, beside the groups: on a slow link they would wait for it.
 _LARGE_BYTES = 4 << 20
 #: From this many waiting units on, they go out in two groups.
 _SPLIT_FROM = 96
-#: If the waiting units are smaller than the last group by this factor, they wait for what its writers write next.
+#: If the last group had this many times as many units as wait now, they wait for what its writers write next.
 _SMALL = 4
-#: How long the server may take for one group, at most.
+#: How long the server may take for one group, at most, in seconds.
 _GROUP_TIMEOUT_S = 5.0
 
 
-# The collector has to see it: an error's frames may lead back to the unit that has the error.
+# Not `gc=False`: an error's frames may lead back to the unit that has the error, a cycle that only the collector frees.
 class AppendUnit(msgspec.Struct, eq=False):
-    """What is stored as neighbours or not at all. Subclasses say what happens then."""
+    """Messages that are stored as neighbours or not at all. Subclasses say what happens at the end."""
 
     messages: Sequence[Outgoing]
-    #: The thread of all messages, where that is known: nobody has to find it out of their subject.
+    #: The thread of all messages; None when it is only known from their subjects.
     thread_id: str | None = None
-    #: What its messages take where they go, if whoever made them has summed it up; else 0.
+    #: The bytes that the messages take where they go, if whoever made them has summed them up; else 0.
     size: int = 0
-    #: `ended` was called.
+    #: Whether `ended` was called.
     over: bool = False
 
     def __repr__(self) -> str:
-        # Not what it carries: asyncio shows the arguments of a callback that fails.
+        # Leave out the contents: asyncio shows the arguments of a callback that fails.
         return f"{type(self).__name__}(thread_id={self.thread_id!r}, {len(self.messages)} messages)"
 
     @property
     def given_up(self) -> bool:
-        """Nobody waits for the unit any more: it need not be sent."""
+        """Whether no caller waits for the unit, so that it need not be sent."""
         return False
 
     def sent(self) -> None:
-        """It goes out now: until `refused` or `ended`, it may be stored."""
+        """Note that the unit goes out now: until `refused` or `ended`, it may be stored."""
 
     def refused(self) -> None:
-        """It certainly is not stored, and will be sent again."""
+        """Note that the unit is certainly not stored, and will be sent again."""
 
     def ended(self, outcome: int | Exception) -> None:
-        """Stored: the sequence of its last message; or why it is not, or not known to be. Called once."""
+        """Note, once, the sequence of the unit's last message; or why it is not stored, or not known to be."""
         raise NotImplementedError
 
 
@@ -122,12 +122,12 @@ class GroupCommit:
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._shapes = PublishModes()
         self._waiting: deque[AppendUnit] = deque()
-        #: Large ones, one at a time.
+        #: Large units, which are sent one at a time.
         self._large: deque[AppendUnit] = deque()
         self._large_task: asyncio.Task[None] | None = None
         #: Groups on their way; more than one only while the rest of a group goes out again.
         self._tasks: set[asyncio.Task[None]] = set()
-        #: The group that the next one waits for.
+        #: The group that the next one waits for; None when the next one may go.
         self._ahead: list[AppendUnit] | None = None
         self._linger = linger
         #: How many units were on their way or waiting when the last group ended, and until when to wait for them.
@@ -147,7 +147,7 @@ class GroupCommit:
             self._send_large()
 
     async def aclose(self) -> None:
-        """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
+        """Stop. Units that still wait fail with Closed; units on their way fail with AppendUnknown."""
         self._closed = True
         self._stop_lingering()
         await end(*self._tasks)
@@ -167,7 +167,7 @@ class GroupCommit:
         return unit.stored
 
     def add(self, unit: AppendUnit) -> None:
-        """Queue a unit, whose `ended` is called later: see `submit`."""
+        """Queue a unit, whose `ended` is called at its end: see `submit`."""
         if self._closed:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
@@ -180,7 +180,7 @@ class GroupCommit:
             self._look_soon()
 
     def _lingers(self) -> bool:
-        """Whether to wait for more units; if so, a look is due when their time is over."""
+        """Return whether to wait for more units; if so, the queue is looked at when the time to linger is over."""
         if self._loop is None or not 0 < len(self._waiting) < self._writers:
             self._stop_lingering()
             return False
@@ -198,7 +198,7 @@ class GroupCommit:
             self._lingering = None
 
     def _look_soon(self) -> None:
-        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
+        """Look at the queue a turn of the loop later: writers that woke together have their next entries ready then."""
         if self._loop is not None:
             self._due = True
             self._loop.call_soon(self._look)
@@ -230,7 +230,7 @@ class GroupCommit:
         self._send_large()
 
     def _go_on(self, group: list[AppendUnit]) -> None:
-        """Nothing need wait for `group` any more: send what waits."""
+        """Send what waits, now that nothing need wait for `group`."""
         if self._ahead is not group:
             return
         self._ahead = None
@@ -261,7 +261,7 @@ class GroupCommit:
             self._go_on(group)
 
     def _take(self, *, alone: bool) -> list[AppendUnit]:
-        """The next group. `alone`: nothing is waiting behind it, so of many it is half."""
+        """Take the next group. `alone`: no group ended just now, so of many waiting units only half are taken."""
         room = BATCH_MESSAGES_MAX
         if alone and len(self._waiting) >= _SPLIT_FROM:
             room = min(room, len(self._waiting) // 2)
@@ -286,7 +286,7 @@ class GroupCommit:
         units = group
         while units:
             messages = [message for unit in units for message in unit.messages]
-            # Units of several messages would each be a batch of their own.
+            # In a row of plain messages, units of several messages would each be a batch of their own.
             if len(messages) == len(units) and not self._shapes.batched(len(messages)):
                 await self._store_each(units)
                 return
@@ -355,17 +355,17 @@ class GroupCommit:
         end_one(unit, outcome)
 
     async def _without_moved(self, units: list[AppendUnit]) -> list[AppendUnit]:
-        """Fail the units whose subject is not where they expect it; the rest."""
+        """Fail the units whose subject is not where they expect it; return the others."""
         expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
         try:
             found = await self._stream.last(list(expected), self._timeout_s)
         except BufstoreError:
-            # Nothing is stored; let each writer look for itself.
+            # Nothing is stored; each writer looks for itself.
             end_all(units, Conflict("a batch was rejected"))
             return []
         moved = {s for s, seq in expected.items() if (found[s].seq if s in found else 0) != seq}
         if not moved:
-            # The conflict was with a write in flight. Alone each will succeed or meet its own conflict.
+            # The conflict was with a write in flight. Sent alone, each unit succeeds or meets its own conflict.
             await self._store_each(units)
             return []
         rest = []
@@ -396,14 +396,14 @@ def end_all(units: Iterable[AppendUnit], error: Exception) -> None:
 
 
 def end_one(unit: AppendUnit, outcome: int | Exception) -> None:
-    """Tell a unit how it ended, unless it was told."""
+    """Tell a unit how it ended, unless it was told before."""
     if unit.over:
         return
     unit.over = True
     try:
         unit.ended(outcome)
     except Exception:
-        # The others of the group must learn of their end all the same.
+        # The other units of the group must learn of their end all the same.
         _log.exception(
             "a writer's callback failed on its answer; other writers go on", extra={"action": "group_commit_error"}
         )

@@ -1,8 +1,8 @@
-"""The headers of a NATS message as they come over the wire, for what we look for in them.
+"""Finds what we need in the headers of a NATS message as they come over the wire.
 
 ``NATS/1.0[ <status>[ <description>]]\\r\\n`` and then ``<name>: <value>\\r\\n`` for each header, and an empty line
-(https://docs.nats.io/reference/reference-protocols/nats-protocol, HMSG). What others have written may look different;
-nothing here raises for it.
+(https://docs.nats.io/reference/reference-protocols/nats-protocol, HMSG). Headers that others have written may look
+different; nothing here raises for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ENTRY = b"\r\n" + _NAME + b": "
 
 
 def entry_header(raw: bytes) -> str | None:
-    """The value of the header that an entry stands in; None when there is none."""
+    """Return the value of the header that holds an entry; None when there is none."""
     at = raw.find(_ENTRY)
     if at < 0:  # not written by us, or by a client that spells it in another way
         return fields(raw).get(HEADER) if _NAME in raw else None
@@ -23,7 +23,7 @@ def entry_header(raw: bytes) -> str | None:
 
 
 def added(raw: bytes, name: bytes) -> str | None:
-    """The value of a header that the server has put behind those that were stored, or None."""
+    """Return the value of a header that the server put behind the stored headers, or None."""
     at = raw.rfind(b"\r\n" + name + b": ")
     if at < 0:
         return None
@@ -32,7 +32,7 @@ def added(raw: bytes, name: bytes) -> str | None:
 
 
 def fields(raw: bytes) -> dict[str, str]:
-    """All headers. Where a name comes more than once the last counts: a server puts its own behind what was stored."""
+    """Return all headers. Of a repeated name the last counts: a server puts its own headers behind the stored ones."""
     found: dict[str, str] = {}
     for line in raw.split(b"\r\n"):
         name, colon, value = line.partition(b":")
@@ -42,7 +42,7 @@ def fields(raw: bytes) -> dict[str, str]:
 
 
 def status_of(raw: bytes) -> tuple[str, str]:
-    """The status that the server put before the headers, and its description; empty when there is none."""
+    """Return the status that the server put before the headers, and its description; both empty without a status."""
     line = raw[: raw.find(b"\r\n")].decode("utf-8", "replace")
     _, _, status = line.partition(" ")
     code, _, description = status.strip().partition(" ")

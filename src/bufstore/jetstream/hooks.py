@@ -15,7 +15,7 @@ from nats.protocol.parser import Parser
 
 from bufstore.jetstream import frames
 
-#: Each with its parameters.
+#: The methods that we replace, each with its parameters.
 _HOOKS = {
     "_process_msg": ["self", "sid", "subject", "reply", "data", "headers"],
     "_process_headers": ["self", "headers"],
@@ -23,18 +23,18 @@ _HOOKS = {
     "_connect_command": ["self"],
     "_flush_pending": ["self", "force_flush"],
 }
-#: What sends the credentials.
+#: The method that sends the credentials.
 GUARD = "_connect_command"
 
 
 def changed(client: type = Client, callers: Iterable[type] = (Client, Parser)) -> list[str]:
-    """Names of the methods that this version lacks, has with other parameters, or no longer calls."""
+    """Return the names of the methods that this version lacks, has with other parameters, or no longer calls."""
     called = {name for owner in callers for method in _functions(owner) for name in method.__code__.co_names}
     return [name for name, wanted in _HOOKS.items() if name not in called or _parameters(client, name) != wanted]
 
 
 def concerns() -> list[str]:
-    """What is slower or weaker with the installed nats-py than with a checked version; empty with a checked one."""
+    """Return what is slower or weaker than with a checked version of nats-py; empty when a checked one is installed."""
     found = []
     if not frames.supported:
         found.append("bufstore was not checked with it: every message takes a slower way")
@@ -50,12 +50,12 @@ def concerns() -> list[str]:
 
 
 def installed() -> str:
-    """What is installed."""
+    """Return the name and the version of the installed client."""
     return f"nats-py {version('nats-py')}"
 
 
 def advice() -> str:
-    """What to install."""
+    """Return what to install."""
     return f"install nats-py {' or '.join(frames.CHECKED_VERSIONS)}*, or a newer bufstore"
 
 

@@ -32,21 +32,21 @@ class Part(NamedTuple):
 
     #: In order, without a hole.
     messages: list[StoredMessage]
-    #: How many stood behind these then, at least.
+    #: The number of messages that stood behind these at that moment, at least.
     more: int
 
 
 class Held(NamedTuple):
     """What a log holds at one moment, roughly: it may be written to meanwhile."""
 
-    #: Bytes it holds, and may hold.
+    #: The bytes that the log holds, and those that it may hold.
     bytes: int
     limit: int
-    #: By partition, how many entries stand above the position that was asked about; and about how many bytes all these
+    #: The number of entries above the position that was asked about, by partition; and about how many bytes all these
     #: take.
     above: Counter[int]
     above_bytes: int
-    #: How many entries this process has seen in it, flushed and purged ones included.
+    #: The number of entries that this process has seen in the log, flushed and purged ones included.
     seen: int
 
 
@@ -55,31 +55,31 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
 
     subject: str
     body: bytes
-    #: Value of the entry header, if it carries one.
+    #: Value of the entry header; None when the message has none.
     header: str | None = None
     #: The subject's last sequence that the write requires; None requires nothing.
     expected: int | None = None
     #: The subject that `expected` is about, if not this message's own.
     expected_of: str | None = None
-    #: Seconds after which the server removes it; 0 keeps it.
+    #: Seconds after which the server removes the message; 0 keeps it.
     ttl_s: int = 0
 
 
 class Conflict(Exception):
-    """A subject has another last message than expected. Nothing of the batch was stored."""
+    """A subject's last message is not the expected one. Nothing of the batch was stored."""
 
     def __init__(self, reason: str = "", last: StoredMessage | None = None) -> None:
         super().__init__(reason)
-        #: What stands there, if it was read to find out who met the conflict.
+        #: The subject's last message, if whoever met the conflict has read it; else None.
         self.last = last
 
 
 class BatchRefused(Exception):
-    """The server accepts no (such) batch now. Nothing was stored; single messages may still go through."""
+    """The server accepts no batch, or not this one, now. Nothing was stored; single messages may still go through."""
 
 
 class AppendUnknown(Exception):
-    """Sent without an answer: the message may or may not be stored."""
+    """The message was sent, and no answer came: it may or may not be stored."""
 
 
 class Stream(Protocol):
@@ -100,7 +100,7 @@ class Stream(Protocol):
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
     ) -> None:
-        """Store the messages one by one, side by side; returns when all have ended.
+        """Store the messages one by one, side by side; return when all have ended.
 
         `ended` is called for each with its number and its sequence, or the error that `publish` would raise. Raises
         only a BufstoreError, when nothing was sent.
@@ -112,9 +112,9 @@ class Stream(Protocol):
         ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        """The last message of each subject (wildcards allowed); subjects that have none are left out."""
+        """Return the last message of each subject (wildcards allowed); subjects without one are left out."""
         ...
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
+        """Return the subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
         ...

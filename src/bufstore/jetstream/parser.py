@@ -1,4 +1,4 @@
-"""Takes messages out of what the server sends, with one copy of each.
+"""Parses the messages that the server sends, with one copy of each.
 
 nats-py keeps what it reads in a buffer that it extends, searches and shortens, 32 KiB at a time. A message of some
 hundred KiB, as a group of the log may be, is copied again and again while it arrives.
@@ -15,20 +15,20 @@ _READ_BYTES = 1 << 20
 
 
 class MessageParser(Parser):
-    """Deals with messages (MSG and HMSG of the NATS client protocol); other lines are left to nats-py's parser."""
+    """Parses messages (MSG and HMSG of the NATS client protocol), and leaves other lines to nats-py's parser."""
 
-    #: Grows when a connection ends: what came with it ends, too.
+    #: Grows when a connection ends: what arrived with the end is not parsed.
     _life = 0
 
     def reset(self) -> None:
         super().reset()
         self._life += 1
-        #: The beginning of a message or line of which the rest has not come; its size, and that of the whole.
+        #: The beginning of a message or line whose rest has not come; its bytes, and those of the whole (0: unknown).
         self._held: list[bytes] = []
         self._size = self._whole = 0
 
     async def parse(self, data: bytes = b"") -> None:
-        """Deal with what has come. Raises ProtocolError, and what the client's methods raise."""
+        """Parse what has come. Raises ProtocolError, and what the client's methods raise."""
         if self._held:
             self._held.append(data)
             self._size += len(data)
@@ -61,7 +61,7 @@ class MessageParser(Parser):
 
 
 def _numbers(words: list[bytes]) -> tuple[int, bytes, int, int]:
-    """Subscription, reply subject, and the bytes of the headers and of all, as a message's line says them."""
+    """Return the subscription, the reply subject, and the bytes of the headers and of all, from a message's line."""
     try:
         if words[0] == b"MSG":
             sid, *reply, size = words[2:]
@@ -77,7 +77,7 @@ def _numbers(words: list[bytes]) -> tuple[int, bytes, int, int]:
 
 
 def read_all(transport: TcpTransport) -> None:
-    """Have a new connection read whatever has come at once."""
+    """Make a new connection read at once whatever has come."""
     if (reader := transport._io_reader) is not None:
 
         async def read(_: int) -> bytes:

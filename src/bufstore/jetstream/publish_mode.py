@@ -1,4 +1,4 @@
-"""Plain messages or an atomic batch: which stores a group sooner, found by measuring both, without I/O.
+"""Decides whether plain messages or an atomic batch store a group sooner, by measuring both, without I/O.
 
 On a server that syncs every message, a batch of a few dozen wins by far; on a server that syncs now and then, plain
 messages win. Where the two cross depends on disk, server and processor. So both are timed for each size of group, and
@@ -9,35 +9,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Below the first a batch has never won, from the second on plain messages have never: nothing to try there.
+#: Below the first size a batch has never won, from the second on plain messages have never won: nothing to try there.
 BATCH_FROM, PLAIN_TO = 4, 65
-#: What is believed before anything was measured: right for a server that syncs every message.
+#: The smallest batch that is believed to win before anything was measured: right for a server that syncs every message.
 _BATCH_AT_FIRST = 8
-#: After how many groups the other mode is tried, at first and at most.
+#: The number of groups after which the other mode is tried, at first and at most.
 _TRY_FIRST, _TRY_MAX = 16, 4096
-#: The weight of the newest time in the mean.
+#: The weight of the newest time in the mean time.
 _SHARE = 0.25
 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of groups of about one size: mean time for a message in each shape, s (None: not tried yet)."""
+    """What is known of groups of about one size: the mean seconds for a message in each mode (None: not tried yet)."""
 
     plain_s: float | None = None
     batch_s: float | None = None
-    #: Groups until the shape that is not used is tried, and how many it will be then.
+    #: The number of groups until the other mode is tried, and that number after the last try.
     left: int = _TRY_FIRST
     pause: int = _TRY_FIRST
 
 
 @dataclass(slots=True)
 class PublishModes:
-    """Chooses for one stream."""
+    """Chooses the mode for one stream."""
 
     _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def batched(self, messages: int) -> bool:
-        """Whether a group of so many messages is to be one batch."""
+        """Return whether a group of so many messages is to be one batch."""
         if messages < BATCH_FROM or messages >= PLAIN_TO:
             return messages >= PLAIN_TO
         size = self._of(messages)
@@ -49,7 +49,7 @@ class PublishModes:
         return not better
 
     def took(self, messages: int, batched: bool, seconds: float) -> None:
-        """A group of so many messages was stored in this shape and time."""
+        """Note that a group of so many messages was stored in this mode and time."""
         if not BATCH_FROM <= messages < PLAIN_TO:
             return
         size = self._of(messages)

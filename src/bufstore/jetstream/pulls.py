@@ -17,15 +17,15 @@ from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.headers import status_of
 
-#: How much longer than asked for the server's "nothing came" may take.
+#: Seconds that the server's "nothing came" may take longer than was asked for.
 _SLACK_S = 2.0
-#: What is handed back comes again after this long at most: the server counts nanoseconds in 64 bits, and whoever gets
-#: it looks whether it is time.
+#: The longest delay before a delivery that was handed back comes again: the server counts nanoseconds in 64 bits, and
+#: the worker that gets the delivery looks whether it is time.
 _DELAY_MAX_S = 24 * 3600.0
 
 
 class PullRefused(LogUnavailable):
-    """The consumer serves no request now: its status, 503 if it is gone, 409 if too many wait."""
+    """The consumer serves no request now. `code` is its status: 503 if it is gone, 409 if too many requests wait."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"the consumer answers: {code} {text}")
@@ -33,7 +33,7 @@ class PullRefused(LogUnavailable):
 
 
 class Delivery(NamedTuple):
-    """A message that is ours to answer, and which delivery of it this is."""
+    """A message that is ours to answer. `times`: 1 for its first delivery, 2 for its second, and so on."""
 
     subject: str
     seq: int
@@ -54,11 +54,11 @@ class _Waiter:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(error)
-            self.ended.exception()  # looked at, also when the request failed first
+            self.ended.exception()  # marked as retrieved, also when the request failed first
 
 
 class Pulls:
-    """One request to the server for each waiter; what comes is the first waiter's."""
+    """Sends one request to the server for each waiter. A delivery goes to the first waiter."""
 
     def __init__(self, connection: Connection, pull_subject: str) -> None:
         self._connection = connection
@@ -70,12 +70,12 @@ class Pulls:
         connection.on_lost(self._lost)
 
     async def next(self, wait_s: float) -> Delivery | None:
-        """The next delivery, or None when none came in time. Raises LogUnavailable."""
+        """Return the next delivery, or None when none came in time. Raises LogUnavailable."""
         came = await self._ask(1, {"batch": 1, "expires": max(1, round(wait_s * 1e9))}, wait_s)
         return came[0] if came else None
 
     async def ready(self, limit: int) -> list[Delivery]:
-        """What there is, `limit` at most. Raises LogUnavailable."""
+        """Return the deliveries that can be had at once, at most `limit`. Raises LogUnavailable."""
         return await self._ask(limit, {"batch": limit, "no_wait": True}, 0.0)
 
     async def _ask(self, limit: int, request: dict[str, Any], wait_s: float) -> list[Delivery]:
@@ -91,7 +91,7 @@ class Pulls:
             return waiter.came
         except asyncio.CancelledError:
             for came in waiter.came:
-                await self.answer(came, b"-NAK")  # just when nobody wanted it any more
+                await self.answer(came, b"-NAK")  # it came just when the waiter gave up
             raise
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot ask for work: {type(e).__name__}") from None
@@ -100,13 +100,13 @@ class Pulls:
             waiter.ended.cancel()
 
     async def answer(self, delivery: Delivery | None, what: bytes) -> None:
-        """Answer it, without waiting for that to arrive: a delivery without an answer comes again."""
+        """Answer a delivery, without waiting for the answer to arrive: a delivery without an answer comes again."""
         if delivery is not None:
             with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
                 await self._connection.client().publish(delivery.reply, what)
 
     async def hand_back(self, delivery: Delivery | None, delay_s: float = 0.0) -> None:
-        """Have it come again, to anybody, after `delay_s`, or a day if that is less."""
+        """Have a delivery come again, to any worker, after `delay_s`, or after a day if that is less."""
         delay_s = min(delay_s, _DELAY_MAX_S)
         await self.answer(delivery, b'-NAK {"delay": %d}' % round(delay_s * 1e9) if delay_s > 0 else b"-NAK")
 
@@ -121,7 +121,7 @@ class Pulls:
     def _on_message(self, subject: str, reply: str, data: bytes, headers: bytes) -> Coroutine[Any, Any, None] | None:
         if reply:
             words = reply.split(".")
-            # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>…, from 2.16 on with domain and account hash before.
+            # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>…; from 2.16 on, domain and account hash come first.
             at = 2 if len(words) < 11 else 4
             came = Delivery(subject, int(words[at + 3]), int(words[at + 2]), reply)
             for waiter in self._waiting.values():
@@ -133,6 +133,6 @@ class Pulls:
             return self.hand_back(came)
         if (asked := self._waiting.get(subject.rpartition(".")[2])) is not None:
             code, text = status_of(headers)
-            # 404 and 408: nothing came, or no more. What the rest means is for the waiter to find out.
+            # 404 and 408: nothing came, or nothing more. The waiter finds out what any other status means.
             asked.end(None if code in ("404", "408") else PullRefused(code, text))
         return None

@@ -1,4 +1,4 @@
-"""What is asked over a connection, until it is answered."""
+"""Requests and writes on a connection, until they are answered."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ class Question:
     """A request or write that waits for its answer."""
 
     subjects: Sequence[str]
-    #: Called once, with the answer's payload or why there is none.
+    #: Called once, with the answer's payload or the error that says why there is none.
     end: Callable[[bytes | Exception], None]
 
 
 class Doubt(NamedTuple):
     """Which answers to a write are not believed at once.
 
-    For a while two nodes may believe that they lead a stream (docs/adr/0028). A write reaches both, and both answer: it
-    may be refused by the one that the others have left, and stored by the other.
+    For a while two nodes may believe that they lead a stream (docs/adr/0028). A write reaches both, and both answer:
+    the node that the others have left may refuse the write, and the other one may store it.
     """
 
     #: Whether the answer is a refusal that may be wrong.
     refused: Callable[[bytes], bool]
-    #: Returns when a leader that the others follow has dealt with what was sent before. Raises like `request`.
+    #: Returns when a leader that the others follow has dealt with all that was sent before. Raises like `request`.
     prove: Callable[[], Awaitable[None]]
 
 
 def settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
-    """Answer it, unless it was answered."""
+    """Set the answer, unless there is one."""
     if answer.done():
         return
     if isinstance(outcome, bytes):

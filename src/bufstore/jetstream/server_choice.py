@@ -1,39 +1,39 @@
 """Which of several servers to connect to, and when to leave one. Pure: no I/O, no clock.
 
-A node that is cut off from its cluster takes connections and answers PINGs, but nobody there leads a stream: requests
-get an error, or no answer. The others may do well, so after some time of nothing but that the next one is tried. When
-no server does better, the cluster has no leaders; then each is given more time than the last one.
+A node that is cut off from its cluster takes connections and answers PINGs, but no node that it reaches leads a stream:
+requests get an error, or no answer. The other nodes may do well, so after some time without a success the next one is
+tried. When no server does better, the cluster has no leaders; then each server gets more time than the one before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: How long a server may serve nothing, at first and at most.
+#: Seconds for which a server may serve nothing, at first and at most.
 _PATIENCE_S, _PATIENCE_MAX_S = 3.0, 60.0
-#: What failed longer ago than this says nothing of now.
+#: A failure longer ago than this says nothing about now.
 _GAP_S = 10.0
-#: Who has left no server for so long (and may only read) has forgotten how patient it has become.
+#: A process that has left no server for so long (and may only read) begins with the first patience again.
 _CALM_S = 600.0
 _NEVER = float("-inf")
-#: JetStream's errors for "no leader", or none that is known: 10008 and 10009; an answer with one is short.
+#: JetStream's errors for "no leader", or no known leader: 10008 and 10009. An answer with such an error is short.
 _UNAVAILABLE, _NO_LEADER = b'"err_code":10008', b'"err_code":10009'
 _ERROR_BYTES_MAX = 512
 
 
 def leaderless(answer: bytes) -> bool:
-    """Whether JetStream says that nobody leads, instead of answering."""
+    """Return whether JetStream says that no node leads, instead of answering."""
     return len(answer) < _ERROR_BYTES_MAX and (_UNAVAILABLE in answer or _NO_LEADER in answer)
 
 
 @dataclass(slots=True)
 class ServerChoice:
-    """Among so many servers."""
+    """The choice among `count` servers."""
 
     count: int
-    #: The one that was connected to last; at first any, so that a process that starts again may begin with another.
+    #: The server that was connected to last; at first a random one, so that a restarted process may begin with another.
     last: int
-    #: Since when it serves nothing, when that was noticed last, when it took a write last, and when one was left last.
+    #: When it began to serve nothing, when that was last noticed, when it last took a write, when one was last left.
     _failing_since: float = _NEVER
     _failed_at: float = _NEVER
     _wrote_at: float = _NEVER
@@ -41,19 +41,19 @@ class ServerChoice:
     _patience_s: float = _PATIENCE_S
 
     def order(self) -> list[int]:
-        """All of them, as they are to be tried: beginning behind the one that was lost."""
+        """Return all servers in the order in which to try them, beginning behind the one that was lost."""
         return [(self.last + 1 + n) % self.count for n in range(self.count)]
 
     def connected(self, number: int) -> None:
-        """This one is the server from now on."""
+        """Note that this server is the connected one from now on."""
         self.last, self._failed_at = number, _NEVER
 
     def wrote(self, now: float) -> None:
-        """A write was answered, for which a leader needs others: reads are answered by one that was left, too."""
+        """Note that a write was answered. A leader needs others for a write; one that was left answers reads, too."""
         self._failed_at, self._wrote_at, self._patience_s = _NEVER, now, _PATIENCE_S
 
     def failed(self, since: float, now: float) -> bool:
-        """It did not serve a request that was sent at `since`; whether to leave it."""
+        """Note that the server did not serve a request that was sent at `since`; return whether to leave the server."""
         if self.count == 1 or since < self._wrote_at:
             return False
         if since - self._failed_at > _GAP_S:

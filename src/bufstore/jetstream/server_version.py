@@ -6,14 +6,14 @@ from nats.aio.client import Client
 
 from bufstore.errors import ConfigError
 
-#: What bufstore is tested with, and `doctor` demands.
+#: The oldest release that bufstore is tested with, and that `doctor` demands.
 VERSION_MIN = (2, 14, 0)
-#: Before, a server has no atomic batches: it makes a bucket without them, and says nothing.
+#: The first release with atomic batches. An older server makes a bucket without them, and says nothing.
 _WITH_BATCHES = (2, 12, 0)
 
 
 def version_of(client: Client) -> tuple[int, int, int]:
-    """The release of the server that a client is connected to; zeros when it does not say."""
+    """Return the release of the server that a client is connected to; zeros when the server does not say."""
     version = client.connected_server_version
     try:
         return version.major, version.minor, version.patch
@@ -22,7 +22,7 @@ def version_of(client: Client) -> tuple[int, int, int]:
 
 
 def text_of(version: tuple[int, int, int]) -> str:
-    """A release as nats-server writes it."""
+    """Return a release as nats-server writes it."""
     return ".".join(map(str, version))
 
 

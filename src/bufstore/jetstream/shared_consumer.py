@@ -1,4 +1,4 @@
-"""A durable consumer that all workers pull from: whoever is idle gets what comes, until it is acknowledged."""
+"""A durable consumer that all workers pull from: any idle worker gets a message, until one worker acks it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bufstore.jetstream.stream import NatsStream
 
 
 def consumer_config(name: str, ack_wait_s: float, pending_max: int, **more: Any) -> dict[str, Any]:
-    """Its configuration: what is not acknowledged comes again after `ack_wait_s`; so many may be so at once."""
+    """Return the configuration. Messages without an ack, at most `pending_max`, come again after `ack_wait_s`."""
     return {
         "name": name,
         "durable_name": name,
@@ -26,18 +26,18 @@ def consumer_config(name: str, ack_wait_s: float, pending_max: int, **more: Any)
 
 
 class SharedConsumer:
-    """A consumer of a stream, and pulls from it; to be made before the connection is opened."""
+    """A consumer of a stream, and the pulls from it. Make it before the connection is opened."""
 
     def __init__(self, connection: Connection, stream: NatsStream, api: str, wanted: dict[str, Any], ours: str) -> None:
-        """`ours` is the place of its settings, for `ConfigDrift`."""
+        """`ours` is the place of the consumer's settings, for `ConfigDrift`."""
         self._stream, self._wanted, self._ours = stream, wanted, ours
         self._name = str(wanted["durable_name"])
         self.pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{stream.name}.{self._name}")
 
     async def setup(self) -> None:
-        """Create it, or check it. Raises ConfigDrift, ConfigError, LogUnavailable."""
+        """Create the consumer, or check it. Raises ConfigDrift, ConfigError, LogUnavailable."""
         await ensure_consumer(self._stream, self._wanted, self._ours)
 
     async def info(self) -> dict[str, Any]:
-        """What the server says of it. Raises ConsumerMissing, LogUnavailable."""
+        """Return what the server says of the consumer. Raises ConsumerMissing, LogUnavailable."""
         return await self._stream.consumer(self._name)

@@ -1,4 +1,4 @@
-"""Messages that are sent with one write and answered each for itself."""
+"""Messages that are sent with one write and answered one by one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from bufstore.jetstream.questions import Doubt
 
 
 class SideBySide:
-    """Which of them have ended, and which a node refused that may not lead any more. On one event loop."""
+    """Which messages have ended, and which were refused by a node that may no longer lead. On one event loop."""
 
     def __init__(self, count: int, ended: Callable[[int, bytes | Exception], None], doubt: Doubt | None) -> None:
-        """`ended` gets the number of each, once, and its answer or the error; `doubt`: see `Connection.write_each`."""
+        """`ended` gets each message's number, once, and its answer or the error; `doubt`: see `Connection.write`."""
         self._ended = ended
         self._doubt = doubt
         self._left = set(range(count))
@@ -20,7 +20,7 @@ class SideBySide:
         self._news = asyncio.Event()
 
     def heard(self, number: int, outcome: bytes | Exception) -> bool:
-        """An answer to one, or why there is none. Returns whether another answer may come and be the right one."""
+        """Note an answer to one message, or why there is none. Returns whether another, right answer may still come."""
         if number not in self._left:
             return False
         if self._doubt is not None and isinstance(outcome, bytes) and self._doubt.refused(outcome):
@@ -31,10 +31,10 @@ class SideBySide:
         return False
 
     async def all_ended(self, prove: Callable[[Doubt], Awaitable[None]]) -> None:
-        """Wait for the answers. What is refused has ended when no other answer has come by the time of a proof.
+        """Wait for the answers. A refused message has ended when no other answer has come by the time of a proof.
 
-        To be called when all have been sent: a proof is of what was sent before. Raises what `prove` raises; what is
-        refused has not ended then.
+        Call this when all have been sent: a proof covers what was sent before it. Raises what `prove` raises; the
+        refused messages have not ended then.
         """
         while self._left:
             await self._news.wait()

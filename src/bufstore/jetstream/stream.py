@@ -32,14 +32,14 @@ from bufstore.jetstream.server_version import check_version
 from bufstore.shared_call import SharedCall
 
 _SUBJECTS_PER_GET = 1000
-#: How long a leader may take to prove that it leads.
+#: How long a leader may take to prove that it leads, in seconds.
 _PROOF_S = 5.0
 #: A sequence that no stream reaches.
 _NOWHERE = 1 << 62
-#: Of a message that is not an entry of a log, its headers never take more.
+#: The most bytes that the headers of a message take, unless the message is an entry of a log.
 _HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
-#: Idempotent requests: every consumer here has a name.
+#: Requests that are idempotent: every consumer here has a name.
 _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
 
 
@@ -55,7 +55,7 @@ class _Answer(msgspec.Struct):
 class Shown(NamedTuple):
     """What one replica answered to one request, as of one moment."""
 
-    #: In order.
+    #: The messages, in order.
     messages: list[StoredMessage]
     #: How many messages the answer had no room for.
     more: int
@@ -73,14 +73,14 @@ class NatsStream:
     def __init__(
         self, connection: Connection, api: str, name: str, replicas: int, *, consumed_whole: bool = False
     ) -> None:
-        """`consumed_whole`: a consumer of it takes all subjects."""
+        """`consumed_whole`: a consumer of the stream takes all subjects."""
         self._connection = connection
         self._api = api
         self.name = name
-        #: Any replica may answer a direct get, and may lag: on a replicated stream only the leader is asked.
+        #: Whether the stream has replicas. Any of them may answer a direct get, and may lag: only the leader is asked.
         self.replicated = replicas > 1
-        #: A node refuses without asking the others, for want of room for example. A conflict stands: its writer looks
-        #: what is there. One proof is enough for all who were refused meanwhile.
+        #: A node may refuse a write without asking the others, for want of room for example. A conflict is believed:
+        #: its writer looks what is there. One proof is enough for all writes that were refused meanwhile.
         leads = self._remove_nothing if consumed_whole else lambda: self.prove(f"{name}.unused", _PROOF_S)
         self._doubt = Doubt(_is_refused, SharedCall(leads)) if self.replicated else None
         self._gets: dict[str, _Get] = {}
@@ -109,7 +109,7 @@ class NatsStream:
         return self._connection.client().max_payload
 
     def check_size(self, body: bytes) -> None:
-        """Raise TooLarge for what no message can hold."""
+        """Raise TooLarge for a body that no message can hold."""
         limit = self.message_bytes_max - _HEADERS_BYTES
         if len(body) > limit:
             raise TooLarge(len(body), limit, "the NATS server's max_payload")
@@ -171,15 +171,15 @@ class NatsStream:
         return messages
 
     async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """As `after`, but as any replica has them, which may lag."""
+        """Return the messages like `after`, but from any replica, which may lag."""
         request = {"seq": seq + 1, "next_by_subj": subject, "batch": limit or _MESSAGES_PER_GET}
         return await self._get_all(request, timeout_s, limit)
 
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
-        """The first messages of the subject above `seq`, as any replica has them, which may lag.
+        """Return the first messages of the subject above `seq`, from any replica, which may lag.
 
         At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
-        have come. Raises LogUnavailable when none has.
+        have come. Raises LogUnavailable when none has come.
         """
         request: dict[str, Any] = {"seq": seq + 1, "next_by_subj": subject, "batch": limit}
         messages, more, _ = await self._get(
@@ -188,18 +188,18 @@ class NatsStream:
         return Part(messages, more)
 
     async def identity(self, seq: int) -> StoredMessage | None:
-        """The message at exactly this sequence, from the leader."""
+        """Return the message at exactly this sequence, from the leader; None when there is none."""
         return await self._leader_get({"seq": seq}, 5.0)
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """The last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
+        """Return the last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
         found = await asyncio.gather(*(self._leader_get({"last_by_subj": f}, timeout_s) for f in filters))
         return [message.seq if message is not None else 0 for message in found]
 
     async def shown(self, subjects: Sequence[str], start: int, timeout_s: float) -> Shown:
-        """The last message of each subject, of those at or above `start`, as any replica has it, which may lag.
+        """Return the last message of each subject, if at or above `start`, from any replica, which may lag.
 
-        Without any message it does not say how far it is. At most 1024 subjects.
+        An answer without messages does not say how far the replica is. At most 1024 subjects.
         """
         request: dict[str, Any] = {"multi_last": list(subjects)}
         return await self._get(request | ({"seq": start} if start else {}), timeout_s)
@@ -211,16 +211,16 @@ class NatsStream:
         but a purge of a subject without messages stores nothing, leaves no hole, and works on a full stream.
         """
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self.name}", json.dumps({"filter": unused}).encode())
-        # As a write: a leader without followers does not answer, and then its connection is given up.
+        # Sent as a write: a leader without followers does not answer, and then its connection is given up.
         self._result(await self._connection.write([asked], "", timeout_s, again=True))
 
     async def _remove_nothing(self) -> None:
-        """The same where a consumer takes all subjects: with a purge, also of nothing, it forgets what it waits for."""
+        """Prove the same without a purge: even an empty one makes a consumer of all subjects forget its waiters."""
         with suppress(MessageMissing):
             await self.delete(_NOWHERE)
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
-        """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
+        """Send a request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
         try:
             answer = await self._connection.request(
                 f"{self._api}.{verb}",
@@ -233,11 +233,11 @@ class NatsStream:
         return self._result(answer)
 
     async def info(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """What the server says of the stream."""
+        """Return what the server says of the stream."""
         return await self.api(f"STREAM.INFO.{self.name}", timeout_s=timeout_s)
 
     async def consumer(self, name: str) -> dict[str, Any]:
-        """What the server says of a consumer of it. Raises ConsumerMissing."""
+        """Return what the server says of a consumer of the stream. Raises ConsumerMissing."""
         return await self.api(f"CONSUMER.INFO.{self.name}.{name}")
 
     async def delete(self, seq: int) -> None:
@@ -245,7 +245,7 @@ class NatsStream:
         await self.api(f"STREAM.MSG.DELETE.{self.name}", {"seq": seq, "no_erase": True})
 
     async def purge(self, subject: str, seq: int | None = None) -> None:
-        """Remove what a filter has, up to a sequence if one is given. It stores nothing."""
+        """Remove the messages that match a filter, up to a sequence if one is given. A purge stores nothing."""
         up_to = {} if seq is None else {"seq": seq + 1}
         await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to})
 
@@ -273,7 +273,7 @@ class NatsStream:
         return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
 
     async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """A direct get with its continuations: the server stops an answer at some bytes or messages."""
+        """Send a direct get and its continuations: the server stops an answer at some bytes or messages."""
         messages: list[StoredMessage] = []
         while True:
             part, more, _ = await self._get(request, timeout_s)
@@ -283,7 +283,7 @@ class NatsStream:
             request = {**request, "seq": part[-1].seq + 1}
 
     async def _get(self, request: dict[str, Any], timeout_s: float, *, partly: bool = False) -> Shown:
-        """One direct get. `partly`: what has come when the time is over is an answer, too."""
+        """Send one direct get. `partly`: the messages that have come when the time is over are an answer, too."""
         client = self._connection.client()
         token = str(next(self._tokens))
         get = self._gets[token] = _Get(self.name)
@@ -303,8 +303,8 @@ class NatsStream:
             del self._gets[token]
 
     def _on_reply(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
-        # The reply's own subject is lost in the message (it has the stored one in a header), except on a status;
-        # both come on the inbox subject that the request named.
+        # A message comes on the inbox subject that the request named, and has its stored subject in a header. A status
+        # comes on that inbox subject, too.
         get = self._gets.get(subject.rpartition(".")[2])
         if get is not None:
             get.add(data, headers)
@@ -325,11 +325,11 @@ class _Get:
         self._stream, self._ours = stream, f"Nats-Stream: {stream}\r\n".encode()
         self.done: asyncio.Future[Shown] = asyncio.get_running_loop().create_future()
         self._messages: list[StoredMessage] = []
-        #: Of the last message.
+        #: The headers of the last message.
         self._headers = b""
 
     def came(self) -> Shown | None:
-        """What has come of an answer whose end has not; None for nothing."""
+        """Return what has come of an answer whose end has not come; None for nothing."""
         left = int(added(self._headers, b"Nats-Num-Pending") or "0")
         return Shown(self._messages, max(left, 1), 0) if self._messages else None
 
@@ -337,8 +337,8 @@ class _Get:
         # A stored message may have a status of its own, because anybody may publish. Only the server adds a sequence.
         seq = added(headers, b"Nats-Sequence")
         if seq is not None:
-            # All come from one stream. The server lets a mirror answer, too, and it may lag, or have less. What it adds
-            # may not be found behind stored headers that are none.
+            # All messages come from one stream, so only the first is checked. The server lets a mirror answer, too,
+            # which may lag or hold less. Behind stored headers that are malformed, the server's own may not be found.
             if not self._messages and self._ours not in headers and (by := added(headers, b"Nats-Stream")) is not None:
                 self.fail(Mirrored(self._stream, by))
             subject = added(headers, b"Nats-Subject") or ""

@@ -1,4 +1,4 @@
-"""Subscriptions that outlive a connection: each new one is given them again."""
+"""Subscriptions that outlive a connection: each new connection gets them again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Heard = Callable[[Msg], Awaitable[None]]
 
 
 class Subscriptions:
-    """Those of one connection; to be made before it is opened."""
+    """The subscriptions of one connection. Make them before the connection is opened."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -25,7 +25,7 @@ class Subscriptions:
         connection.on_connect(self.again)
 
     async def add(self, subject: str, heard: Heard, **options: Any) -> Callable[[], Awaitable[None]]:
-        """Have `heard` called with each message, until the returned function is called.
+        """Call `heard` with each message, until the returned function is called.
 
         `options` as for nats-py's `subscribe`. Raises Unavailable, and nats-py's errors.
         """
@@ -45,7 +45,7 @@ class Subscriptions:
         return stop
 
     async def again(self, client: Client) -> None:
-        """Subscribe on a new client."""
+        """Subscribe again, on a new client."""
         for kept in tuple(self.kept):
             await kept.start(client)
             if kept not in self.kept:  # it was stopped meanwhile
