@@ -1,4 +1,4 @@
-"""`change_log`: what flushers and writers of a log must agree on, changed while they run."""
+"""`change_log` changes what the flushers and writers of a log must agree on, while they run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ async def change_log(
     archive: bool | None = None,
     settle: bool = False,
 ) -> Windows:
-    """Change what a log says of its failover window (seconds) and of archiving. None: as it is. Returns the result.
+    """Change a log's failover window (seconds) and whether it archives. None: as it is. Returns the result.
 
-    A change has two steps. This call begins it: from now on the log says both what was and what will be, flushers keep
-    the larger window, writers that start rely on the smaller, and both configurations may open it. Once every process
-    has been restarted with the new one, a call with `settle` ends it: only the new one is left. The same call with what
-    was takes a change back, at any time before. Without a change and `settle` it only looks.
+    A change has two steps. This call begins the change: from now on the log holds both the old and the new setting,
+    flushers keep the larger window, writers that start rely on the smaller one, and processes with either setting may
+    open the log. When every process has been restarted with the new setting, a call with `settle` ends the change: only
+    the new setting is left. Until then, a call with the old setting takes the change back. Without a setting and
+    `settle`, the call only looks.
 
     Raises ConfigError (NoLog; nothing to settle; an impossible window), LogUnavailable.
     """

@@ -1,9 +1,9 @@
 """Follows a subject of the log: a durable pull consumer of one process.
 
-The feed promises an unbroken sequence: the cursor will say "everything up to here is done", so a delivery that was
-lost on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle
-heartbeat its last value: a jump means a lost message, silence a lost connection. Then the feed is *lost*, and its
-owner takes the partition again from the cursor. Nothing is ever asked for twice, and nothing is repaired here.
+The feed promises an unbroken sequence: the cursor will say "everything up to here is done", so a delivery that was lost
+on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle heartbeat
+carries its last value: a jump means a lost message, silence means a lost connection. Then the feed is *lost*, and its
+owner takes the partition again from the cursor. The feed asks for nothing twice, and repairs nothing.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.5
 _EXPIRES_S = 30
-#: A new consumer with nothing to deliver, although the log has something, is looked at again after these.
+#: Seconds after which a new consumer is looked at again that has nothing to deliver although the log has something.
 _LOOK_AGAIN_S = (0.1, 0.2)
 _LOOK_TIMEOUT_S = 2.0
-#: A consumer whose owner is gone removes itself after this long.
+#: Seconds after which a consumer whose owner is gone removes itself.
 _INACTIVE_S = 60
-#: Entries wait in the owner's memory while Postgres is away; a redelivery would only repeat what it holds.
+#: Long, because entries wait in the owner's memory while Postgres is away: a redelivery would only repeat them.
 _ACK_WAIT_S = 600
 
 
 def consumer_config(name: str, filter_subject: str, start: int, pending_max: int) -> dict[str, Any]:
-    """The consumer of one follower."""
+    """Return the configuration of one follower's consumer."""
     return {
         "name": name,
         "durable_name": name,
@@ -76,7 +76,7 @@ class NatsFeed:
         batch_max: int,
         leave: Callable[[str], None],
     ) -> None:
-        """`batch_max`: see `PullSizes`. `leave`: have a consumer removed that could not be removed now."""
+        """`batch_max`: see `PullSizes`. `leave`: has a consumer removed later that could not be removed now."""
         self._connection = connection
         self._stream = stream
         self._api = api
@@ -91,7 +91,7 @@ class NatsFeed:
         self._subscription: Subscription | None = None
         self._inbox = ""
         self._arrived: list[StoredMessage] = []
-        #: What was delivered and is not acked yet: (sequence, reply subject, bytes).
+        #: The messages that were delivered and are not acked yet: (sequence, reply subject, bytes).
         self._held: deque[tuple[int, str, int]] = deque()
         self._counter = 0
         self._last_seq: int = config["opt_start_seq"] - 1
@@ -186,7 +186,7 @@ class NatsFeed:
             return None
         self._counter = counter
         self._outstanding -= 1
-        if seq > self._last_seq:  # else a redelivery of what is still held
+        if seq > self._last_seq:  # otherwise a redelivery of a message that is still held
             self._last_seq = seq
             self._held.append((seq, reply, len(data)))
             self._held_bytes += len(data)
@@ -210,7 +210,7 @@ class NatsFeed:
             await self._pull()
             return
         if status == "409" and "Completed" in description:
-            return  # of a request that was counted to its end already
+            return  # of a request whose messages have all been counted
         if status:
             self._lose(f"the consumer ended: {status} {description}")
 
@@ -241,8 +241,8 @@ async def open_feed(
             timeout_s=made_within_s,
         )
     except ConfigError:
-        # No two owners have the same term, so a consumer of this name is not ours: say how it differs. If there is
-        # none, the server does not want such a consumer, and has said why.
+        # No two owners have the same term, so a consumer of this name is not ours: say how it differs. If there is no
+        # such consumer, the server does not accept it, and has said why.
         with contextlib.suppress(LogUnavailable):
             found = (await stream.api(f"CONSUMER.INFO.{stream_name}.{name}"))["config"]
             check(f"consumer {name}", config, found, "it is not ours", f"nats consumer rm {stream_name} {name}")
@@ -258,9 +258,9 @@ async def open_feed(
 
 
 async def _check_not_behind(stream: NatsStream, stream_name: str, config: dict[str, Any]) -> None:
-    """Raises LogUnavailable when the node that leads a consumer has nothing of what the leader of the log has for it.
+    """Raise LogUnavailable when a consumer's leader has nothing of what the log's leader has for the consumer.
 
-    A node that was cut off leads new consumers again long before it has caught up. It delivers nothing until then, and
+    A node that was cut off leads new consumers again long before it has caught up. Until then it delivers nothing, and
     sends heartbeats. The next consumer may be led by another node.
     """
     (end,) = await stream.ends([config["filter_subject"]], _LOOK_TIMEOUT_S)

@@ -18,12 +18,12 @@ class FoundLog(NamedTuple):
     """A log as it stands on the server."""
 
     config: LogConfig
-    #: Where it is flushed to; None: it does not say.
+    #: Where the log is flushed to; None when it does not say.
     target: Target | None
 
 
 async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> FoundLog | None:
-    """The log; None if there is none. `name`: by which NATS knows the connection.
+    """Return the log; None if there is none. `name`: the name of the connection in NATS.
 
     So nobody has to repeat the operator's numbers of partitions and replicas. Raises ConfigError for a stream that
     bufstore has not made, LogUnavailable.
@@ -41,10 +41,10 @@ async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> Fou
 
 
 def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
-    """What a stream's own configuration says; while its windows are changed, what writers may rely on.
+    """Return what a stream's own configuration says; while its windows are changed, what writers may rely on.
 
-    `bucket`: that of a log of before, which does not say; None: any. Raises ConfigError when bufstore has not made it,
-    ConfigDrift when it says another bucket.
+    `bucket`: the bucket of a log of an earlier release, which does not name it; None: any bucket. Raises ConfigError
+    when bufstore has not made the stream, ConfigDrift when the stream names another bucket.
     """
     metadata = found.get("metadata") or {}
     if "bufstore.partitions" not in metadata:
@@ -52,7 +52,7 @@ def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
     windows = windows_of(LogConfig(), metadata)
     lanes, lane = lanes_of(metadata)
     if lane:
-        bucket = None  # who names a log of several names the bucket of the first
+        bucket = None  # a caller that names one of several lanes names the bucket of the first
     config = LogConfig(
         stream=found["name"],
         bucket=bucket or metadata.get("bufstore.bucket") or LogConfig.bucket,

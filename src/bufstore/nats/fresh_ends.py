@@ -1,13 +1,13 @@
-"""Where subjects of a replicated log end, as of a moment after this was asked, whoever answers.
+"""Finds where subjects of a replicated log end, as of a moment after the question, whichever node answers.
 
-For a while two nodes may believe that they lead: one that the others have left answers reads beside its successor. So
-nothing follows from a proof by one answer and a position in another. What counts is what a single answer shows:
+For a while two nodes may believe that they lead: a node that the others have left answers reads beside its successor.
+So a proof in one answer says nothing about a position in another. What counts is what a single answer shows:
 
 * A message that was stored after the question, the proof, stands above all that was acknowledged before. A replica that
   shows its end at or above the proof has all of that, leader or not.
 * A subject that ends at or above the proof shows the same by itself.
-* A message that was stored on condition that a subject ends at a position shows that it did: whoever checked that
-  condition and was not the leader anymore has nobody left to store it with.
+* A message that was stored on condition that a subject ends at a position shows that the subject did end there: a node
+  that checked this condition and no longer led has no other node left to store the message with.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from bufstore.jetstream.stream import Shown
 from bufstore.shared_call import SharedCall
 from bufstore.tasks import end, spawn
 
-#: Everything that a proof is asked for has an end in this time.
+#: Seconds in which every question that needs a proof ends.
 PROOF_S = 3.0
-#: A replica that lacks what its leader has just stored has it a moment later, or is being brought up to date, for
-#: seconds. Whoever asks it that often asks the leader.
+#: Seconds for which a replica that lacks the proof is asked again, before the leader is asked. The replica has the
+#: proof a moment later, or is being brought up to date, which takes seconds.
 _LAG_S = 0.25
 #: The server answers for 1024 subjects at most.
 _SUBJECTS_AT_ONCE = 1000
 
 
 class Replicas(Protocol):
-    """What is asked of a replicated log. Everything raises LogUnavailable."""
+    """The questions to a replicated log. All of them raise LogUnavailable."""
 
     async def store_proof(self, expected: int | None = None, expected_of: str | None = None) -> int:
-        """Store a message if the subject (wildcards allowed) ends at `expected`; its position.
+        """Store a message if the subject (wildcards allowed) ends at `expected`; return the message's position.
 
         Raises Conflict when the subject ends elsewhere, or is being written.
         """
@@ -46,12 +46,12 @@ class Replicas(Protocol):
         ...
 
     async def believed_end(self, filter_: str) -> int:
-        """Where the subject (wildcards allowed) ends, as a node says that believes to lead; 0 for nowhere."""
+        """Return where the subject (wildcards allowed) ends, from a node that believes it leads; 0 for nowhere."""
         ...
 
 
 class FreshEnds:
-    """Asks for the ends of subjects. All who ask while a proof is on its way share the next one."""
+    """Asks for the ends of subjects. All callers that ask while a proof is on its way share the next one."""
 
     def __init__(self, replicas: Replicas, proof: str) -> None:
         """`proof`: the subject of the messages that `Replicas.store_proof` stores."""
@@ -62,23 +62,23 @@ class FreshEnds:
         self._looks: set[asyncio.Task[dict[str, int]]] = set()
 
     async def of_subject(self, subject: str) -> int:
-        """Where the subject ends; 0 for nowhere. Raises LogFull, LogUnavailable."""
+        """Return where the subject ends; 0 for nowhere. Raises LogFull, LogUnavailable."""
         self._wanted.add(subject)
         look = await self._round()
         return (await asyncio.shield(look))[subject]
 
     async def of_filters(self, filters: Sequence[str]) -> list[int]:
-        """The same for filters with wildcards; the caller bounds the time."""
+        """Return the same for filters with wildcards; the caller bounds the time."""
         stored = await self._replicas.store_proof()
         return await asyncio.gather(*(self._at_the_leader(f, stored) for f in filters))
 
     async def aclose(self) -> None:
-        """End what runs."""
+        """End the tasks that run."""
         await self._round.aclose()
         await end(*self._looks)
 
     async def _begin(self) -> asyncio.Task[dict[str, int]]:
-        """Store the proof; the task that looks where the subjects end goes on beside the next proof."""
+        """Store the proof; return the task that looks where the subjects end, which goes on beside the next proof."""
         wanted, self._wanted = sorted(self._wanted), set()
         stored = await self._replicas.store_proof()
         look = spawn(self._look(wanted, stored), name="bufstore-fresh-ends")
@@ -89,7 +89,7 @@ class FreshEnds:
     def _looked(self, look: asyncio.Task[dict[str, int]]) -> None:
         self._looks.discard(look)
         if not look.cancelled():
-            look.exception()  # all who asked may have been cancelled
+            look.exception()  # all callers may have been cancelled
 
     async def _look(self, subjects: Sequence[str], stored: int) -> dict[str, int]:
         ends: dict[str, int] = {}
@@ -107,19 +107,19 @@ class FreshEnds:
         return ends
 
     async def _at_a_replica(self, subjects: Sequence[str], stored: int) -> dict[str, int] | None:
-        """As any one replica shows it that has the proof; None when none does for some time."""
+        """Return the ends from any one replica that has the proof; None when no replica has it for some time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _LAG_S
         ends = dict.fromkeys(subjects, 0)
         start, pause = 0, 0.001
         while True:
-            # With the proof's own subject, because an answer without any message does not say how far the replica is.
+            # Ask for the proof's own subject, too: an answer without any message does not say how far the replica is.
             shown = await self._replicas.shown([*subjects, self._proof], start)
             if shown.end >= stored:
                 ends |= {m.subject: m.seq for m in shown.messages if m.subject in ends}
                 if not shown.more:
                     return ends
-                # What is written meanwhile only moves a subject further back: it comes in a later part.
+                # A write that comes meanwhile only moves its subject further back, into a later part.
                 start = shown.messages[-1].seq + 1
             elif loop.time() >= deadline:
                 return None
@@ -128,7 +128,7 @@ class FreshEnds:
                 pause *= 2
 
     async def _at_the_leader(self, filter_: str, stored: int) -> int:
-        """As a node shows it that believes to lead, and has the proof, or the others' votes."""
+        """Return the end from a node that believes it leads, and that has the proof or the others' votes."""
         pause = 0.001
         while True:
             end = await self._replicas.believed_end(filter_)

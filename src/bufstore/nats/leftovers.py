@@ -1,9 +1,9 @@
-"""Removing consumers that this process made and follows no more.
+"""Removes consumers that this process made and no longer follows.
 
-A consumer of which nobody asks anything goes by itself after a minute, but each election of its leader begins that
-minute again. Where leaders are elected often, those that were left behind pile up, and each of them holds elections of
-its own: the ones that are needed get their leaders later. So removing one is tried until the server has answered; and
-for some seconds longer, as a request to make it may still be on its way.
+A consumer that nobody asks for anything goes by itself after a minute, but each election of its leader begins that
+minute again. Where leaders are elected often, abandoned consumers pile up, and each of them holds elections of its own:
+the consumers that are needed get their leaders later. So a removal is tried until the server has answered, and for some
+seconds longer, because a request to make the consumer may still be on its way.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Leftovers:
 
     def __init__(self, remove: Callable[[str], Awaitable[object]]) -> None:
         self._remove = remove
-        #: Until when it may be made once more.
+        #: By consumer: the time until which a late request may make it once more.
         self._names: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
 
     def add(self, name: str) -> None:
-        """Remove this consumer as soon as that is possible. No consumer of this name may be made any more."""
+        """Remove this consumer as soon as that is possible. Nobody may make a consumer of this name again."""
         self._names[name] = asyncio.get_running_loop().time() + _LATE_S
         if self._task is None or self._task.done():
             self._task = spawn(self._remove_all(), name="bufstore-leftover-consumers")
 
     async def aclose(self) -> None:
-        """Remove no more; the server removes the rest, in its time."""
+        """Remove no more consumers; the server removes the rest, in its time."""
         await end(self._task)
 
     async def _remove_all(self) -> None:
@@ -54,6 +54,6 @@ class Leftovers:
             return True
         except LogUnavailable:
             return False
-        except BufstoreError:  # it is not permitted, or JetStream is switched off
+        except BufstoreError:  # the removal is not permitted, or JetStream is switched off
             return True
         return True

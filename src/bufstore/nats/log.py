@@ -41,22 +41,23 @@ from bufstore.nats.setup import (
 )
 from bufstore.shared_call import SharedCall
 
-#: What is asked for at once by a feed, of which there may be two. A server takes a client for which 64 MiB wait
-#: (``max_pending``) for dead and cuts it off, and while a large window is computed nothing is read.
+#: The bytes that one feed asks for at once; there may be two feeds. A server takes a client for which 64 MiB wait
+#: (``max_pending``) for dead and cuts it off, and nothing is read while a large window is computed.
 _ASKED_BYTES_MAX = 16 << 20
 
-#: A node that has not caught up may be chosen to lead a new consumer before it knows of it; it takes the others some
-#: seconds to elect another. To make another consumer is faster; where everything is slow, each has more time.
+#: Seconds that making a consumer may take, at first and at most. A node that has not caught up may be chosen to lead a
+#: new consumer before it knows of it, and the others need some seconds to elect another leader. Making another consumer
+#: is faster. Where everything is slow, each one gets more time than the last.
 _MADE_S = 2.0
 _MADE_MAX_S = 8.0
 
-#: How many positions later a proof goes, and how much of the log all of them may take: one is about 100 bytes.
+#: The age, in positions, at which proofs are removed; the most that all may take of the log; the size of one, in bytes.
 _PROOFS_AGE_MAX = 1 << 16
 _PROOFS_SHARE = 1 / 64
 _PROOF_BYTES = 100
-#: A message that nobody listens for is sent again after this time, then after twice that, and so on.
+#: Seconds after which a message that no leader listens for is sent again; each time twice as many.
 _NO_LEADER_PAUSE_S = 0.05
-#: Every so manieth position at which a proof happens to stand, the old ones go. Odd, so that every rhythm meets it.
+#: A proof at a multiple of this position has the old proofs removed. Odd, so that every rhythm of writes meets one.
 _PROOFS_GO_EVERY = 257
 
 
@@ -72,13 +73,13 @@ class NatsLog(NatsStream):
         self._fresh = FreshEnds(_Replicas(self), self._subjects.proof)
         self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))
         self._leftovers = Leftovers(self._remove_consumer)
-        #: How often in a row no consumer could be made.
+        #: The number of times in a row that no consumer could be made.
         self._unmade = 0
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
         self._target: Target | None = None
-        #: How often the process has connected.
+        #: The number of times that the process has connected.
         self.connections = 0
         connection.on_connect(self._check_end)
 
@@ -137,7 +138,7 @@ class NatsLog(NatsStream):
     async def create(self, epoch: int, target: Target) -> None:
         wanted = stream_config(self._config.log, epoch, target)
         try:
-            with contextlib.suppress(StreamTaken):  # with other settings: the next look says which
+            with contextlib.suppress(StreamTaken):  # it has other settings: the next look says which
                 await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
         except LogFull as e:
             why = e.said if isinstance(e, StorageFull) else e
@@ -171,7 +172,7 @@ class NatsLog(NatsStream):
         self._vouch = mismatch
 
     async def _stands_again(self) -> bool:
-        """Whether the log has come past all that this process has seen in it, with the same entries."""
+        """Return whether the log has come past all that this process has seen in it, with the same entries."""
         seen = self._same.highest
         if await self.end(5.0) < seen or (self.replicated and await self.barrier(5.0) <= seen):
             return False
@@ -180,7 +181,7 @@ class NatsLog(NatsStream):
         )
 
     async def aclose(self) -> None:
-        """Ask nothing more of one's own accord."""
+        """End the tasks that ask NATS of their own accord."""
         await self._same.aclose()
         await self._proof.aclose()
         await self._fresh.aclose()
@@ -208,7 +209,7 @@ class NatsLog(NatsStream):
         self._same.check()
         info = await self._look(timeout_s)
         end = int(info["state"]["last_seq"])
-        # While it is refused, what was seen before stays what it has to come past.
+        # While the log is refused, the highest position that was seen before stays: the log has to come past it.
         return self._same.note(end) if self._same.refused is None else end
 
     async def prove_leader(self, timeout_s: float) -> None:
@@ -239,7 +240,7 @@ class NatsLog(NatsStream):
             raise LogUnavailable("the log did not prove in time where a thread ends") from None
 
     async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        """Where the subject ends, as of a moment after this was asked; 0 on a single server, which always knows."""
+        """Return where the subject ends, as of a moment after the call; 0 on a single server, which always knows."""
         return await self.latest(subject, timeout_s) if self.replicated else 0
 
     @property
@@ -259,18 +260,18 @@ class NatsLog(NatsStream):
             raise LogUnavailable("the log did not prove in time where it ends") from None
 
     async def _ends_of_a_full_log(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """Not one byte is left for a proof: somebody leads, and somebody answers."""
+        """Return the ends when no byte is left for a proof: one node proves that it leads, and a node answers."""
         await self.prove_leader(timeout_s)
         return await self.ends(filters, timeout_s)
 
     async def store_proof(self, expected: int | None = None, expected_of: str | None = None) -> int:
-        """See `bufstore.nats.fresh_ends.Replicas`; also LogFull, and LogRolledBack while the log is refused."""
+        """See `bufstore.nats.fresh_ends.Replicas`. Also raises LogFull, and LogRolledBack while the log is refused."""
         self._same.check()
         message = Outgoing(self._subjects.proof, b"", expected=expected, expected_of=expected_of)
         try:
             seq = await self._stored(message)
         except LogFull:
-            # The last one stays: readers tell the holes below it from a loss (`bufstore.nats.ranges`).
+            # The last proof stays: by it readers tell the holes below it from a loss (`bufstore.nats.ranges`).
             await self._forget_proofs({"keep": 1})
             seq = await self._stored(message)
         if self._same.refused is None:
@@ -290,7 +291,7 @@ class NatsLog(NatsStream):
             except AppendUnknown:
                 raise LogUnavailable("no node proves that it leads the log") from None
             except LogUnavailable:
-                self._connection.client()  # raises unless it is only that nobody leads, and so nobody listens
+                self._connection.client()  # raises, unless the only trouble is that no node leads, and so none listens
                 if left <= pause:
                     raise
             await asyncio.sleep(pause)
@@ -305,7 +306,7 @@ class NatsLog(NatsStream):
             return 0
         self._same.check()
         try:
-            # Kept, so that it leaves no hole; it is rare. A leader that the others have left stores nothing.
+            # Kept, so that it leaves no hole; barriers are rare. A leader that the others have left stores nothing.
             seq = await super().publish(Outgoing(self._subjects.proof, b""), timeout_s)
         except LogFull:
             await self.prove(self._subjects.unused, timeout_s)
@@ -317,14 +318,14 @@ class NatsLog(NatsStream):
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
     async def overwrite(self, seq: int) -> None:
-        """Remove one message, and overwrite it on disk; a no-op if it is gone."""
-        # A purge only forgets where messages are.
+        """Remove one message, and overwrite it on disk; do nothing if it is gone."""
+        # A purge would only forget where the message is.
         self._same.check()
         with contextlib.suppress(MessageMissing):
             await self.api(f"STREAM.MSG.DELETE.{self._config.log.stream}", {"seq": seq})
 
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> NatsFeed:
-        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        """Deliver the messages of a subject from sequence `start` on. `name` belongs to this follower alone."""
         consumer = f"{self._config.log.subject}-{name}-0-0"
         config = consumer_config(consumer, subject, max(start, 1), self._config.flush_max_entries)
         bytes_max = max(min(self._config.flush_max_bytes, _ASKED_BYTES_MAX), 2 * self.message_bytes_max)
@@ -352,7 +353,7 @@ class NatsLog(NatsStream):
         return await listen(self._connection.client(), subject, heard)
 
     async def tell(self, subject: str, words: bytes) -> None:
-        """Tell all who listen there, if that is possible."""
+        """Send `words` to all who listen there, if that is possible."""
         with contextlib.suppress(BufstoreError, nats.errors.Error, OSError):
             await frames.post(self._connection.client(), subject, words, "")
 
@@ -365,7 +366,7 @@ class NatsLog(NatsStream):
         await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{name}", timeout_s=1.0)
 
     async def _check_end(self, client: Client) -> None:
-        """Before a new connection is used: is this still the log that we wrote to?"""
+        """Check, before a new connection is used, whether this is still the log that we wrote to; refuse it if not."""
         self.connections += 1
         reason = await self._same.look(
             client, f"{self._api}.STREAM.INFO.{self._config.log.stream}", self._subjects.proof
@@ -375,7 +376,7 @@ class NatsLog(NatsStream):
 
 
 class _Replicas:
-    """The log as `FreshEnds` asks it."""
+    """The log in the form that `FreshEnds` asks."""
 
     def __init__(self, log: NatsLog) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""What NATS must permit a user of bufstore, and nothing else: for the account's configuration."""
+"""The permissions in NATS that a user of bufstore needs, and no others: for the account's configuration."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bufstore.config import LogConfig
 
 
 class Role(enum.Enum):
-    """What a process does; each may do what those above it may."""
+    """What a process does. Each role may do what the roles above it may."""
 
     #: Writes and reads (`BufferConfig.flusher` False).
     APP = "app"
-    #: Flushes as well; an app with a flusher of its own is one, and so are jobs that read the log.
+    #: Flushes as well: an app with a flusher of its own, or a job that reads the log.
     FLUSHER = "flusher"
     #: The command line: setup, doctor, repair, erasing.
     OPERATOR = "operator"
@@ -30,13 +30,15 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
     subscribe: Sequence[str]
 
     def config(self) -> str:
-        """The same as a block of a nats-server's configuration, to stand in a user."""
+        """Return the same as a block of a nats-server's configuration, to stand in a user."""
         return f"permissions: {{\n  publish: {_lines(self.publish)}\n  subscribe: {_lines(self.subscribe)}\n}}"
 
 
 def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions:
-    """What the role needs for this log, or all of its lanes. `api`: the prefix of the JetStream API, without a trailing
-    dot; ``$JS.<domain>.API`` for users of a leaf node (a server of the domain checks what a subject stands for there).
+    """Return what the role needs for this log, or for all of its lanes.
+
+    `api`: the prefix of the JetStream API, without a trailing dot; ``$JS.<domain>.API`` for users of a leaf node (a
+    server of the domain checks the subject that this prefix stands for there).
     """
     lanes = [_of_one(role, lane, api) for lane in lane_logs(log)]
     return Permissions(
@@ -62,7 +64,7 @@ def _of_one(role: Role, log: LogConfig, api: str) -> Permissions:
         *(f"{place}.{key}" for place in places for key in ("run.*", "lineage")),
         *(f"{api}.{verb}.{name}" for name in (stream, bucket) for verb in _READING),
     ]
-    # Answers come to the inbox; the rest is told by others.
+    # Answers come to the inbox; other processes publish on the other subjects.
     subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked, subjects.writers, subjects.refused]
     if role is not Role.APP or log.replicas > 1:
         # On replicas fresh reads remove old proofs, and `health` asks for a purge of nothing (docs/adr/0028).

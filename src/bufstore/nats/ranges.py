@@ -1,9 +1,9 @@
 """Reads a range of the log without disturbing anybody: no acks, no durable consumer, the same answer each time.
 
 For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
-flusher's are never touched. What is read are the messages of the stream: groups of entries, parts of large entries,
-and what stands beside them. The stream's own sequence identifies them; a range ends at its sequence, or when the server
-says that nothing is left, never because of silence.
+flusher's are never touched. A read delivers the messages of the stream: groups of entries, parts of large entries, and
+what stands beside them. The stream's own sequence identifies a message. A range ends at its last sequence, or when the
+server says that nothing is left, never because of silence.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PULL = 4096
 _PULL_BYTES = 8 << 20
 _EXPIRES_S = 30
 _HEARTBEAT_S = 1.5
-#: Without a heartbeat for this long the consumer is asked no more: after a reconnect it knows nothing of who asked.
+#: Seconds without a heartbeat after which a consumer is asked no more: after a reconnect it has forgotten who asked.
 _DEAF_S = 3 * _HEARTBEAT_S
-#: When nothing has come for this long, from no consumer, the log cannot be read.
+#: Seconds in which nothing came, from any consumer, after which the log counts as unreadable.
 _SILENCE_S = 10.0
-#: Before a read that was interrupted goes on.
+#: Seconds before an interrupted read goes on.
 _AGAIN_S = 0.1
-#: A consumer whose reader is gone removes itself.
+#: Seconds after which a consumer whose reader is gone removes itself.
 _INACTIVE_S = 60
 
 
@@ -50,27 +50,27 @@ class Read(msgspec.Struct, frozen=True, gc=False):
 
     message: StoredMessage
     stored_at_ns: int
-    #: Bytes of the body, also where it was not asked for.
+    #: The bytes of the body, also where the body was not asked for.
     size: int
 
 
 class LogState(msgspec.Struct, frozen=True):
-    """What the log is like at a moment."""
+    """The state of the log at one moment."""
 
     config: LogConfig
-    #: When the stream was created: tells it from another stream of the same name.
+    #: When the stream was created. This tells it from another stream of the same name.
     created: str
     epoch: int
-    #: The sequence of the first message that is (or will be) there, and the one behind the last.
+    #: The sequence of the first message that is (or will be) there, and the sequence behind the last one.
     first: int
     end: int
-    #: What all its messages take.
+    #: The bytes that all its messages take.
     bytes: int
-    #: Where it is flushed to; None: it does not say.
+    #: Where the log is flushed to; None when it does not say.
     target: Target | None
 
     def bytes_between(self, start: int, end: int) -> int:
-        """About what the messages from sequence `start` to before `end` take, if all are of the same size."""
+        """Return about how many bytes the messages from `start` to before `end` take, if all are of the same size."""
         share = max(0, end - max(start, self.first)) / max(1, self.end - self.first)
         return round(self.bytes * min(1.0, share))
 
@@ -100,7 +100,7 @@ class LogReader:
         await self._connection.aclose()
 
     async def look(self) -> LogState:
-        """The log as it is now. Raises NoLog when there is none."""
+        """Return the log as it is now. Raises NoLog when there is none."""
         await self._connection.wait_up(_SILENCE_S)
         try:
             info = await self._stream.api(f"STREAM.INFO.{self._name}")
@@ -114,16 +114,16 @@ class LogReader:
         return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
 
     async def message(self, sequence: int) -> StoredMessage | None:
-        """The message with this sequence, from the leader; None if it is not there any more."""
+        """Return the message with this sequence, from the leader; None if it is not there any more."""
         return await self._stream.identity(sequence)
 
     async def first_of(self, subject: str, start: int) -> StoredMessage | None:
-        """The subject's first message from this sequence on, from the leader; None if there is none."""
+        """Return the subject's first message from this sequence on, from the leader; None if there is none."""
         found = await self._stream.after(subject, start - 1, _SILENCE_S, limit=1)
         return found[0] if found else None
 
     async def erased(self, start: int) -> set[int]:
-        """Sequences of messages that were erased: all from `start` on, and maybe some before."""
+        """Return the sequences of messages that were erased: all from `start` on, and maybe some before."""
         log, sequences = await self.look(), set[int]()
         async with contextlib.aclosing(self.read(start, log.end, [log.subjects.erased])) as found:
             async for part in found:
@@ -133,7 +133,7 @@ class LogReader:
         return sequences
 
     async def at_time(self, time_ns: int, log: LogState) -> int:
-        """The sequence of the first message that was stored at this time or later; the log's end if none was."""
+        """Return the sequence of the first message that was stored at this time or later; the log's end if none was."""
         found = self.read(0, log.end, log.subjects.stored, headers_only=True, at_once=1, since_ns=time_ns)
         async with contextlib.aclosing(found):
             async for part in found:
@@ -141,7 +141,7 @@ class LogReader:
         return log.end
 
     async def stored_at_ns(self, start: int, log: LogState) -> int | None:
-        """When the first message from this sequence on was stored; None if there is none."""
+        """Return when the first message from this sequence on was stored; None if there is none."""
         found = self.read(start, log.end, log.subjects.stored, headers_only=True, at_once=1)
         async with contextlib.aclosing(found):
             async for part in found:
@@ -159,11 +159,12 @@ class LogReader:
         since_ns: int | None = None,
         silence_s: float = _SILENCE_S,
     ) -> AsyncGenerator[list[Read]]:
-        """The messages of these subjects from sequence `start` to before `end`, in order, some at a time.
+        """Yield the messages of these subjects from sequence `start` to before `end`, in order, some at a time.
 
-        `headers_only`: without bodies. `since_ns`: from the first that was stored then or later, instead of `start`.
-        Whoever asks for the next messages may take any time. Raises LogUnavailable after `silence_s` in which nothing
-        came and there is more; a stream that was made anew meanwhile is for the caller to notice.
+        `headers_only`: without bodies. `since_ns`: from the first message that was stored then or later, instead of
+        from `start`. The caller may take any time before it asks for the next messages. Raises LogUnavailable after
+        `silence_s` in which nothing came although there is more. The caller must notice whether the stream was made
+        anew meanwhile.
         """
         at, clock = start, asyncio.get_running_loop().time
         came = clock()
@@ -179,7 +180,7 @@ class LogReader:
             except StreamMissing:
                 raise
             except LogUnavailable:
-                # The consumer is gone after a pause of the caller's, or is not known to all servers of a cluster yet.
+                # The consumer is gone after a long pause of the caller's, or not all servers of a cluster know it yet.
                 if clock() - came > silence_s:
                     raise
                 await asyncio.sleep(_AGAIN_S)
@@ -194,7 +195,7 @@ class LogReader:
         at_once: int,
         since_ns: int | None,
     ) -> AsyncGenerator[list[Read]]:
-        """`read`, as far as one consumer gets."""
+        """Yield what `read` does, as far as one consumer gets."""
         client = await self._connection.wait_up(_SILENCE_S)
         name = f"range-{secrets.token_hex(8)}"
         config: dict[str, Any] = {
@@ -227,7 +228,7 @@ class LogReader:
         verb = f"{self._api}.CONSUMER.MSG.NEXT.{self._name}.{name}"
         try:
             while not inbox.done:
-                # The next batch is requested before the last is worked on, so at most two are in memory.
+                # The next batch is requested before the last one is worked on, so at most two are in memory.
                 room = min(at_once, end - inbox.position(start))
                 if inbox.wanted <= room // 4:
                     size = inbox.sizes.next(room)
@@ -247,36 +248,36 @@ class LogReader:
                 await self._stream.api(f"CONSUMER.DELETE.{self._name}.{name}", timeout_s=1.0)
 
     async def _nothing_left(self, consumer: str, inbox: _Inbox) -> bool:
-        """Whether all that the consumer has was received: the rest of the range was removed."""
+        """Return whether all that the consumer has was received: then the rest of the range was removed."""
         inbox.idle = False
         info = await self._stream.api(f"CONSUMER.INFO.{self._name}.{consumer}")
         return not info["num_pending"] and int(info["delivered"]["consumer_seq"]) == inbox.counter
 
 
 class _Inbox:
-    """What a consumer has sent."""
+    """The messages that a consumer has sent."""
 
     def __init__(self, end: int, sizes: PullSizes) -> None:
         self._end = end
         self.sizes = sizes
         self._arrived: list[Read] = []
-        #: Messages that came.
+        #: The number of messages that came.
         self.counter = 0
         self._last = 0
         self._something = asyncio.Event()
         self._trouble: str | None = None
         self.done = False
-        #: Whether the server had nothing to send for a while, and said so.
+        #: Whether the server said that it had nothing to send for a while.
         self.idle = False
-        #: Messages asked for that have not come.
+        #: The number of messages that were asked for and have not come.
         self.wanted = 0
 
     def position(self, start: int) -> int:
-        """Where the reader stands."""
+        """Return the sequence that comes next."""
         return max(self._last + 1, start)
 
     def heard(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
-        """A message, or a status."""
+        """Take a message, or a status."""
         self._something.set()
         if not reply:
             self._status(headers)
@@ -304,7 +305,7 @@ class _Inbox:
         if status == "409" and "Bytes" in description:
             self.sizes.ended(self.counter)
         if status == "408" or (status == "409" and ("Bytes" in description or "Batch" in description)):
-            # The request ended before its count was full: what is left of it does not come.
+            # The request ended before its count was full: the rest of its messages does not come.
             self.wanted -= int(added(headers, b"Nats-Pending-Messages") or 0)
         elif status == "100":
             self.idle = True
@@ -312,7 +313,7 @@ class _Inbox:
             self._trouble = f"the consumer ended: {status} {description}"
 
     async def take(self, alive: Any) -> list[Read]:
-        """Wait for and return what has arrived. Raises LogUnavailable when the server falls silent."""
+        """Wait for messages, and return what has arrived. Raises LogUnavailable when the server falls silent."""
         self._something.clear()
         if not self._arrived and not self.done and self._trouble is None:
             try:
@@ -327,7 +328,7 @@ class _Inbox:
         return self.rest()
 
     def rest(self) -> list[Read]:
-        """What has arrived since the last call."""
+        """Return what has arrived since the last call."""
         arrived, self._arrived = self._arrived, []
         return arrived
 

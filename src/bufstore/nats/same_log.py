@@ -1,6 +1,6 @@
-"""Is this still the log that we wrote to? Asked on every new connection, and again while the answer is no.
+"""Checks whether this is still the log that we wrote to: on every new connection, and again while it is not.
 
-The node that answers may be a leader that the others have left, or may have no leader to ask. An old end is believed
+The node that answers may be a leader that the others have left, or may have no leader to ask. So an old end is believed
 only when a write that was sent after the question is stored, and by where it is stored. A lone leader stores nothing.
 """
 
@@ -24,8 +24,8 @@ from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
-#: A server that leads all streams and was left by the others steps down within 20 s. A server that says for longer
-#: than this that there is no such stream is believed.
+#: A server that leads all streams and was left by the others steps down within 20 s. So a server is believed that says
+#: for longer than this, in seconds, that there is no such stream.
 GONE_S = 30.0
 _LOOK_AGAIN_S = 1.0
 _ASK_S = 5.0
@@ -40,7 +40,7 @@ class Unproven(nats.errors.Error):
 
 
 class SameLog:
-    """What this process knows to be in the log, and whether the log is refused because it is not."""
+    """What this process knows to be in the log, and whether the log is refused because it is not there."""
 
     def __init__(self, stream: str, withdrawn: str, replicated: bool) -> None:
         """`withdrawn`: a subject that the log listens on when a repair has taken it out of service."""
@@ -49,9 +49,9 @@ class SameLog:
         self._replicated = replicated
         #: The highest position this process knows to be in the log.
         self.highest = 0
-        #: Why nothing is appended or flushed any more; None when all is well.
+        #: Why nothing is appended or flushed; None when all is well.
         self.refused: str | None = None
-        #: The last entry that was acknowledged to this process: position, subject, header.
+        #: The last entry that was acknowledged to this process: position, subject, header. None: there is none yet.
         self._acked: tuple[int, str, str | None] | None = None
         self._gone_since: float | None = None
         self._look: asyncio.Task[None] | None = None
@@ -74,14 +74,14 @@ class SameLog:
             raise LogRolledBack(self.refused)
 
     def refuse(self, reason: str, stands_again: Callable[[], Awaitable[bool]]) -> None:
-        """Append and flush nothing more until `stands_again` says so, which is asked now and then."""
+        """Append and flush nothing more until `stands_again`, which is asked once a second, returns True."""
         if self.refused is None:
             self.refused = reason
             _log.error("refusing the log; nothing is appended or flushed: %s", reason, extra={"action": "log_refused"})
             self._look = spawn(self._look_again(stands_again), name="bufstore-log-refused")
 
     async def aclose(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         await end(self._look)
 
     async def _look_again(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
@@ -95,7 +95,7 @@ class SameLog:
                     self.refused = None
 
     async def holds_what_we_wrote(self, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bool:
-        """Whether the last entry that was acknowledged to this process is where it was; True if there is none."""
+        """Return whether the last entry acknowledged to this process is where it was; True if there is none."""
         if self._acked is None:
             return True
         seq, subject, header = self._acked
@@ -103,7 +103,7 @@ class SameLog:
         return found is not None and (found.subject, found.header) == (subject, header)
 
     async def look(self, client: Client, info_subject: str, barrier: str) -> str | None:
-        """Why the log that this connection leads to is not the one we know; None when it is.
+        """Return why the log that this connection leads to is not the one we know; None when it is.
 
         Raises what `Client.request` raises, Unproven.
         """
@@ -126,7 +126,7 @@ class SameLog:
         return f"the log ends at {info['state']['last_seq']}, this process has seen {self.highest} in it"
 
     async def _proof(self, client: Client, barrier: str, missing: bool) -> str | None:
-        """The same, proved by a write: its position is above everything that was ever acknowledged in this log."""
+        """Return the same, proved by a write: its position is above all that was ever acknowledged in this log."""
         try:
             answer = await client.request(barrier, b"", timeout=2)
             seq = int(json.loads(answer.data).get("seq", 0))
@@ -149,7 +149,7 @@ class SameLog:
 
 
 async def _ask(client: Client, subject: str) -> dict[str, Any]:
-    """Ask in short tries: a request sent while there is no leader is never answered, even once there is one."""
+    """Ask in short tries: a request sent while no node leads is never answered, even once a node leads."""
     pause = AGAIN_S
     async with asyncio.timeout(_ASK_S):
         while True:

@@ -20,16 +20,16 @@ class HasSessions(Protocol):
     """Stands for a NATS server, as `bufstore.memory.MemoryNats` does."""
 
     def session(self, config: BufferConfig) -> Session:
-        """A session for one instance."""
+        """Return a session for one instance."""
         ...
 
 
-#: Where the log is: URLs, a configuration, or what stands for a server in tests.
+#: Where the log is: URLs, a configuration, or an object that stands for a server in tests.
 Nats: TypeAlias = str | Sequence[str] | NatsConfig | HasSessions
 
 
 def session_to(nats: Nats, config: BufferConfig, name: str) -> Session:
-    """A session, not yet connected. Raises ConfigError."""
+    """Return a session that is not connected yet. Raises ConfigError."""
     if isinstance(nats, HasSessions):
         return nats.session(config)
     return NatsSession(as_nats_config(nats), config, name)
@@ -52,7 +52,7 @@ class NatsSession:
         await self.connection.open()
 
     async def aclose(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the other does
+        async with contextlib.AsyncExitStack() as stack:  # closes in reverse, each one even if another fails
             stack.push_async_callback(self.connection.aclose)
             stack.push_async_callback(self.shared.aclose)
             stack.push_async_callback(self.stream.aclose)

@@ -1,4 +1,4 @@
-"""The stream, the bucket and the consumers as they must be, and what to say when they are not."""
+"""The stream and the bucket as they must be, and the errors when they are not."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
 
-#: Positions must fit into 62 bits.
+#: Epochs are below this: positions must fit into 62 bits.
 EPOCHS_MAX = 1 << 22
 
-#: Follows the first word of a log's subjects while the log is being repaired.
+#: The suffix of the first word of a log's subjects while the log is being repaired.
 WITHDRAWN = "-withdrawn"
 
 _OURS = "bufstore."
 _TARGET = ("domain", "store", "target")
-#: How entries stand in the stream: many in one message (docs/adr/0027). Before, each was a message of its own.
+#: How entries stand in the stream: many in one message (docs/adr/0027). Earlier, each was a message of its own.
 _FORM = "groups"
 
-#: With these no write is answered, or none arrives where it is looked for.
+#: Settings that must be unset: with them no write is answered, or none arrives where it is looked for.
 _UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
 
 
 def epoch_of(found: Mapping[str, Any]) -> int:
-    """The generation of an existing log."""
+    """Return the generation of an existing log."""
     return int((found.get("metadata") or {}).get(_OURS + "epoch", "0"))
 
 
 def windows_of(config: LogConfig, metadata: Mapping[str, Any]) -> Windows:
-    """What an existing log says of its windows; `config` supplies what a log of an earlier release does not say."""
+    """Return what a log says of its windows; `config` supplies what a log of an earlier release does not say."""
 
     def seconds(name: str) -> float | None:
         return float(metadata[_OURS + name]) if _OURS + name in metadata else None
@@ -57,39 +57,39 @@ def windows_of(config: LogConfig, metadata: Mapping[str, Any]) -> Windows:
 
 
 def target_of(metadata: Mapping[str, Any]) -> Target | None:
-    """Where an existing log says that it is flushed to."""
+    """Return where an existing log says that it is flushed to; None when it does not say."""
     if _OURS + "target" not in metadata:
         return None
     return Target(*(metadata.get(_OURS + name, "") for name in _TARGET))
 
 
 def with_target(metadata: Mapping[str, Any], target: Target) -> dict[str, str]:
-    """The metadata of a log that says this of where it is flushed to."""
+    """Return the log's metadata, with this target as where it is flushed to."""
     said = (target.domain, target.store, target.id)
     return dict(metadata) | {_OURS + name: value for name, value in zip(_TARGET, said, strict=True)}
 
 
 def with_windows(metadata: Mapping[str, Any], windows: Windows) -> dict[str, str]:
-    """The metadata of a log that says this of its windows."""
+    """Return the log's metadata, with these windows instead of the ones in it."""
     said = msgspec.structs.asdict(windows)
     kept = {name: value for name, value in metadata.items() if name.removeprefix(_OURS) not in said}
     return kept | {_OURS + n: json.dumps(value) for n, value in said.items() if value is not None}
 
 
 def out_of_service(config: LogConfig) -> list[str]:
-    """What a log listens on while it is being repaired; nobody writes there."""
+    """Return the subjects that a log listens on while it is being repaired; nobody writes there."""
     return list(Subjects(config.subject + WITHDRAWN, config.partitions).stored)
 
 
 def is_withdrawn(config: LogConfig, found: Mapping[str, Any]) -> bool:
-    """Whether a log with this configuration was taken out of service."""
+    """Return whether a log with this configuration was taken out of service."""
     return found.get("subjects") == out_of_service(config)
 
 
 def withdrawn(
     config: LogConfig, found: Mapping[str, Any], common: Sequence[int]
 ) -> tuple[dict[str, Any], Sequence[int]]:
-    """The configuration of an existing log that listens where nobody writes, and the positions that it remembers."""
+    """Return the log's configuration with subjects to which nobody writes, and the positions that it remembers."""
     metadata = {_OURS + "common": ",".join(map(str, common)), **(found.get("metadata") or {})}
     subjects = out_of_service(config)
     kept = [int(seq) for seq in metadata[_OURS + "common"].split(",")]
@@ -97,7 +97,7 @@ def withdrawn(
 
 
 def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, str]:
-    """What a new log says of itself."""
+    """Return the metadata of a new log: what it says of itself."""
     said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket, "form": _FORM}
     if config.lanes > 1:
         said |= {"lanes": str(config.lanes), "lane": str(config.lane)}
@@ -106,7 +106,7 @@ def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> 
 
 
 def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, Any]:
-    """The log's configuration: nothing ages out, nothing is dropped, and a full log refuses writes.
+    """Return the log's configuration: nothing ages out, nothing is dropped, and a full log refuses writes.
 
     Raises ConfigError for an epoch whose positions would not fit into 62 bits.
     """
@@ -130,7 +130,7 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
 
 
 def bucket_stream(config: LogConfig) -> str:
-    """The stream in which the shared-state bucket is kept."""
+    """Return the name of the stream in which the shared-state bucket is kept."""
     return f"KV_{config.bucket}"
 
 
@@ -142,13 +142,13 @@ async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
         made = bucket(config.bucket, config, max_bytes=-1) | {"metadata": {_OURS + "log": config.stream}}
         try:
             found = (await stream.api(f"STREAM.CREATE.{made['name']}", made))["config"]
-        except StreamTaken:  # at the same moment, for another log or by an earlier release
+        except StreamTaken:  # made at the same moment, for another log or by an earlier release
             found = await found_bucket(stream, config)
     check_shared_state(config, found)
 
 
 async def found_bucket(stream: NatsStream, config: LogConfig) -> Mapping[str, Any]:
-    """The configuration of the shared-state bucket as it stands on the server. Raises StreamMissing."""
+    """Return the configuration of the shared-state bucket as it stands on the server. Raises StreamMissing."""
     found: Mapping[str, Any] = (await stream.api(f"STREAM.INFO.{bucket_stream(config)}"))["config"]
     return found
 
@@ -156,7 +156,7 @@ async def found_bucket(stream: NatsStream, config: LogConfig) -> Mapping[str, An
 def check_owner(config: LogConfig, found: Mapping[str, Any]) -> None:
     """Raise ConfigDrift for a shared-state bucket of another log.
 
-    One that an earlier release made does not say whose it is.
+    A bucket that an earlier release made does not say whose it is.
     """
     log = (found.get("metadata") or {}).get(_OURS + "log", config.stream)
     if log != config.stream:
@@ -173,7 +173,7 @@ def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
     """Compare an existing shared-state bucket with the configuration. Raises ConfigDrift."""
     check_owner(config, found)
     what, wanted = f"bucket {config.bucket}", bucket(config.bucket, config, max_bytes=-1)
-    del wanted["max_bytes"]  # some accounts want it to have one, and then it was made by hand
+    del wanted["max_bytes"]  # some accounts demand that it has one; then it was made by hand
     check(what, _UNSET, found, "", f"nats stream edit {wanted['name']}")
     check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
@@ -202,7 +202,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     check_lanes(config, metadata)
     check_bucket(config, metadata)
     windows_of(config, metadata).check(config)
-    if found.get("sealed"):  # which sets other fields, too
+    if found.get("sealed"):  # sealing sets other fields, too
         raise ConfigDrift(
             what,
             "sealed",
@@ -221,13 +221,15 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
 
 
 def lanes_of(metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """How many lanes there are beside an existing log, itself included, and which it is; a log without others says
-    nothing of it."""
+    """Return how many lanes an existing log has, itself included, and which lane it is.
+
+    A log without other lanes says nothing of them.
+    """
     return int(metadata.get(_OURS + "lanes", "1")), int(metadata.get(_OURS + "lane", "0"))
 
 
 def check_lanes(config: LogConfig, metadata: Mapping[str, Any]) -> None:
-    """Raise ConfigDrift for a log that has other lanes beside it: threads would be looked for in the wrong one."""
+    """Raise ConfigDrift for a log with other lanes than configured: threads would be looked for in the wrong one."""
     for field, found, expected in zip(("lanes", "lane"), lanes_of(metadata), (config.lanes, config.lane), strict=True):
         if found != expected:
             raise ConfigDrift(
@@ -241,7 +243,7 @@ def check_lanes(config: LogConfig, metadata: Mapping[str, Any]) -> None:
 
 
 def check_form(config: LogConfig, found: Mapping[str, Any]) -> None:
-    """Raise ConfigDrift for a log of an earlier release, whose entries this one cannot read: they must not get lost."""
+    """Raise ConfigDrift for a log of an earlier release: this one cannot read its entries, which must not get lost."""
     metadata = found.get("metadata") or {}
     form = metadata.get(_OURS + "form")
     if form != _FORM and _OURS + "partitions" in metadata:
@@ -257,7 +259,7 @@ def check_form(config: LogConfig, found: Mapping[str, Any]) -> None:
 
 
 def check_bucket(config: LogConfig, metadata: Mapping[str, Any]) -> None:
-    """Raise ConfigDrift for a log that goes with another bucket: its flushers and runs would be in two places."""
+    """Raise ConfigDrift for a log that belongs to another bucket: its flushers and runs would be in two places."""
     bucket = metadata.get(_OURS + "bucket", config.bucket)
     if bucket != config.bucket:
         raise ConfigDrift(

@@ -35,16 +35,16 @@ from bufstore.nats.setup import bucket_stream, check_owner, ensure_bucket, found
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
-#: A copy that lacks our own record has it this much later, unless it lags.
+#: Seconds after which a copy that lacked our own record has it, unless it lags.
 _COPY_S = 0.05
-#: How many characters are kept of a flusher's trouble.
+#: The number of characters that are kept of a flusher's trouble.
 _TROUBLE_MAX = 500
-#: This part of a bucket with a `max_bytes` is not for runs, but for what flushers write.
+#: One part in this many of a bucket with a `max_bytes` is not for runs, but for what flushers write.
 _RESERVED = 8
-#: How full it is, is looked at after so many seconds, or when this part of what was left has been taken: so many
-#: processes at once leave the rest alone.
+#: The room in the bucket is looked at after so many seconds, or when one part in so many of it has been taken: then so
+#: many processes at once leave the reserved part alone.
 _LOOK_S, _WRITERS = 5.0, 64
-#: What a run's record takes besides its subject and its body.
+#: The bytes that a run's record takes besides its subject and its body.
 _RUN_BYTES = 150
 
 
@@ -54,7 +54,7 @@ class NatsSharedState:
     def __init__(
         self, connection: Connection, api: str, config: LogConfig, claim_timeout_s: float = _TIMEOUT_S
     ) -> None:
-        """`claim_timeout_s`: the least that `claim_run` is given."""
+        """`claim_timeout_s`: the shortest time that `claim_run` is given."""
         self._connection = connection
         self._config = config
         self._keys = f"$KV.{config.bucket}."
@@ -62,13 +62,13 @@ class NatsSharedState:
         self._parked = f"{config.subject}-parked"
         self._stream = NatsStream(connection, api, bucket_stream(config), config.replicas)
         self._writes = GroupCommit(self._stream)
-        #: Whether the last claim found that its run had been claimed: then the next one looks first.
+        #: Whether the last claim found that its run had been claimed: then the next claim looks first.
         self._resumed = False
         look_s = min(_TIMEOUT_S, claim_timeout_s)
         self._records = Lookups(lambda subjects: self._stream.last(subjects, look_s))
         self._subscriptions = Subscriptions(connection)
         self._room = _Room(self._stream)
-        #: Whether the last new run found no room to be registered.
+        #: Whether the last new run found no room for its record.
         self._unregistered = False
         #: The position of each member record that this process has written.
         self._renewed: dict[str, int] = {}
@@ -91,10 +91,10 @@ class NatsSharedState:
         until = asyncio.get_running_loop().time() + timeout_s
         subject = f"{self._keys}run.{token(run_id)}"
         if self._resumed:
-            # A process that takes over what another one did meets runs that are claimed. A look for all that come at
-            # once costs less than a batch that is refused, a look for what is in its way, and a batch without that.
-            # (It has a bound of its own: one for each caller would take as long as all the rest here.)
-            with contextlib.suppress(LogUnavailable):  # maybe the bucket is missing: what claims makes a new one
+            # A process that takes over the work of another one meets runs that are claimed. One look for all claims
+            # that come together costs less than a batch that is refused, a look for what refused it, and a batch
+            # without that. (The look has its own time limit: one for each caller would take as long as all the rest.)
+            with contextlib.suppress(LogUnavailable):  # the bucket may be missing: the claim makes a new one
                 found = await self._records.of(subject)
                 if found is not None and (owner := _thread_in(found)) is not None:
                     return owner
@@ -133,13 +133,13 @@ class NatsSharedState:
             self._unregistered = False
             return thread_id
         except LogFull as e:
-            # As if the record were lost: that stops no write.
+            # Go on as if the record were lost: that stops no write.
             if not self._unregistered:
                 self._unregistered = True
                 _log.warning("new runs are not registered: %s", e, extra={"action": "runs_unregistered"})
             return await self.thread_of_run(run_id, timeout_s) or thread_id
         except Conflict as e:
-            # Claims that came together failed together, and what stands there was read for all of them.
+            # Claims that were sent together failed together, and the records in their way were read for all of them.
             owner = _thread_in(e.last) if e.last is not None else await self.thread_of_run(run_id, timeout_s)
             if owner is None:
                 raise LogUnavailable(
@@ -174,7 +174,7 @@ class NatsSharedState:
 
     async def leave(self, member: str) -> None:
         self._renewed.pop(member, None)
-        # The shortest time to live there is: a delete marker would stay forever.
+        # This is the shortest time to live; a delete marker would stay forever.
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
         await self._tell(self._calls + "members", b"")
 
@@ -192,12 +192,12 @@ class NatsSharedState:
         return {s.rpartition(".")[2]: m for s, m in sorted(found.items()) if m.body != b"left"}
 
     async def _member_records(self) -> Mapping[str, StoredMessage]:
-        """The records, not from a copy that lags.
+        """Return the member records, but not from a copy that lags.
 
-        Any replica answers a read with a wildcard, also one that was cut off and does not catch up for half a minute.
-        Members that go by different lists take partitions from each other all that time. A copy that has our own
-        record has all that was written before it; otherwise, and for a process without a record, ask the leader for
-        each.
+        Any replica answers a read with a wildcard, even one that was cut off and does not catch up for half a minute.
+        All that time, members with different lists would take partitions from each other. A copy that has our own
+        record has all that was written before it. Without such a copy, or without a record of our own, ask the leader
+        for each record.
         """
         every = f"{self._keys}member.*"
         if self._config.replicas > 1:
@@ -216,7 +216,7 @@ class NatsSharedState:
 
     async def report(self, progress: Mapping[int, int]) -> None:
         for partition, seq in progress.items():
-            # Not awaited until stored: the next report overwrites it, and Postgres holds the truth.
+            # Do not wait until it is stored: the next report overwrites it, and Postgres holds the truth.
             await self._tell(f"{self._keys}flushed.{partition}", str(seq).encode())
 
     async def progress(self) -> dict[int, int]:
@@ -278,11 +278,11 @@ class NatsSharedState:
             raise LogUnavailable("the shared-state bucket did not answer in time") from None
 
     async def _submit(self, message: Outgoing) -> int:
-        """For callers that bound its time themselves."""
+        """Store a message, for callers that bound the time themselves."""
         try:
             return await self._writes.submit([message])
         except LogUnavailable:
-            # Maybe somebody removed the bucket. Correctness needs nothing in it: create a new one.
+            # Maybe somebody removed the bucket. Correctness needs nothing in it, so create a new one.
             await ensure_bucket(self._stream, self._config)
             return await self._writes.submit([message])
         except StorageFull:
@@ -308,11 +308,11 @@ class NatsSharedState:
 
 
 class _Room:
-    """Whether a bucket takes one more run. On one that runs had filled, no flusher could join or tell its progress."""
+    """Decides whether a bucket takes one more run: in one full of runs, no flusher could join or tell its progress."""
 
     def __init__(self, stream: NatsStream) -> None:
         self._stream = stream
-        #: Bytes that runs might still take by the last look, and what they have taken since, as far as they are ours.
+        #: The bytes that runs might still take by the last look, and those that our own runs have taken since.
         self._left, self._taken = sys.maxsize, 0
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
@@ -320,10 +320,10 @@ class _Room:
     async def takes(self, size: int) -> bool:
         async with self._looking:
             now = asyncio.get_running_loop().time()
-            # Others write, too: the less is left, the sooner it is looked at.
+            # Other processes write, too: the less room is left, the sooner it is looked at again.
             if now - self._looked_at > _LOOK_S or self._taken > max(self._left, 0) // _WRITERS:
                 self._looked_at, self._taken = now, 0
-                with contextlib.suppress(LogUnavailable):  # what is to be written meets the same
+                with contextlib.suppress(LogUnavailable):  # the write meets the same trouble
                     info = await self._stream.info(_TIMEOUT_S)
                     limit = info["config"].get("max_bytes", -1)
                     self._left = limit - limit // _RESERVED - info["state"]["bytes"] if limit > 0 else sys.maxsize
@@ -334,7 +334,7 @@ class _Room:
 
 
 def _thread_in(record: StoredMessage) -> str | None:
-    """The thread that a run's record names."""
+    """Return the thread that a run's record names; None when it names none."""
     try:
         return untoken(record.body.decode("ascii", "replace")) if record.body else None
     except MalformedEntry:
