@@ -1,1 +1,1 @@
-"""What knows Postgres: the pool, the migrations, and the store of threads."""
+"""Postgres: connections, migrations, and the ledger."""

@@ -1,4 +1,4 @@
-"""Columns as parameters: binary arrays, framed once.
+"""Passes columns as parameters: binary arrays, framed once.
 
 psycopg's own arrays look at each value twice and quote text.
 """
@@ -24,9 +24,9 @@ _NULL = _LENGTH(-1)
 
 @contextmanager
 def unstorable() -> Iterator[None]:
-    """Raise what Postgres says of data it cannot read, for values of which no columns can be made.
+    """Raise Postgres' error for data that it cannot read, for values of which no columns can be made.
 
-    No writer of ours makes such an entry; a foreign one is at fault itself, not the store.
+    No writer of ours makes such an entry. A foreign entry is at fault itself, not the store.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def unstorable() -> Iterator[None]:
 class Array:
     """A Postgres array in its binary form."""
 
-    # Not a kind of bytes: to make one of bytes copies them, and a batch has many.
+    # No subclass of bytes: making one of bytes copies them, and a batch has many.
     __slots__ = ("data",)
 
     def __init__(self, data: bytes) -> None:
@@ -45,7 +45,7 @@ class Array:
 
 
 class _ArrayDumper(Dumper):
-    format = Format.BINARY  # its type is what the statement casts the parameter to
+    format = Format.BINARY  # its type is the one that the statement casts the parameter to
 
     def dump(self, obj: Array) -> bytes:
         return obj.data
@@ -54,7 +54,7 @@ class _ArrayDumper(Dumper):
 async def rows_of(
     connection: AsyncConnection[Any], statement: LiteralString, parameters: Sequence[Any]
 ) -> list[tuple[Any, ...]]:
-    """All rows of one of our statements."""
+    """Return all rows of one of our statements."""
     cursor = ArrayCursor(connection)
     await cursor.execute(statement, parameters, binary=True)
     return await cursor.rows()
@@ -65,33 +65,33 @@ class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):
 
     def __init__(self, connection: AsyncConnection[Any]) -> None:
         super().__init__(connection)
-        # Here and not on the connection, which may be the caller's.
+        # Registered here and not on the connection, which may be the caller's.
         self.adapters.register_dumper(Array, _ArrayDumper)
 
     async def rows(self) -> list[tuple[Any, ...]]:
-        """All rows; empty for a statement without a result."""
+        """Return all rows; none for a statement without a result."""
         result = self.pgresult
-        # Not `description`, which makes an object of each column.
+        # Not `description`, which makes an object for each column.
         return await self.fetchall() if result is not None and result.status == ExecStatus.TUPLES_OK else []
 
 
 def texts(values: Iterable[str | None]) -> Array:
-    """A ``text[]``."""
+    """Return a ``text[]``."""
     return _array(25, [None if v is None else v.encode() for v in values])
 
 
 def ints(values: Iterable[int]) -> Array:
-    """An ``int[]``."""
+    """Return an ``int[]``."""
     return _array(23, [_LENGTH(v) for v in values])
 
 
 def longs(values: Iterable[int | None]) -> Array:
-    """A ``bigint[]``."""
+    """Return a ``bigint[]``."""
     return _array(20, [None if v is None else _INT8(v) for v in values])
 
 
 def blobs(values: Sequence[bytes | None]) -> Array:
-    """A ``bytea[]``."""
+    """Return a ``bytea[]``."""
     return _array(17, values)
 
 

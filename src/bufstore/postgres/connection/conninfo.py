@@ -19,7 +19,7 @@ _DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 
 
 def check_conninfo(conninfo: str) -> dict[str, Any]:
-    """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
+    """Return the parameters of a connection string. Raises ConfigError, which shows nothing of the string."""
     if not isinstance(conninfo, str):
         raise ConfigError(f"the Postgres connection string must be a str, not {type(conninfo).__name__}")
     if dialect := _DIALECT.match(conninfo):
@@ -30,9 +30,9 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
     with suppress(psycopg.ProgrammingError, UnicodeError):
         found = dict(conninfo_to_dict(conninfo))
     if found is None:
-        # Not within an except: libpq's message quotes the string, password and all, and would be our context.
+        # Not within an except: libpq's message quotes the string with its password, and would be our error's context.
         raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
-    # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
+    # libpq takes a part of a password with an unescaped "/", "@" or "#" for the address, and would say it in errors.
     hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
     if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
         raise ConfigError(
@@ -43,14 +43,14 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
 
 
 def own_conninfo(conninfo: str, **defaults: Any) -> str:
-    """The string to connect with. Raises like `check_conninfo`.
+    """Return the string to connect with. Raises like `check_conninfo`.
 
-    Always in UTF-8, whatever the string, the environment, or a default of role or database says: ids travel in binary
-    arrays (`bufstore.postgres.connection.arrays`), which psycopg does not encode.
+    The client's encoding is always UTF-8, whatever the string, the environment, or a default of role or database says:
+    ids travel in binary arrays (`bufstore.postgres.connection.arrays`), which psycopg does not encode.
     """
     return make_conninfo(**(defaults | check_conninfo(conninfo) | {"client_encoding": "UTF8"}))
 
 
 def has_secret(conninfo: str) -> bool:
-    """Whether a connection string holds what nobody else may see. Raises like `check_conninfo`."""
+    """Return whether a connection string holds a secret. Raises like `check_conninfo`."""
     return not _SECRETS.isdisjoint(check_conninfo(conninfo))

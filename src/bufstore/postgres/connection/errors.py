@@ -1,4 +1,4 @@
-"""Postgres' errors, as bufstore's: one table, applied at the edge.
+"""Maps Postgres' errors to bufstore's: one table, applied at the edge.
 
 Errors that the table does not name (above all classes 22 and 23, the entry's own fault) pass unchanged.
 """
@@ -17,22 +17,22 @@ from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnav
 class NoAnswer(StoreUnavailable):
     """The connection ended, or the time ran out, before Postgres answered.
 
-    A read may be repeated. A write may have taken effect: an idempotency key tells.
+    A read may be repeated. A write may have taken effect: an idempotency key tells whether it has.
     """
 
 
 class Unconfirmed(NoAnswer):
     """The statement was cancelled when its time was over, and ended without an error.
 
-    So it may be a commit that waited for a synchronous standby. This server shows it, the standby may lack it: only the
-    next write that is answered tells that it has it, a look does not.
+    So it may be a commit that waited for a synchronous standby. This server shows the commit, but the standby may lack
+    it. Only the next write that is answered tells that the standby has it; a read does not.
     """
 
     def __init__(self) -> None:
         super().__init__("no answer from Postgres: the time ran out (a synchronous standby may be away)")
 
 
-#: SQLSTATE (or its beginning) -> what it means here. Looked up longest first.
+#: SQLSTATE (or its beginning) -> the error that stands for it here. Looked up longest first.
 _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
     "08": NoAnswer,  # connection failure
     "57P01": NoAnswer,  # the administrator ended the session, or Postgres shuts down
@@ -68,7 +68,7 @@ def map_errors() -> Iterator[None]:
 
 
 def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
-    """The bufstore error that stands for `error`, or None when the table does not know it."""
+    """Return the bufstore error that stands for `error`, or None when the table does not know it."""
     if isinstance(error, OSError):  # TimeoutError is one
         return NoAnswer(f"no answer from Postgres: {str(error) or 'the time ran out'}")
     if isinstance(error, psycopg_pool.PoolClosed):

@@ -11,8 +11,8 @@ In all of them ``{schema}`` stands for the (quoted) schema name.
 
 A rolling upgrade runs two releases on the same tables, and a rollback runs the older one on the newer tables. So a
 migration may begin with the line ``-- Works with: NNNN``: the release whose newest migration is NNNN, and every later
-one, still works after this one. It is recorded with the migration, because an older release cannot read the file. A
-migration without that line shuts out all earlier releases. Expand first, contract a release later: see
+one, still works after this migration. NNNN is recorded with the migration, because an older release cannot read the
+file. A migration without that line shuts out all earlier releases. Expand first, contract a release later: see
 docs/OPERATIONS.md.
 """
 
@@ -31,10 +31,10 @@ from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
-#: What stands between blank lines in a file of statements.
+#: One block of a file of statements; blank lines separate the blocks.
 _STATEMENT = re.compile(r"-- name: ([a-z][a-z0-9_]*)\n((?:-- (?!name:).+\n)+)((?!--)(?:(?!-- name:)[^;])+);")
 _TABLE = re.compile(r"CREATE TABLE \{schema\}\.([a-z_]+)")
-#: Tables of which row level security hides every row from this role: no policy lets it read any of them.
+#: Finds tables whose rows are all hidden from this role by row level security: no policy lets it read any of them.
 _HIDING = """
 SELECT string_agg(c.relname, ', ' ORDER BY c.relname)
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -45,13 +45,13 @@ WHERE n.nspname = %s AND c.relname = ANY (%s) AND row_security_active(c.oid) AND
 )
 """
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
-#: The functions' bodies stand between these, so the schema's name must not hold it.
+#: Encloses the functions' bodies, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
 #: Postgres silently truncates longer identifiers.
 _MAX_IDENTIFIER_BYTES = 63
-#: What to do about a database in another encoding.
+#: The advice for a database in another encoding.
 UTF8_NEEDED = "use one made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
-#: Any fixed number: one migration at a time in a database.
+#: The key of an advisory lock, any fixed number: only one migration at a time runs in a database.
 _MIGRATION_LOCK = 0x6275_6673_746F_7265
 #: How long a migration waits for a lock on a table, how long it then leaves the tables alone at least, and how long it
 #: keeps trying.
@@ -76,10 +76,10 @@ def check_schema(schema: str) -> str:
 
 
 def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
-    """The statements of the folder's files by name, without their comments, for `schema`.
+    """Return the statements of the folder's files by name, without their comments, for `schema`.
 
-    They have ``$1`` placeholders, for psycopg's raw cursors: ``%`` in a schema's name needs no care there. Raises
-    ValueError when a file holds anything else than statements, or two have one name.
+    They have ``$1`` placeholders, for psycopg's raw cursors: there a ``%`` in a schema's name needs no care. Raises
+    ValueError when a file holds anything but statements, or two statements have one name.
     """
     found: dict[str, LiteralString] = {}
     for file in folder.iterdir():
@@ -99,19 +99,20 @@ def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
 async def migrate(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> list[int]:
     """Bring the tables of `part` in `schema` up to date; return the versions that were applied now.
 
-    All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
-    DDL rights can start an app. Tables of a newer release are left alone; raises ConfigError when this release cannot
-    work with them, or there are none yet and the database is not in UTF-8; StoreMisconfigured when row level security
-    hides rows; StoreUnavailable when another session held a lock on the tables for too long: then nothing was changed.
+    All migrations run in one transaction, in one process at a time. A schema that is up to date is only read, so a role
+    without DDL rights can start an app. Tables of a newer release are left alone. Raises ConfigError when this release
+    cannot work with them, or when there are none yet and the database is not in UTF-8; StoreMisconfigured when row
+    level security hides rows, or the role may not create the tables; StoreUnavailable when another session held a lock
+    on the tables for too long: then nothing was changed.
     """
     check_schema(schema)
     migrations = migrations_of(folder, schema)
-    async with connection.transaction():  # one instead of four, for each part of each process that starts
+    async with connection.transaction():  # one instead of four, in each process that starts, for each part
         await check_rows_shown(connection, schema, tables_of(folder))
         missing = await _missing(connection, schema, part, migrations)
     if not missing:
         return []
-    # Not where tables are: they serve an app whose ids the encoding has, which is not to be shut out.
+    # Existing tables may have any encoding: their app's ids are in it, and the app must not be shut out.
     if len(missing) == len(migrations) and (encoding := await encoding_of(connection)) != "UTF8":
         raise ConfigError(
             f"the database's encoding is {encoding}, which does not hold every id: {UTF8_NEEDED}. Nothing was changed"
@@ -150,7 +151,7 @@ async def check_rows_shown(connection: AsyncConnection[Any], schema: str, tables
 
 
 async def encoding_of(connection: AsyncConnection[Any]) -> str:
-    """What the database stores text in."""
+    """Return the encoding in which the database stores text."""
     row = await (await connection.execute("SELECT current_setting('server_encoding')")).fetchone()
     assert row is not None
     return str(row[0])
@@ -159,7 +160,7 @@ async def encoding_of(connection: AsyncConnection[Any]) -> str:
 async def _migrate_at_once(
     connection: AsyncConnection[Any], schema: str, part: str, migrations: Mapping[int, LiteralString]
 ) -> list[int]:
-    """One try, in one transaction."""
+    """Migrate in one transaction, or fail; return the versions that were applied."""
     async with connection.transaction():
         for statement in waiting():
             await connection.execute(statement)
@@ -176,7 +177,7 @@ async def _migrate_at_once(
 async def _missing(
     connection: AsyncConnection[Any], schema: str, part: str, migrations: Mapping[int, LiteralString]
 ) -> list[int]:
-    """The versions that are not applied yet. Raises ConfigError when this release cannot work with those that are."""
+    """Return the versions that are not applied yet. Raises ConfigError if this release cannot work with the others."""
     applied = (await applied_migrations(connection, schema)).get(part, {})
     if not works_with(applied, max(migrations)):
         raise ConfigError(
@@ -188,7 +189,7 @@ async def _missing(
 
 
 def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
-    """The folder's migrations by version, for `schema`."""
+    """Return the folder's migrations by version, for `schema`."""
     return {
         int(match[1]): _rendered(file.read_text(encoding="utf-8"), schema)
         for file in folder.iterdir()
@@ -197,24 +198,24 @@ def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
 
 
 def tables_of(folder: Traversable) -> list[str]:
-    """The tables that the folder's migrations make, and the one that tells of migrations."""
+    """Return the tables that the folder's migrations make, and the table that records migrations."""
     migrations = [file.read_text(encoding="utf-8") for file in folder.iterdir() if _NUMBERED.fullmatch(file.name)]
     return ["bufstore_migrations", *(name for text in migrations for name in _TABLE.findall(text))]
 
 
 def newest(folder: Traversable) -> int:
-    """The version that this release knows of the folder's tables."""
+    """Return the newest version of the folder's tables that this release knows."""
     return max(int(match[1]) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name)))
 
 
 def oldest_release(migration: str, version: int) -> int:
-    """The newest migration of the oldest release that works after this one: what the file says, else its own."""
+    """Return the newest migration of the oldest release that works after this one: as the file says, or `version`."""
     said = _WORKS_WITH.search(migration)
     return int(said[1]) if said else version
 
 
 def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
-    """Whether a release whose newest migration is `newest_known` works with tables that have these migrations.
+    """Return whether a release whose newest migration is `newest_known` works with tables that have these migrations.
 
     `applied`: each migration's version, with the oldest release that works after it.
     """
@@ -222,13 +223,13 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
 
 
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
-    """Per part, the versions that were applied, each with the oldest release that works after it."""
+    """Return, by part, the versions that were applied, each with the oldest release that works after it."""
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
-    # Not by to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
+    # Not with to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
     there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'bufstore_migrations'"
     if not (await connection.execute(there, [schema])).rowcount:
         return {}
-    # By way of JSON, because the column may not be there: releases without it made the table.
+    # Through JSON, because the column may be missing: earlier releases made the table without it.
     cursor = await connection.execute(
         sql.SQL("SELECT room, version, coalesce((to_jsonb(m) ->> 'works_with')::int, version) FROM {} AS m").format(
             table
@@ -241,7 +242,7 @@ async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> d
 
 
 async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
-    # Not IF NOT EXISTS alone: that requires the right to create schemas even when this one exists.
+    # Not with IF NOT EXISTS alone: that needs the right to create schemas even when this one exists.
     cursor = await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])
     if not cursor.rowcount:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
@@ -250,16 +251,16 @@ async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
 
 
 def waiting() -> list[sql.Composed]:
-    """What a transaction that migrates begins with: one at a time, and short waits for locks."""
+    """Return what a migrating transaction begins with: one transaction at a time, and short waits for locks."""
     return [
         sql.SQL("SELECT pg_advisory_xact_lock({})").format(_MIGRATION_LOCK),
-        # While a change of a table waits for a reader, everybody else waits behind the change.
+        # While a change of a table waits for a reader, all other sessions wait behind the change.
         sql.SQL("SET LOCAL lock_timeout = {}").format(f"{round(_LOCK_S * 1000)}ms"),
     ]
 
 
 def preparing(schema: str) -> list[sql.Composed]:
-    """What makes the table of the migrations, in a schema that is there."""
+    """Return the statements that make the table of the migrations, in an existing schema."""
     statements: list[LiteralString] = [
         "CREATE TABLE IF NOT EXISTS {}.bufstore_migrations ("
         "room text, version int, applied_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (room, version))",
@@ -270,12 +271,12 @@ def preparing(schema: str) -> list[sql.Composed]:
 
 
 def recording(schema: str, part: str, version: int, migration: str) -> sql.Composed:
-    """What says that a migration was applied."""
+    """Return the statement that records that a migration was applied."""
     return sql.SQL("INSERT INTO {}.bufstore_migrations (room, version, works_with) VALUES ({}, {}, {})").format(
         sql.Identifier(schema), part, version, oldest_release(migration, version)
     )
 
 
 def _rendered(text: str, schema: str) -> LiteralString:
-    # Our own text with a quoted identifier in it: as literal as a string can be that is read from a file.
+    # Our own text with a quoted identifier in it: as literal as a string that is read from a file can be.
     return text.replace("{schema}", sql.Identifier(schema).as_string())

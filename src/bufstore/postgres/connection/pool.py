@@ -29,22 +29,22 @@ from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
 from bufstore.tasks import Closing, spawn, to_the_end
 
-#: What to do when a store is opened again, or by another one.
+#: The advice when a store is opened again, or by another one.
 ANOTHER = "make one for each store that you open"
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
-#: When a call's time is over: how long what has arrived by then is still read, in so many steps.
+#: After the end of a call's time: how long answers that have arrived are still read, and in how many steps.
 _READ_S, _READ_STEPS = 0.05, 10
-#: Then: how long the cancel request may take, and then the statement to end.
+#: After that: how long the cancel request may take, and then the statement to end.
 _GRACE_S = 0.25
-#: How long the statement of a caller who was cancelled may take to end.
+#: How long the statement of a cancelled caller may take to end.
 _CANCELLED_S = 1.0
-#: How long a pool that closes waits for its own tasks, which take back what was lent.
+#: How long a closing pool waits for its own tasks, which take back the lent connections.
 _CLOSE_S = 1.0
-#: A connection goes from caller to caller for so long; then the pool looks whether it is too old.
+#: A connection goes from caller to caller for so many seconds; then the pool looks whether it is too old.
 _HANDED_ON_S = 60.0
-#: What the server says to a client that will never get in. Only its text says so, if it is English: libpq gives no
-#: SQLSTATE here, and psycopg does not have it put into the text (PQsetErrorVerbosity).
+#: The server's words to a client that will never get in. Only the text says so, if it is English: libpq gives no
+#: SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
 _REFUSED = re.compile(
     r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
     r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
@@ -55,10 +55,10 @@ _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
 class _Quiet(logging.Filter):
-    """What psycopg warns of about our connections is for debugging: it is in the error that a caller gets.
+    """Keeps psycopg's warnings about our connections for debugging: the error that a caller gets says the same.
 
-    While Postgres is away its pool warns of each attempt and each lost connection; a pipeline in which a statement was
-    refused, that what was behind it was refused, too. The flusher and the reads say it once.
+    While Postgres is away, psycopg's pool warns of each attempt and each lost connection. After a refused statement, a
+    pipeline warns that the statements behind it were refused, too. The flusher and the reads say it once.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -67,7 +67,7 @@ class _Quiet(logging.Filter):
 
 
 def _is_ours(arg: object) -> bool:
-    if isinstance(arg, str):  # some messages name the pool or a task of it, some the connection, some its pipeline
+    if isinstance(arg, str):  # some messages name the pool or its task, some the connection, some its pipeline
         return _OURS.fullmatch(arg) is not None
     return isinstance(arg._conn if isinstance(arg, AsyncPipeline) else arg, _Connection)
 
@@ -85,7 +85,7 @@ class _Failure:
 
 
 class _Connection(AsyncConnection[TupleRow]):
-    #: How many of them this process has made.
+    #: The number of connections that this process has made.
     made = 0
 
     @classmethod
@@ -93,26 +93,26 @@ class _Connection(AsyncConnection[TupleRow]):
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
-            # With several hosts there are several. The text names host and user, never a password.
+            # Several hosts give several reasons. The text names host and user, never a password.
             reasons = _REASON.findall(str(e))
             failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
             raise
         failure.reason = None
         owned_here(connection)
         _Connection.made += 1
-        # Of the transactions that psycopg begins; for the others see `Pool._read_committed`.
+        # This is for transactions that psycopg begins; for the others see `Pool._read_committed`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
-    #: When it was last got from the pool.
+    #: When the connection was last got from the pool, in the event loop's time.
     lent_at: float = 0.0
-    #: Of the block that it is lent to.
+    #: The alarm of the block that the connection is lent to; None while it is not lent.
     alarm: Alarm | None = None
 
     async def _try_cancel(self, *, timeout: float = 5.0) -> None:
-        """What psycopg does when the task of a statement is cancelled; then it waits for the server, up to ten seconds.
+        """Cancel as psycopg does when a statement's task is cancelled; then psycopg waits up to ten seconds.
 
-        A Postgres that hangs must not hold up a caller who has given up longer than one whose time is over.
+        When Postgres hangs, a caller that has given up must not wait longer than one whose time is over.
         """
         if self.alarm is not None:
             self.alarm.ring_in(_CANCELLED_S)
@@ -120,10 +120,10 @@ class _Connection(AsyncConnection[TupleRow]):
 
     @asynccontextmanager
     async def pipeline(self) -> AsyncIterator[AsyncPipeline]:
-        """As psycopg's, but without the request to flush that it sends behind the last sync.
+        """Begin psycopg's pipeline, but without the request to flush that psycopg sends behind the last sync.
 
-        Postgres takes that for the next statement, which ends its `idle_in_transaction_session_timeout`: a process that
-        stops behind a pipeline would hold its locks forever.
+        Postgres takes that request for the next statement, which ends its `idle_in_transaction_session_timeout`: a
+        process that stops behind a pipeline would hold its locks forever.
         """
         async with super().pipeline() as pipeline:
             pipeline._exit_gen = partial(_end, pipeline)  # type: ignore[method-assign]
@@ -131,11 +131,11 @@ class _Connection(AsyncConnection[TupleRow]):
 
 
 def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
-    """Send a sync and fetch all that is still to come."""
+    """Send a sync, and fetch everything that is still to come."""
     try:
         pipeline._enqueue_sync()
         yield from pipeline._communicate_gen()
-        # Of a large statement the socket may not have taken all, and `_fetch_gen` waits for answers only.
+        # The socket may not have taken all of a large statement, and `_fetch_gen` waits for answers only.
         while pipeline.pgconn.flush():
             if (yield Wait.RW) & Ready.R:
                 pipeline.pgconn.consume_input()
@@ -144,12 +144,12 @@ def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
 
 
 def connections_made() -> int:
-    """How many connections to Postgres this process has made, in all pools."""
+    """Return how many connections to Postgres this process has made, in all pools."""
     return _Connection.made
 
 
 class _UntilCancelled:
-    """The queue of a task that goes on after it was cancelled: it gets nothing more to do."""
+    """The queue of a task that goes on after its cancellation: the task gets nothing more to do."""
 
     def __init__(self, queue: asyncio.Queue[Any]) -> None:
         self._queue = queue
@@ -165,7 +165,7 @@ class Pool(AsyncConnectionPool[_Connection]):
     """An `AsyncConnectionPool` with one more way to borrow: `lend`.
 
     While all connections are lent, a returned one goes to the next caller at once, past the pool, whose locks and tasks
-    cost more than a small statement. But not while a caller waits in the pool itself, because it came earlier.
+    cost more than a small statement. A caller that waits in the pool itself comes first, because it came earlier.
     """
 
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
@@ -174,14 +174,14 @@ class Pool(AsyncConnectionPool[_Connection]):
         self._home: Home | None = None
         #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet.
         self._autocommit: bool | None = None
-        #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of them wait.
+        #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of these wait.
         self._lent = self._asking = 0
-        #: Callers that wait for one of them. None: the place is free, the connection is gone.
+        #: Callers that wait for a place. Each gets the place with its connection; or None: the connection is gone.
         self._next: deque[asyncio.Future[_Connection | None]] = deque()
         defaults: dict[str, Any] = {
             "connect_timeout": max(2, round(connect_timeout_s)),
             "application_name": "bufstore",
-            # A server whose host is gone says nothing: with the system's defaults that is noticed after two hours.
+            # A server whose host is gone says nothing: the system's defaults notice that after two hours.
             "keepalives_idle": 10,
             "keepalives_interval": 5,
             "keepalives_count": 3,
@@ -194,21 +194,21 @@ class Pool(AsyncConnectionPool[_Connection]):
             max_size=size,
             open=False,
             name=_POOL_NAME,
-            # Its own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
+            # The pool's own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
             reconnect_timeout=0,
         )
 
     @classmethod
     async def worker(cls, q: Any) -> None:
-        """Also ends when it is cancelled while it connects, for which psycopg_pool takes an error of connecting.
+        """Run a worker. Cancelling it ends it even while it connects: psycopg_pool takes that for a failed connect.
 
         Otherwise a program that does not close its store would never end: `asyncio.run` waits for every task.
         """
-        with suppress(asyncio.CancelledError):  # or asyncio reports it, where the pool has stopped waiting for its end
+        with suppress(asyncio.CancelledError):  # otherwise asyncio reports it, if the pool no longer waits for the end
             await super().worker(_UntilCancelled(q))  # type: ignore[arg-type]
 
     async def open(self, wait: bool = False, timeout: float = 30.0) -> None:
-        """Open it, if it is not open. Raises ConfigError when it was closed, or is open on another event loop."""
+        """Open the pool, if it is not open. Raises ConfigError when it was closed, or is open on another event loop."""
         self.check_home()
         if self.closed:
             self._home = Home()
@@ -218,7 +218,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             raise ConfigError(f"this store was closed: {ANOTHER}") from None
 
     async def close(self, timeout: float = _CLOSE_S) -> None:
-        """Close it. Not for long: with a Postgres that hangs, the pool's own tasks still try to connect.
+        """Close the pool, and wait only shortly: when Postgres hangs, the pool's own tasks still try to connect.
 
         Raises like `closes_here`, and does nothing where that is false.
         """
@@ -226,19 +226,19 @@ class Pool(AsyncConnectionPool[_Connection]):
             await self._closing(partial(super().close, timeout))
 
     def closes_here(self) -> bool:
-        """Whether this process closes it: that of which it was forked off does. Raises ConfigError on another loop."""
+        """Return False in a process that was forked off. Raises ConfigError on another loop, unless it is closed."""
         return self._home is None or (self.closed and not self._home.left) or self._home.closes_here()
 
     def check_home(self) -> None:
-        """Raise ConfigError on another event loop than the one that it is open on, and in a forked process."""
+        """Raise ConfigError on another event loop than the one that the pool is open on, and in a forked process."""
         if self._home is not None and not self.closed:
             self._home.check()
 
     @asynccontextmanager
     async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
-        """A live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
+        """Lend a live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
 
-        `away_s`: how long to wait for a Postgres that cannot be reached, where the caller would rather know; without,
+        `away_s`: how long to wait for a Postgres that cannot be reached, for a caller that would rather know. None:
         `timeout_s`, which rides out a restart.
 
         Errors in the block are mapped (`bufstore.postgres.connection.errors`). Raises StoreUnavailable when no
@@ -250,7 +250,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         deadline = loop.time() + timeout_s
         with map_errors():
             connection = await self._borrow(deadline, deadline if away_s is None else loop.time() + away_s)
-            # The alarm ends the statement; the limit is for what else the block may wait for.
+            # The alarm ends the statement. The limit ends anything else that the block waits for.
             limit = asyncio.timeout(None)
             alarm = connection.alarm = Alarm(connection, deadline, limit)
             try:
@@ -259,7 +259,7 @@ class Pool(AsyncConnectionPool[_Connection]):
                     yield connection
             except Exception as e:
                 if _is_read_only(e):
-                    # A session may stay so after the server is not, and the address may lead to another one by now.
+                    # A session may stay read-only when its server is not, and the address may lead to another by now.
                     await connection.close()
                 raise
             else:
@@ -268,15 +268,15 @@ class Pool(AsyncConnectionPool[_Connection]):
             finally:
                 connection.alarm = None
                 if alarm.off():
-                    # The cancel request may still be under way: it must not hit the next one's statement.
+                    # The cancel request may still be under way: it must not hit the next caller's statement.
                     await connection.close()
                 await self._end_loan(connection)
 
     async def _read_committed(self, connection: _Connection) -> None:
-        """Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
+        """Make each statement read committed, whatever the role's default: one that waited for a row sees its change.
 
-        Where the default is another, psycopg begins a transaction for each loan. A setting of the session would be lost
-        behind a pooler, which also refuses one that comes with the connection.
+        Where the default is another level, psycopg begins a transaction for each loan. A setting of the session would
+        be lost behind a pooler, which also refuses a setting that comes with the connection.
         """
         if self._autocommit is None:
             found = await (await connection.execute("SHOW default_transaction_isolation")).fetchone()
@@ -285,7 +285,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             await connection.set_autocommit(self._autocommit)
 
     async def _borrow(self, deadline: float, away_at: float) -> _Connection:
-        """A place among those lent to, and a live connection; `away_at`: see `_live`."""
+        """Take a place among the callers that are lent to; return a live connection. `away_at`: see `_live`."""
         if self._lent >= self.max_size:
             handed = await self._wait_turn(deadline, away_at)
             if handed is not None:
@@ -335,7 +335,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             turn.set_exception(self._not_in_time())
 
     def _refuse_all(self, reason: str) -> None:
-        """Tell all waiting callers, so that each need not find out alone."""
+        """Refuse all waiting callers, so that each need not find out alone."""
         while self._next:
             turn = self._next.popleft()
             if not turn.done():
@@ -346,13 +346,13 @@ class Pool(AsyncConnectionPool[_Connection]):
         return StoreUnavailable(f"no connection to Postgres in time: {reason}")
 
     async def _end_loan(self, connection: _Connection) -> None:
-        """Hand the connection on, or give it back."""
+        """Hand the connection on to the next caller, or give it back."""
         fresh = asyncio.get_running_loop().time() - connection.lent_at < _HANDED_ON_S
         idle = connection.pgconn.transaction_status == TransactionStatus.IDLE
         if fresh and idle and not self._asking and not self.closed and self._give_turn(connection):
             return
         try:
-            # Also after a cancellation: the pool rolls back what is open, or drops the connection.
+            # This also runs after a cancellation: the pool rolls back what is open, or drops the connection.
             await self._give_back(connection)
         finally:
             self._free_place()
@@ -370,21 +370,21 @@ class Pool(AsyncConnectionPool[_Connection]):
         return False
 
     async def take(self, timeout_s: float) -> AsyncConnection[TupleRow]:
-        """A live connection to keep, for the caller to close and then give back with `putconn`. Raises like `lend`."""
+        """Return a live connection, which the caller closes and then gives back with `putconn`. Raises like `lend`."""
         self.check_home()
         with map_errors():
             deadline = asyncio.get_running_loop().time() + timeout_s
             return await self._live(deadline, deadline)
 
     async def _live(self, deadline: float, away_at: float) -> _Connection:
-        """A live connection; from `away_at` on the last failure to connect ends the wait."""
+        """Return a live connection. From `away_at` on, the last failure to connect ends the wait."""
         loop = asyncio.get_running_loop()
         while True:
             left = (away_at if self._failure.reason else deadline) - loop.time()
             try:
                 connection = await self.getconn(min(left, _NUDGE_S))
             except PoolTimeout:
-                # Asked again, the pool tries to connect again: Postgres that is back is noticed at once.
+                # When it is asked again, the pool tries to connect again: a Postgres that is back is noticed at once.
                 self._raise_refusal()
                 if left <= _NUDGE_S:
                     raise self._not_in_time() from None
@@ -407,21 +407,21 @@ class Pool(AsyncConnectionPool[_Connection]):
 
 
 async def open_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
-    """An open pool of up to `size` connections. Postgres need not be up: the first call that needs it says so."""
+    """Return an open pool of up to `size` connections. Postgres need not be up: the first call to need it says so."""
     pool = new_pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
     await pool.open(wait=False)
     return pool
 
 
 def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
-    """A pool still to be opened. Raises ConfigError when `conninfo` is none; the error does not show it."""
+    """Return a pool that is not open yet. Raises ConfigError when `conninfo` is invalid; the error does not show it."""
     if size < 1:
         raise ConfigError("the pool needs at least one connection")
     return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
 
 
 def _is_alive(connection: AsyncConnection[Any]) -> bool:
-    """False when the server has closed this idle connection: read what has arrived, without waiting."""
+    """Return False when the server has closed this idle connection: read what has arrived, without waiting."""
     try:
         # Twice: a server that ends a session says so first, and libpq sees the end only when it reads on.
         connection.pgconn.consume_input()
@@ -438,31 +438,31 @@ def _is_read_only(error: BaseException) -> bool:
 class Alarm:
     """Ends the connection's statement when its time is over.
 
-    Not by cancelling our task: psycopg would then wait for the server up to ten seconds. And a statement that the
-    server ends with an error certainly did nothing, but an abandoned one may have done it. One that it ends without an
-    error says nothing any more: a commit that waits for a synchronous standby, and is cancelled, counts as done on this
-    server alone.
+    It does not cancel our task: psycopg would then wait for the server up to ten seconds. And a statement that the
+    server ends with an error certainly did nothing, but an abandoned one may have done its work. A statement that ends
+    without an error after the cancel request says nothing: a commit that waits for a synchronous standby, and is
+    cancelled, counts as done on this server alone.
 
     On a loop that stood still past the deadline, the answer may have come in time: it is read first.
     """
 
     def __init__(self, connection: AsyncConnection[Any], deadline: float, limit: asyncio.Timeout | None = None) -> None:
-        """`limit`: ends the block, when it goes on though its statement was ended."""
+        """`limit` ends the block if it goes on although its statement was ended."""
         self._connection = connection
         self._limit = limit
         self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
         self._task: asyncio.Task[None] | None = None
-        #: Whether a cancel request was sent: what ends without an error after that says nothing.
+        #: Whether a cancel request was sent: a statement that ends without an error after that says nothing.
         self.rung = False
 
     def ring_in(self, seconds: float) -> None:
-        """Ring so soon, if it has not rung."""
+        """Ring in so many seconds, unless the alarm has rung."""
         if self._task is None:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(seconds, self._ring)
 
     def off(self) -> bool:
-        """Disarm it; true when it has rung."""
+        """Disarm the alarm; return whether it has rung."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -471,18 +471,18 @@ class Alarm:
     def _ring(self) -> None:
         self._task = spawn(self._end())
         if self._limit is not None:
-            # From now on, and not from the deadline: a loop that stood still has yet to read.
+            # Counted from now, and not from the deadline: a loop that stood still has yet to read.
             self._limit.reschedule(asyncio.get_running_loop().time() + 3 * _GRACE_S)
 
     async def _end(self) -> None:
-        # A commit may follow what is read, and be answered at once. In steps: the loop may stand still again.
+        # A commit may follow what is read, and be answered at once. Read in steps: the loop may stand still again.
         for _ in range(_READ_STEPS):
             await asyncio.sleep(_READ_S / _READ_STEPS)
         self.rung = True
         with suppress(psycopg.Error):
             await self._connection.cancel_safe(timeout=_GRACE_S)
             await asyncio.sleep(_GRACE_S)
-        # No server, or one too busy to cancel: hang up, which wakes psycopg at once.
+        # The server is gone, or too busy to cancel: hang up, which wakes psycopg at once.
         with suppress(OSError, psycopg.Error):
             connected = socket.socket(fileno=os.dup(self._connection.pgconn.socket))
             with connected:
@@ -491,7 +491,7 @@ class Alarm:
 
 @asynccontextmanager
 async def in_time(connection: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
-    """The block's statement ends within the time, or the connection does; a cancelled psycopg may wait for long."""
+    """End the block's statement within the time, or the connection; a cancelled psycopg may wait for long."""
     alarm = Alarm(connection, asyncio.get_running_loop().time() + seconds)
     try:
         yield

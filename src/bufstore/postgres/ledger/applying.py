@@ -1,4 +1,4 @@
-"""Having the wrapped store write a batch, and what its errors mean."""
+"""Has the wrapped store write a batch, and says what its errors mean."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import StoreUnavailable
 from bufstore.tasks import own_cancels_only
 
-#: A probe that finds more to refuse than to write ends after this.
+#: Seconds after which a probe ends that finds more to refuse than to write.
 _PROBE_S = 2.0
 
 
 @contextmanager
 def flush_errors(*, of_batch: bool = False) -> Iterator[None]:
-    """Raise FlushFailed with its verdict for what Postgres says; a lost connection is mapped at the pool's edge."""
+    """Raise FlushFailed with its verdict for Postgres' errors; the pool's edge maps a lost connection."""
     try:
         yield
     except psycopg.Error as e:
@@ -39,18 +39,18 @@ async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], ba
     except (psycopg.OperationalError, StoreUnavailable, FlushFailed):
         raise
     except Exception as e:
-        # The app's own code, or a value that psycopg refuses: it may delay only the threads that it fails on.
+        # The app's own code failed, or psycopg refuses a value: that may delay only the threads that it fails on.
         raise FlushFailed(f"the store's apply() raised {type(e).__name__}", verdict_of_app(e)) from e
 
 
 async def probe_batch(
     target: Applies[Any], connection: AsyncConnection[Any], batch: Sequence[Any], limit: int
 ) -> tuple[dict[str, FlushFailed], set[str]]:
-    """Have the store write the batch in parts, as far as it takes them: what it refuses of which threads.
+    """Have the store write the batch in parts, as far as it takes them; return what it refuses, by thread.
 
-    And the threads that were not tried any more, because enough were refused (`Ledger.flush`, `probe`). Savepoints in
-    one transaction: a transaction of its own for each part would cost a sync of the disk each. Raises FlushFailed for
-    what is not about a thread.
+    Also return the threads that were not tried, because enough were refused (`Ledger.flush`, `probe`). The parts are
+    savepoints in one transaction: a transaction for each part would cost a sync of the disk each. Raises FlushFailed
+    for an error that is not about a thread.
     """
     refused: dict[str, FlushFailed] = {}
     written = 0

@@ -24,22 +24,22 @@ from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.waiting import PostgresWaiting
 
 _FOLDER = files("bufstore.postgres.ledger") / "sql"
-#: Enough for one flush and the reads of waiters beside it.
+#: The connections in the pool: enough for one flush and the reads of waiters beside it.
 _CONNECTIONS = 3
-#: After so long a flush says that Postgres is away. It is tried again, and meanwhile people are told.
+#: Seconds after which a flush says that Postgres is away. The flush is tried again, and meanwhile people are told.
 _AWAY_S = 5.0
-#: How long a flush waits for a lock of the store's own tables; in a probe it waits for each of them.
+#: How long a flush, and a probe, waits for a lock of the store's own tables. A probe waits for each of them.
 _LOCK, _PROBE_LOCK = "100ms", "1ms"
 
-#: What a process that is short of processor time works through, between two statements of a flush.
+#: The bytes per second that a process short of processor time works through, between two statements of a flush.
 _BYTES_PER_S = 4 << 20
 
 
 def idle_max(lease_s: float, size: int = 0) -> str:
-    """How long a transaction may stand still between statements: two thirds of the lease, and time for `size` bytes.
+    """Return how long a transaction may stand still between statements: 2/3 of the lease, and time for `size` bytes.
 
-    A process that is frozen is to give its locks back within the lease; one that decodes a large window on a busy
-    machine is not frozen, and would begin again and again.
+    A frozen process must give its locks back within the lease. A process that decodes a large window on a busy machine
+    is not frozen, and would begin again and again.
     """
     return f"{round(1000 * (lease_s * 2 / 3 + size / _BYTES_PER_S))}ms"
 
@@ -62,15 +62,15 @@ class PostgresLedger:
         self._timeout_s = timeout_s
         self._pool: Pool = new_pool(conninfo, size=_CONNECTIONS)
         self._sql = queries(_FOLDER, schema)
-        #: A process that stops inside a transaction gives its locks back after this: before its lease is over, which
-        #: begins up to a third of it earlier.
+        #: The lease, in seconds. A process that stops inside a transaction gives its locks back after two thirds of it:
+        #: before its lease is over, which begins up to a third of it earlier.
         self._lease_s = lease_s
         self._parked = PostgresParked(
             self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, idle_max(lease_s)
         )
         self._waiting = PostgresWaiting(self._pool, self.setup, self._sql, timeout_s)
         self._ready = False
-        #: For whom each partition was taken here last.
+        #: By partition: the owner for which this process took it last.
         self._owners: dict[int, str] = {}
 
     def __repr__(self) -> str:
@@ -116,7 +116,7 @@ class PostgresLedger:
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
         if descendants:
-            # In order, so that two that insert the same rows do not wait for each other.
+            # Sorted, so that two calls that insert the same rows do not wait for each other.
             await self._fetch("begin_erasure", thread_id, arrays.texts(sorted(descendants)))
         return [row[0] for row in await self._fetch("erasing", thread_id)]
 
@@ -215,7 +215,7 @@ class PostgresLedger:
         idle: str,
         lock_timeout: str,
     ) -> dict[str, Watermark]:
-        """The rows of the threads, but not of those that somebody else holds."""
+        """Lock the rows of the threads and return them, without those that another session holds."""
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
             partitions = arrays.ints(cursor.partition for cursor in held)
@@ -225,8 +225,8 @@ class PostgresLedger:
             rows = await self._send(connection, "lock_threads", names)
         locked = {row[0]: (Cursor(*row[:4]), row[4]) for row in await found.fetchall()}
         for cursor in held:
-            # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed over to
-            # a copy. There another owner may have come to the same term since. In any case the partition is taken
+            # A higher term is another owner's. The same term with an older cursor is a Postgres that has failed over to
+            # a copy, where another owner may have come to the same term since. In any case the partition is taken
             # again, from where the row says.
             there, owner = locked.get(cursor.partition, (None, ""))
             if there != cursor or owner != self._owners.get(cursor.partition, owner):
@@ -259,6 +259,6 @@ class PostgresLedger:
 
 
 def _watermark(row: Sequence[Any]) -> Watermark:
-    """Of the columns of ``buffer_threads``, null where there is no row, and the last position that waits or null."""
+    """Return the watermark from a row of ``buffer_threads`` (null: none) and the last position that waits (or null)."""
     watermark = Watermark() if row[0] is None else Watermark(*row[:-1])
     return msgspec.structs.replace(watermark, waits_to=row[-1]) if row[-1] is not None else watermark

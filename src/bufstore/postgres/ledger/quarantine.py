@@ -20,11 +20,11 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors
 
-#: How much of a thread one replay transaction takes.
+#: How many entries of a thread one replay transaction takes, and how many bytes.
 _REPLAY_ENTRIES = 500
 _REPLAY_BYTES = 64 << 20
 
-#: Parked whole: an entry, or the messages of what is none.
+#: Items are parked whole: an entry, or messages that make no entry.
 _decoder = msgspec.msgpack.Decoder(StoredEntry | tuple[StoredMessage, ...])
 
 
@@ -65,11 +65,11 @@ class PostgresParked:
         return [row[0] for row in await self._fetch("parked_threads", after, limit)]
 
     async def park(self, connection: AsyncConnection[Any], parked: Sequence[Parked]) -> None:
-        """Part of a flush transaction. Raises QuarantineFull, QuarantineBusy."""
+        """Park entries, as part of a flush transaction. Raises QuarantineFull, QuarantineBusy."""
         try:
             await self._run(connection, "lock_quarantine")
         except errors.LockNotAvailable:
-            # What is to be parked waits for that, and nothing else.
+            # Only the entries to be parked wait for that lock.
             raise QuarantineBusy from None
         count = (await self._run(connection, "quarantined"))[0][0]
         if count + len(parked) > self._limit:
@@ -117,7 +117,7 @@ class PostgresParked:
             return len(await self._fetch("unpark_nameless", arrays.longs([seq])))
         async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
             await self._run(connection, "lock_thread", found.thread_id, self._idle_max)
-            # Before it had the lock, a replay may have applied the entry: then it is not given up.
+            # Before this transaction had the lock, a replay may have applied the entry: then the entry is not given up.
             gone = await self._run(connection, "unpark", arrays.longs([seq]))
             reach(Failpoint.DISCARD_WRITTEN)
             if gone:
@@ -135,7 +135,7 @@ class PostgresParked:
 
 
 def row_columns(rows: dict[str, Watermark]) -> tuple[arrays.Array, ...]:
-    """The parameters of ``advance_threads``."""
+    """Return the parameters of ``advance_threads``."""
     return (
         arrays.texts(rows),
         arrays.longs(r.flushed_seq for r in rows.values()),
@@ -162,7 +162,7 @@ def _parked_columns(parked: Sequence[Parked]) -> tuple[arrays.Array, ...]:
 
 
 def _whole(parked: Parked) -> Any:
-    """The parked item with nothing left out: raw messages if they could not be decoded, else the entry."""
+    """Return the parked item with nothing left out: raw messages if they could not be decoded, else the entry."""
     return parked.item.messages if isinstance(parked.item, Malformed) else parked.item
 
 

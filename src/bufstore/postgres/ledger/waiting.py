@@ -1,7 +1,7 @@
 """The entries that wait: rows of ``buffer_waiting``.
 
-Each is kept as its messages, in the form of the log, with its checksum: what is read is what was written, whichever
-release wrote it.
+Each entry is kept as its messages, in the form of the log, with its checksum: a read returns what was written,
+whichever release wrote it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
 
-#: No limit.
+#: As a limit: none.
 _ALL = 1 << 62
 
 _encoder = msgspec.msgpack.Encoder()
@@ -62,7 +62,7 @@ class PostgresWaiting:
     async def write(
         self, connection: AsyncConnection[Any], waiting: Sequence[WaitingEntry], left: Mapping[str, int]
     ) -> None:
-        """Part of a flush transaction: what waits from now on, and of which threads what up to which position left."""
+        """As part of a flush transaction, add entries that wait, and remove those of each thread up to `left`."""
         if left:
             await self._run(connection, "leave", arrays.texts(left), arrays.longs(left.values()))
         if waiting:
@@ -97,7 +97,7 @@ def _messages(item: Item) -> tuple[StoredMessage, ...]:
 
 
 def waiting_item(thread_id: str, seq: int, blob: bytes) -> Item:
-    """The entry that a row of ``buffer_waiting`` holds."""
+    """Return the entry that a row of ``buffer_waiting`` holds."""
     messages = _decoder.decode(blob)
     if len(messages) == 1:
         return item_of(messages[0], thread_id)
