@@ -1,7 +1,7 @@
 """The log in memory: a stream as the server keeps it, and one instance's view of it.
 
-It keeps what a real log promises (expectations, positions by epoch, a limit that pushes back, feeds without a hole) and
-nothing of what can go wrong on the way to one.
+It keeps what a real log promises (expectations, positions by epoch, a limit that pushes back, feeds without a hole),
+and simulates nothing of what can go wrong on the way to a real log.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class MemoryStream:
         self.target = target
         self.epoch = epoch
         self.windows = Windows.of(config)
-        #: What it remembers while it is out of service.
+        #: The positions that the stream remembers while it is out of service; None while it is in service.
         self.withdrawn: Sequence[int] | None = None
         self.end = first_sequence(epoch) - 1
         self.bytes = 0
-        #: In order of their sequences.
+        #: The messages, in order of their sequences.
         self.messages: list[StoredMessage] = []
         self._of_subject: dict[str, list[StoredMessage]] = {}
         self.feeds: list[MemoryFeed] = []
         self.listeners: list[MemoryListener] = []
 
     def store(self, messages: Sequence[Outgoing]) -> int:
-        """Check every expectation against what is there, then store all or nothing; the last sequence.
+        """Check every expectation against what is there, then store all messages or none; return the last sequence.
 
         Raises Conflict, LogFull.
         """
@@ -71,7 +71,7 @@ class MemoryStream:
         return self.end
 
     def last_of(self, subject: str) -> int:
-        """The last sequence of the subject; 0 for none."""
+        """Return the last sequence of the subject; 0 for none."""
         found = self._of_subject.get(subject)
         return found[-1].seq if found else 0
 
@@ -80,7 +80,7 @@ class MemoryStream:
         return {name: self._of_subject[name][-1] for s in subjects for name in self.names(s)}
 
     def after(self, filter_: str, seq: int) -> Iterator[StoredMessage]:
-        """The messages that match the filter, above a sequence, in order."""
+        """Return the messages that match the filter, above a sequence, in order."""
         if "*" in filter_:
             messages = self.messages
             return (m for m in messages[_behind(messages, seq) :] if _matches(filter_, m.subject))
@@ -88,13 +88,13 @@ class MemoryStream:
         return iter(messages[_behind(messages, seq) :])
 
     def names(self, filter_: str) -> list[str]:
-        """The subjects that match the filter and have messages."""
+        """Return the subjects that match the filter and have messages."""
         if "*" in filter_:
             return sorted(s for s in self._of_subject if _matches(filter_, s))
         return [filter_] if filter_ in self._of_subject else []
 
     def purge(self, filter_: str, below: int) -> None:
-        """Remove what matches the filter and stands below a sequence."""
+        """Remove the messages that match the filter and stand below a sequence."""
         self._keep([m for m in self.messages if m.seq >= below or not _matches(filter_, m.subject)])
 
     def remove(self, seq: int) -> None:
@@ -109,7 +109,7 @@ class MemoryStream:
 
 
 class MemoryFeed:
-    """See `bufstore.buffer.groups.feeds.StreamFeed`."""
+    """See `bufstore.buffer.groups.delivery.StreamFeed`."""
 
     def __init__(
         self, stream: MemoryStream, filter_: str, start: int, wake: Callable[[], None], messages_max: int
@@ -121,7 +121,7 @@ class MemoryFeed:
         self._stream = stream
         self._filter = filter_
         self._next = start
-        #: Up to here there is nothing that was not delivered.
+        #: The position up to which everything that matches the filter was delivered.
         self._seen = start - 1
         self._messages_max = messages_max
         self._held: deque[int] = deque()
@@ -184,7 +184,7 @@ class MemoryListener:
 
 
 class MemoryLog:
-    """See `bufstore.buffer.groups.stream.GroupsInStream`. `streams` is what the server has, by name."""
+    """See `bufstore.buffer.groups.stream.GroupsInStream`. `streams`: the server's streams, by name."""
 
     def __init__(
         self, streams: dict[str, MemoryStream], config: BufferConfig, message_bytes_max: int = 1 << 20
@@ -199,7 +199,7 @@ class MemoryLog:
         self._refused: str | None = None
         self._closed = False
         self.calls = 0
-        #: How often it has connected.
+        #: The number of times that the instance has connected.
         self.connections = 1
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
@@ -212,7 +212,7 @@ class MemoryLog:
         return stream.store(messages)
 
     async def _turn(self) -> MemoryStream:
-        """The stream, a turn of the event loop later: callers of a log must not count on being alone."""
+        """Return the stream, a turn of the event loop later: callers of a log must not count on being alone."""
         self.calls += 1
         await asyncio.sleep(0)
         stream = self._stream
@@ -257,7 +257,7 @@ class MemoryLog:
         self._refused = self._refused or reason
 
     def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
-        """One server always knows: what it showed stands."""
+        """Do nothing: the one server always knows, and what it showed stands."""
 
     async def epoch(self, *, checked: bool = True) -> int | None:
         stream, ours = self._stream, self._config.log
@@ -268,7 +268,7 @@ class MemoryLog:
         stream.windows.check(ours)
         theirs = dataclasses.replace(
             stream.config, failover_window_s=ours.failover_window_s, archive=ours.archive
-        )  # of these the log says what it is now
+        )  # the log itself says what these two are now
         if theirs != ours:
             raise ConfigDrift(
                 f"stream {ours.stream}", "config", expected=ours, found=stream.config, way_out="Make them the same."
@@ -321,7 +321,7 @@ class MemoryLog:
         return [max((m.seq for m in stream.last([f]).values()), default=0) for f in filters]
 
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> MemoryFeed:
-        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        """Deliver the messages of a subject from sequence `start` on. `name` belongs to this follower alone."""
         stream = await self._turn()
         feed = MemoryFeed(stream, subject, start, wake, self._config.flush_max_entries)
         stream.feeds.append(feed)
@@ -333,7 +333,7 @@ class MemoryLog:
         return MemoryListener(await self._turn(), subject, heard)
 
     async def tell(self, subject: str, words: bytes) -> None:
-        """Tell all who listen there, if that is possible."""
+        """Tell all who listen there, if the stream can be reached."""
         with contextlib.suppress(BufstoreError):
             for listener in list((await self._turn()).listeners):
                 if listener.subject == subject:
@@ -344,19 +344,19 @@ class MemoryLog:
         (await self._turn()).purge("*.*.*", seq)
 
     async def prove_leader(self, timeout_s: float) -> None:
-        """One server leads always."""
+        """Do nothing: the one server always leads."""
 
     async def barrier(self, timeout_s: float) -> int:
-        """One server leads always."""
+        """Return 0: the one server always leads."""
         return 0
 
     async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        """One server leads always."""
+        """Return 0: the one server always leads."""
         return 0
 
     @property
     def may_lag(self) -> bool:
-        """One server answers always."""
+        """False: the one server always answers."""
         return False
 
     async def fill(self) -> tuple[int, int]:
@@ -364,7 +364,7 @@ class MemoryLog:
         return stream.bytes, stream.config.max_bytes
 
     async def overwrite(self, seq: int) -> None:
-        """Remove one message; a no-op if it is gone."""
+        """Remove one message; do nothing if it is gone."""
         (await self._turn()).remove(seq)
 
     async def identity(self, seq: int) -> StoredMessage | None:
@@ -373,7 +373,7 @@ class MemoryLog:
         return messages[i] if i < len(messages) and messages[i].seq == seq else None
 
     def close(self) -> None:
-        """This instance is gone; the stream stays."""
+        """End this instance; the stream stays."""
         self._closed = True
         for feed in self._feeds:
             feed.lose("the connection was closed")

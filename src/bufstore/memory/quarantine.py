@@ -40,11 +40,11 @@ class MemoryParked:
         self._rows = watermarks
         self._target = target
         self.entries: dict[int, ParkedEntry] = {}
-        #: Up to where entries of a thread were discarded.
+        #: By thread: the position up to which its entries were discarded.
         self.given_up: dict[str, int] = {}
 
     def park(self, parked: Sequence[Parked]) -> None:
-        """Part of a flush."""
+        """Park entries, as part of a flush."""
         for p in parked:
             entry = ParkedEntry(
                 seq=p.item.seq,

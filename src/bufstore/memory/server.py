@@ -14,17 +14,17 @@ from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 class MemoryNats:
     """Stands for a NATS server: for unit tests of an app, and as an oracle of ours.
 
-    Any number of instances in one event loop share what it holds; it forgets all with the process. With a
-    MemoryThreadStore behind it, a buffered store is the real one, without any server.
+    Any number of instances in one event loop share its content, which ends with the process. With a MemoryThreadStore
+    behind it, a buffered store is the real one, without any server.
     """
 
     def __init__(self) -> None:
-        #: By name, as configured.
+        #: The streams, by the name in the configuration.
         self.streams: dict[str, MemoryStream] = {}
         self.buckets: dict[str, MemoryBucket] = {}
 
     def session(self, config: BufferConfig) -> Session:
-        """A session for one instance."""
+        """Return a session for one instance."""
         bucket = self.buckets.setdefault(config.log.bucket, MemoryBucket())
         return MemorySession(MemoryLog(self.streams, config), MemorySharedState(bucket), config)
 

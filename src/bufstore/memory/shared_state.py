@@ -26,20 +26,20 @@ class MemoryBucket:
     def __init__(self) -> None:
         self._values: dict[tuple[str, Any], _Value] = {}
         self._seq = 0
-        #: What is listened to, by whom, and whom to call.
+        #: The listeners: what each listens to, the instance that it belongs to, and its callback.
         self.listeners: list[tuple[str, MemorySharedState, Callable[..., None]]] = []
 
     def get(self, kind: str, key: Any = None) -> _Value | None:
-        """The value, unless its time is over."""
+        """Return the value, unless its time is over."""
         value = self._values.get((kind, key))
         return value if value is not None and value.until > asyncio.get_running_loop().time() else None
 
     def keys(self, kind: str) -> list[Any]:
-        """All keys of a kind that have a value."""
+        """Return all keys of a kind that have a value."""
         return [key for k, key in list(self._values) if k == kind and self.get(k, key) is not None]
 
     def put(self, kind: str, key: Any, body: Any, *, ttl_s: float = float("inf"), expected: int | None = None) -> int:
-        """Replace a value; its sequence. Raises Conflict."""
+        """Replace a value; return its sequence. Raises Conflict."""
         before = self.get(kind, key)
         if expected is not None and expected != (before.seq if before is not None else 0):
             raise Conflict("wrong last sequence")
@@ -52,7 +52,7 @@ class MemoryBucket:
         self._values.pop((kind, key), None)
 
     def tell(self, kind: str, *what: Any) -> None:
-        """Call back every listener of this subject, each in a turn of the event loop of its own."""
+        """Call every listener of this kind, each in its own turn of the event loop."""
         for wanted, _, callback in self.listeners:
             if wanted == kind:
                 asyncio.get_running_loop().call_soon(callback, *what)
@@ -63,7 +63,7 @@ class MemoryBucket:
 
 
 class MemorySharedState:
-    """See `bufstore.buffer.ports.shared_state.HotState`."""
+    """See `bufstore.buffer.ports.shared_state.SharedState`."""
 
     def __init__(self, bucket: MemoryBucket) -> None:
         self._shared = bucket
@@ -71,7 +71,7 @@ class MemorySharedState:
         self.calls = 0
 
     async def _turn(self) -> MemoryBucket:
-        """The bucket, a turn of the event loop later."""
+        """Return the bucket, a turn of the event loop later."""
         self.calls += 1
         await asyncio.sleep(0)
         if self._closed:
@@ -79,7 +79,7 @@ class MemorySharedState:
         return self._shared
 
     async def check(self) -> None:
-        """It is nobody else's."""
+        """Nothing to check: the bucket belongs to no other log."""
 
     async def setup(self) -> None:
         """Nothing to create."""
@@ -161,6 +161,6 @@ class MemorySharedState:
         (await self._turn()).listeners.append((kind, self, callback))
 
     def close(self) -> None:
-        """This instance is gone; the bucket stays."""
+        """End this instance; the bucket stays."""
         self._closed = True
         self._shared.listeners[:] = [one for one in self._shared.listeners if one[1] is not self]

@@ -14,11 +14,11 @@ class MemoryWaiting:
     """See `bufstore.buffer.ports.waiting.WaitingEntries`."""
 
     def __init__(self) -> None:
-        #: By thread and position, with the time since when it waits.
+        #: The entries by thread and position, each with the time since which it waits.
         self.entries: dict[tuple[str, int], tuple[WaitingEntry, datetime]] = {}
 
     def write(self, waiting: Sequence[WaitingEntry], left: Mapping[str, int]) -> None:
-        """Part of a flush. Nothing is written if anything waits already."""
+        """As part of a flush, remove the entries up to `left`, and add `waiting`: none of these may wait already."""
         assert not any((e.item.thread_id, e.item.seq) in self.entries for e in waiting), "no entry waits twice"
         for thread_id, seq in [key for key in self.entries if key[1] <= left.get(key[0], 0)]:
             del self.entries[thread_id, seq]
@@ -28,14 +28,14 @@ class MemoryWaiting:
             self.entries[entry.item.thread_id, entry.item.seq] = entry, now
 
     def first_positions(self) -> dict[int, int]:
-        """Per partition, the position of the first that waits."""
+        """Return, by partition, the position of the first entry that waits."""
         first: dict[int, int] = {}
         for (_, seq), (entry, _) in self.entries.items():
             first[entry.partition] = min(seq, first.get(entry.partition, seq))
         return first
 
     def last_position(self, thread_id: str) -> int:
-        """That of the last entry of the thread that waits; 0: none."""
+        """Return the position of the thread's last entry that waits; 0: none."""
         return max((seq for t, seq in self.entries if t == thread_id), default=0)
 
     async def queues(self, partition: int) -> list[Queue]:
