@@ -211,7 +211,7 @@ async def _nothing() -> None:
 def forget_unsent(client: Client) -> None:
     """Drop what the client has not sent, and end its connection at once: closing it would send the rest first.
 
-    On a stalled link the rest would arrive when the link is back, long after others have looked what was stored.
+    On a stalled link the rest would arrive when the link is back, long after others have checked what was stored.
     """
     client._pending, client._pending_data_size = [], 0
     transport = client._transport

@@ -199,7 +199,7 @@ class Connection:
         `again` as there. `doubt`: a refusal is returned only when no other answer has come by the time of its proof.
 
         Without an answer the connection is thrown away, so that nothing in its buffers arrives after somebody has
-        looked what is stored. It is kept while bytes of a large write leave (`bufstore.jetstream.pace`).
+        checked what is stored. It is kept while bytes of a large write leave (`bufstore.jetstream.pace`).
         """
         client, messages = self.client(), self._addressed(messages)
         try:

@@ -1,4 +1,4 @@
-"""Whether a stream, bucket or consumer is configured as it must be."""
+"""Checks whether a stream, bucket or consumer is configured as it must be."""
 
 from __future__ import annotations
 

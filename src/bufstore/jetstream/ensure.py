@@ -12,7 +12,7 @@ from bufstore.jetstream.stream import NatsStream
 
 
 def seconds(stamp: str) -> float:
-    """Return a time that the server gave in seconds since 1970."""
+    """Return a timestamp of the server, in seconds since 1970."""
     return datetime.fromisoformat(stamp).timestamp()
 
 

@@ -15,7 +15,7 @@ BATCH_FROM, PLAIN_TO = 4, 65
 _BATCH_AT_FIRST = 8
 #: The number of groups after which the other mode is tried, at first and at most.
 _TRY_FIRST, _TRY_MAX = 16, 4096
-#: The weight of the newest time in the mean time.
+#: The weight of the newest time in the mean.
 _SHARE = 0.25
 
 
@@ -37,7 +37,7 @@ class PublishModes:
     _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def batched(self, messages: int) -> bool:
-        """Return whether a group of so many messages is to be one batch."""
+        """Return whether a group of this many messages is to be one batch."""
         if messages < BATCH_FROM or messages >= PLAIN_TO:
             return messages >= PLAIN_TO
         size = self._of(messages)
@@ -49,7 +49,7 @@ class PublishModes:
         return not better
 
     def took(self, messages: int, batched: bool, seconds: float) -> None:
-        """Note that a group of so many messages was stored in this mode and time."""
+        """Note that a group of this many messages was stored in this mode and time."""
         if not BATCH_FROM <= messages < PLAIN_TO:
             return
         size = self._of(messages)

@@ -20,7 +20,7 @@ from bufstore.jetstream.headers import status_of
 #: Seconds that the server's "nothing came" may take longer than was asked for.
 _SLACK_S = 2.0
 #: The longest delay before a delivery that was handed back comes again: the server counts nanoseconds in 64 bits, and
-#: the worker that gets the delivery looks whether it is time.
+#: the worker that gets the delivery checks whether it is due.
 _DELAY_MAX_S = 24 * 3600.0
 
 

@@ -80,7 +80,7 @@ class NatsStream:
         #: Whether the stream has replicas. Any of them may answer a direct get, and may lag: only the leader is asked.
         self.replicated = replicas > 1
         #: A node may refuse a write without asking the others, for want of room for example. A conflict is believed:
-        #: its writer looks what is there. One proof is enough for all writes that were refused meanwhile.
+        #: its writer checks what is there. One proof is enough for all writes that were refused meanwhile.
         leads = self._remove_nothing if consumed_whole else lambda: self.prove(f"{name}.unused", _PROOF_S)
         self._doubt = Doubt(_is_refused, SharedCall(leads)) if self.replicated else None
         self._gets: dict[str, _Get] = {}

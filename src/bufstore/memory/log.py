@@ -333,7 +333,7 @@ class MemoryLog:
         return MemoryListener(await self._turn(), subject, heard)
 
     async def tell(self, subject: str, words: bytes) -> None:
-        """Tell all who listen there, if the stream can be reached."""
+        """Send `words` to all listeners on the subject, if the stream can be reached."""
         with contextlib.suppress(BufstoreError):
             for listener in list((await self._turn()).listeners):
                 if listener.subject == subject:

@@ -78,7 +78,7 @@ class FreshEnds:
         await end(*self._looks)
 
     async def _begin(self) -> asyncio.Task[dict[str, int]]:
-        """Store the proof; return the task that looks where the subjects end, which goes on beside the next proof."""
+        """Store the proof; return the task that finds the ends, which goes on beside the next proof."""
         wanted, self._wanted = sorted(self._wanted), set()
         stored = await self._replicas.store_proof()
         look = spawn(self._look(wanted, stored), name="bufstore-fresh-ends")

@@ -57,7 +57,7 @@ _PROOFS_SHARE = 1 / 64
 _PROOF_BYTES = 100
 #: Seconds after which a message that no leader listens for is sent again; each time twice as many.
 _NO_LEADER_PAUSE_S = 0.05
-#: A proof at a multiple of this position has the old proofs removed. Odd, so that every rhythm of writes meets one.
+#: When a proof stands at a multiple of this, old proofs are removed. Odd, so that every rhythm of writes meets it.
 _PROOFS_GO_EVERY = 257
 
 
@@ -353,7 +353,7 @@ class NatsLog(NatsStream):
         return await listen(self._connection.client(), subject, heard)
 
     async def tell(self, subject: str, words: bytes) -> None:
-        """Send `words` to all who listen there, if that is possible."""
+        """Send `words` to all listeners on the subject, if that is possible."""
         with contextlib.suppress(BufstoreError, nats.errors.Error, OSError):
             await frames.post(self._connection.client(), subject, words, "")
 

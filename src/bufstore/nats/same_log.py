@@ -40,7 +40,7 @@ class Unproven(nats.errors.Error):
 
 
 class SameLog:
-    """What this process knows to be in the log, and whether the log is refused because it is not there."""
+    """What this process knows to be in the log, and whether the log is refused because it lacks that."""
 
     def __init__(self, stream: str, withdrawn: str, replicated: bool) -> None:
         """`withdrawn`: a subject that the log listens on when a repair has taken it out of service."""

@@ -41,8 +41,8 @@ _COPY_S = 0.05
 _TROUBLE_MAX = 500
 #: One part in this many of a bucket with a `max_bytes` is not for runs, but for what flushers write.
 _RESERVED = 8
-#: The room in the bucket is looked at after so many seconds, or when one part in so many of it has been taken: then so
-#: many processes at once leave the reserved part alone.
+#: The bucket's room is read again after this many seconds, or when one part in this many of the room is taken: then
+#: this many processes at once leave the reserved part alone.
 _LOOK_S, _WRITERS = 5.0, 64
 #: The bytes that a run's record takes besides its subject and its body.
 _RUN_BYTES = 150

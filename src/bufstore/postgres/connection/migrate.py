@@ -209,7 +209,7 @@ def newest(folder: Traversable) -> int:
 
 
 def oldest_release(migration: str, version: int) -> int:
-    """Return the newest migration of the oldest release that works after this one: as the file says, or `version`."""
+    """Return the newest migration of the oldest release that works after this one: as the file says, else `version`."""
     said = _WORKS_WITH.search(migration)
     return int(said[1]) if said else version
 
@@ -225,7 +225,7 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
     """Return, by part, the versions that were applied, each with the oldest release that works after it."""
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
-    # Not with to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
+    # Do not use to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
     there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'bufstore_migrations'"
     if not (await connection.execute(there, [schema])).rowcount:
         return {}

@@ -41,7 +41,7 @@ _GRACE_S = 0.25
 _CANCELLED_S = 1.0
 #: How long a closing pool waits for its own tasks, which take back the lent connections.
 _CLOSE_S = 1.0
-#: A connection goes from caller to caller for so many seconds; then the pool looks whether it is too old.
+#: A connection goes from caller to caller for this many seconds; then the pool checks whether it is too old.
 _HANDED_ON_S = 60.0
 #: The server's words to a client that will never get in. Only the text says so, if it is English: libpq gives no
 #: SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).

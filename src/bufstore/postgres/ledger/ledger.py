@@ -39,7 +39,7 @@ def idle_max(lease_s: float, size: int = 0) -> str:
     """Return how long a transaction may stand still between statements: 2/3 of the lease, and time for `size` bytes.
 
     A frozen process must give its locks back within the lease. A process that decodes a large window on a busy machine
-    is not frozen, and would begin again and again.
+    is not frozen; without that time it would begin again and again.
     """
     return f"{round(1000 * (lease_s * 2 / 3 + size / _BYTES_PER_S))}ms"
 

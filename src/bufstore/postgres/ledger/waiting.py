@@ -18,7 +18,7 @@ from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
 
-#: As a limit: none.
+#: A limit that stands for no limit.
 _ALL = 1 << 62
 
 _encoder = msgspec.msgpack.Encoder()
