@@ -1,4 +1,4 @@
-"""The buffer in front of a store of threads, and what stands behind it."""
+"""Makes the buffers in front of a store of threads, with the ledger and the store behind them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bufstore.threads.state_readers import ComparingReader
 
 
 def check_wrappable(store: object) -> None:
-    """Raise ConfigError when the store lacks a method that the buffer calls, before the first flush shows it."""
+    """Raise ConfigError when the store lacks a method that the buffer calls, before a flush is the first to show it."""
     methods = ("load_checkpoint", "load_run", "apply")
     wrong = [name for name in methods if not callable(getattr(store, name, None))]
     if wrong:
@@ -44,8 +44,8 @@ def buffer_of(
 ) -> ThreadBuffer:
     """The buffer of one lane in front of a store; nothing is connected yet. Raises ConfigError.
 
-    `name`: what the servers call this process. `postgres`, `schema`: see `BufferedThreadStore.open`. `timeout_s`: of
-    each call of the ledger. `opens_store`: whether the store is opened and closed with the buffer.
+    `name`: what the servers call this process. `postgres`, `schema`: see `BufferedThreadStore.open`. `timeout_s`
+    bounds each call of the ledger. `opens_store`: whether the store is opened and closed with the buffer.
     """
     ledger, backing = _behind(store, postgres, schema, config, timeout_s)
     if not opens_store:
@@ -56,7 +56,7 @@ def buffer_of(
 def lanes_of(
     store: WrappableStore, nats: Nats, config: BufferConfig, *, name: str, postgres: str | None, schema: str
 ) -> Lanes:
-    """The buffers in front of a store: one for each lane. Arguments and errors as those of `buffer_of`."""
+    """The buffers in front of a store: one for each lane. Arguments and errors as in `buffer_of`."""
     if config.log.lane:
         raise ConfigError(
             f"stream {config.log.stream} is lane {config.log.lane} of {config.log.lanes}, which are opened together: "
@@ -73,7 +73,10 @@ def lanes_of(
 def _behind(
     store: WrappableStore, postgres: str | None, schema: str, config: BufferConfig, timeout_s: float
 ) -> tuple[Ledger, Backing[ThreadState]]:
-    """Where the watermarks are kept, and what the store can do. Raises ConfigError when that cannot be told."""
+    """Return the ledger that keeps the watermarks, and what the store offers.
+
+    Raises ConfigError when the ledger's database is not known, or the store cannot be wrapped.
+    """
     # Not getattr: a store that delegates every attribute to an inner store would take the inner store's method.
     if inspect.getattr_static(store, "behind", None) is not None:
         found: tuple[Ledger, Backing[ThreadState]] | None = store.behind(postgres, config, timeout_s)  # type: ignore[attr-defined]

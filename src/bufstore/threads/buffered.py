@@ -65,7 +65,7 @@ class BufferedThreadStore(EditedStore):
 
     def __init__(self, store: WrappableStore, lanes: Lanes, consistency: Consistency) -> None:
         self._store = store
-        #: What works with the log, or the logs; for tools of ours.
+        #: The buffers in front of the store, one for each lane; for bufstore's own tools.
         self.lanes = lanes
         self._consistency = consistency
         self._runs = Runs(store, lanes)
@@ -73,23 +73,23 @@ class BufferedThreadStore(EditedStore):
         self._edits = BufferedEdits(store, lanes, self._runs)
         self._lineage = BufferedLineage(lanes, self._lists, self._edits)
         self._eraser = ThreadEraser(lanes, self._edits, self._lineage)
-        #: For pipelines.
+        #: The bulk writes of pipelines.
         self.bulk = BulkWriter(lanes, self._runs, self._lineage, self._edits)
 
     @property
     def buffer(self) -> ThreadBuffer:
-        """What works with the log, of the first lane if there are several; for tools of ours."""
+        """The store's buffer, or that of the first lane if there are several; for bufstore's own tools."""
         return self.lanes.first
 
     @property
     def quarantine(self) -> Quarantine:
-        """What could not be applied: list, show, replay, discard. Raises ConfigError when there are several lanes."""
+        """The parked entries: list, show, replay or discard them. Raises ConfigError when there are several lanes."""
         if len(self.lanes.all) > 1:
             raise ConfigError("each lane has a quarantine of its own: ask for `quarantine_of(thread_id)`")
         return self.lanes.first.quarantine
 
     def quarantine_of(self, thread_id: str) -> Quarantine:
-        """The quarantine that a thread's entries go to: that of its lane. Raises InvalidId."""
+        """Return the quarantine of the thread's lane, to which the thread's entries go. Raises InvalidId."""
         return self.lanes.of(check_id(thread_id, "thread_id")).quarantine
 
     @classmethod
@@ -107,8 +107,8 @@ class BufferedThreadStore(EditedStore):
 
         `store`: a PostgresThreadStore or MemoryThreadStore (opened and closed with this one), or an app's own.
         `nats`: where the log is; a `bufstore.memory.MemoryNats` for tests without a server.
-        `postgres`: where an app's own store keeps its tables; ours are made in `schema` there, because both change in
-        one transaction. `consistency` is the level of reads that name none.
+        `postgres`: where an app's own store keeps its tables; bufstore's are made in `schema` there, because both
+        change in one transaction. `consistency` is the level of reads that name none.
 
         Postgres may be down, if the log exists already. Raises ConfigError (ConfigDrift names the field),
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
@@ -153,8 +153,8 @@ class BufferedThreadStore(EditedStore):
         `producer`: for pipelines that may repeat their work. If the thread already has this number from this producer,
         the write has no effect, however much later it comes; the receipt says ``repeated``. Not together with a key.
 
-        Needs Postgres only with a key or producer, on a thread of which the log shows nothing or only its first entry:
-        then StoreUnavailable.
+        Needs Postgres only for a key or a producer, on a thread of which the log shows nothing or only the first entry.
+        Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
         if run.parent_thread_id is not None or not self._runs.claimed(run):
@@ -179,7 +179,7 @@ class BufferedThreadStore(EditedStore):
     ) -> Receipt:
         """See `ThreadRunStore.checkpoint_append`, and `checkpoint` for `producer`. Also raises ThreadQuarantined.
 
-        Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
+        Needs Postgres when this process has not written to the thread lately. Raises StoreUnavailable if it is down.
         """
         call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
         if len(delta) > 1:
@@ -207,11 +207,11 @@ class BufferedThreadStore(EditedStore):
     async def erase(self, thread_id: str, *, children: Children = Children.REJECT) -> Erasure:
         """Delete the thread if it is there, and remove its content from the log and from quarantine for good.
 
-        For a duty to erase: after `delete_thread` alone the content stays in the log until it is purged. Returns after
-        ``failover_window_s`` at the earliest, because until then Postgres may need the entries again. What is left,
-        archives above all: docs/OPERATIONS.md, "Erasure". Safe to repeat (after an error, with the same `children`),
-        also for a thread that was deleted before.
-        Raises as `delete_thread` does, but not NotFound; FlushTimeout, StoreUnavailable.
+        Use it to meet a duty to erase: after `delete_thread` alone, the content stays in the log until it is purged.
+        Returns after ``failover_window_s`` at the earliest, because until then Postgres may need the entries again.
+        docs/OPERATIONS.md, "Erasure", says what is left, archives above all. Safe to repeat (after an error, with the
+        same `children`), also for a thread that was deleted before.
+        Raises what `delete_thread` raises, except NotFound; also FlushTimeout, StoreUnavailable.
         """
         return await self._eraser.erase(thread_id, children)
 
@@ -229,12 +229,12 @@ class BufferedThreadStore(EditedStore):
         at_least: Receipt | None = None,
         quarantined: Quarantined = "raise",
     ) -> Checkpoint | None:
-        """The thread, its messages and its latest run, all of one moment; None if there is no such thread.
+        """The thread, its messages and its latest run, all as of one moment; None if there is no such thread.
 
-        `at_least`: a receipt, maybe of another process, that must be visible. Raises ReadNotFresh when the level is
-        not reached in ``read_timeout_s``, StoreUnavailable when only Postgres could tell. A thread whose chain is
-        broken by a parked entry raises ThreadQuarantined, or with `quarantined` "known" shows what is known without
-        that entry and what builds on it (as Consistency.EVENTUAL does).
+        `at_least`: a receipt, maybe of another process, whose write must be visible. Raises ReadNotFresh when the
+        level is not reached in ``read_timeout_s``, StoreUnavailable when only Postgres has the answer. If a parked
+        entry has broken the thread's chain, raises ThreadQuarantined; with `quarantined` "known", shows the thread
+        without that entry and whatever builds on it (as Consistency.EVENTUAL does).
         """
         return (await self._state(thread_id, consistency, at_least, quarantined)).checkpoint()
 
@@ -290,7 +290,7 @@ class BufferedThreadStore(EditedStore):
     ) -> Any:
         """What `save_thread_state` saved last. Arguments and errors as in `load_checkpoint`.
 
-        StoreUnavailable also where Postgres is away and the log has the thread's messages, but not its state.
+        Also raises StoreUnavailable when Postgres is away and the log has the thread's messages, but not its state.
         """
         state = await self._state(thread_id, consistency, at_least, quarantined)
         if state.partial and state.state is None:
@@ -362,45 +362,48 @@ class BufferedThreadStore(EditedStore):
     # --- administration ---------------------------------------------------------------------------------------
 
     async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
-        """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
+        """Return once the store has all of the thread that is acknowledged now, whichever process flushes it.
 
         Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable; StoreUnavailable when only
-        Postgres can tell what waits of the thread.
+        Postgres knows which of the thread's entries wait.
         """
         check_id(thread_id, "thread_id")
         await self.lanes.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
-        """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
+        """Return once the store has everything that is acknowledged now. Raises like `force_flush`."""
         await self.lanes.force_flush_all(timeout_s)
 
     async def statistics(self) -> Statistics:
-        """Counters, fill, and how long the log has space; of several lanes, in all. Raises LogUnavailable."""
+        """Return counters, how full the log is, and how long it has space; for all lanes together.
+
+        Raises LogUnavailable.
+        """
         return statistics_of_all(await self.lanes.each(lambda buffer: buffer.vitals.statistics()))
 
     async def health(self) -> Health:
-        """What can be done at this moment, and what is wrong.
+        """Report what this process can do at this moment, and what is wrong.
 
-        Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
+        Asks NATS and Postgres, for two seconds at most. On a replicated log, the leader must prove that it leads.
         """
         return health_of_all(await self.lanes.each(lambda buffer: buffer.vitals.health()))
 
     async def quarantined(self) -> int:
-        """How many entries wait in quarantine. Raises StoreUnavailable."""
+        """Return how many entries are in quarantine. Raises StoreUnavailable."""
         return sum(await self.lanes.each(lambda buffer: buffer.quarantine.count()))
 
     async def verify(self) -> Verification:
-        """Check log, shared state and Postgres against each other, while they work. Raises Unavailable errors.
+        """Check log, shared state and Postgres against each other, while they are in use. Raises Unavailable errors.
 
-        Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
-        docs/OPERATIONS.md.
+        Reads every thread that the log shows, in bounded memory. Whatever it finds is damage, or a bug in bufstore:
+        see docs/OPERATIONS.md.
         """
         return verification_of_all(await self.lanes.each(lambda buffer: buffer.verify()))
 
     async def lag(self) -> Mapping[int, int]:
-        """Per partition, how many of its entries in the log its cursor has not passed. Raises Unavailable errors.
+        """Return, per partition, how many entries in the log its cursor has not passed. Raises Unavailable errors.
 
-        The partitions of several lanes are counted on: the second lane's come behind the first one's.
+        The numbering runs on over the lanes: the second lane's partitions follow the first lane's.
         """
         lags = await self.lanes.each(lambda buffer: buffer.vitals.lag())
         return {lane * len(lag) + partition: n for lane, lag in enumerate(lags) for partition, n in lag.items()}

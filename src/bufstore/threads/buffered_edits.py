@@ -50,12 +50,13 @@ class BufferedEdits:
     ) -> Receipt:
         """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append.
 
-        `overtaken` is asked between the read and the append: Overtaken. `mark`: an item of `bufstore.buffer.producers`;
-        an edit that the thread has already is not decided again, for what it would find now is not what it found then.
+        `overtaken` is asked between the read and the append; if it says yes, raises Overtaken. `mark`: an item of
+        `bufstore.buffer.producers`. An edit that the thread has already is not decided again: the thread is no longer
+        as that edit found it.
         """
         self.check_store()
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
-        # A write holds only if what was read still is so; a refusal must be right by itself.
+        # An append fails unless the thread is still as it was read. A refusal has no such check: prove its read.
         proven = False
         while True:
             try:
@@ -74,11 +75,11 @@ class BufferedEdits:
             except TimeoutError:
                 raise LogUnavailable(f"no turn to write to thread {wanted.thread_id!r} in time") from None
             try:
-                # Not within that timeout: an append ends by itself, and knows its outcome.
+                # Outside the timeout above: an append ends by itself, and knows its outcome.
                 return await self._append(wanted.thread_id, payload, state, mark)
             except Moved as moved:
                 if moved.tip_seq < state.watermark.flushed_seq or not state.watermark.flushed_seq:
-                    # What is remembered here is older than what was read; or deleted since, with all that told of it.
+                    # The remembered tip is older than what was read; or the thread was deleted, and no row is left.
                     self._lanes.of(wanted.thread_id).appender.forget(wanted.thread_id)
 
     async def _state(self, wanted: WantedEdit, proven: bool, mark: bytes | None) -> ThreadState:

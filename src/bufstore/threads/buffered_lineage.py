@@ -1,19 +1,19 @@
 """Changes of lineage of a buffered store, one at a time, across processes.
 
-They touch several threads, whose entries no single message can hold. So each change is first written, whole, to one
-record in the shared state, with the record's last sequence as compare-and-set: this gives it its place among the
-others, and proves that no other came between its checks and it. Then its edits are appended, and the record is marked
-as done.
+A change touches several threads, whose entries no single message can hold. So each change is first written, whole, to
+one record in the shared state, with the record's last sequence as compare-and-set. This gives the change its place
+among the others, and proves that no other change came between its checks and its record. Then its edits are appended,
+and the record is marked as done.
 
-Failure model. A process that finds an unmarked change carries it out first: edits can be repeated. A process that comes
-back late to its own change looks at the record between reading a thread and the append that stands directly behind what
-was read. If the record has moved on, another process has carried the change out; if it moves after the look, the
-other's change of the thread fails the append. A failure after a change took its place leaves the change to the next
-process: its outcome is not known. Only a final refusal (a thread in quarantine) ends it: it is marked as done and goes
-no further, so that it stops nobody else. Nor does a record that cannot be read, once a change would be over. Another's
-deletion is carried out only on the thread that it was decided on: if the thread has entries since, it may have been
-deleted before them, and deleting them would lose what was acknowledged later. If the bucket is lost while two changes
-are under way, they may overlap.
+Failure model. A process that finds an unmarked change carries that change out first: edits can be repeated. A process
+that comes back late to its own change reads a thread, looks at the record, and then appends directly behind what it
+read. If the record has moved on, another process has carried the change out. If the record moves after the look, the
+other process's edit of the thread fails the append. If a process fails after its change took its place, the outcome is
+unknown, and the next process carries the change out. Only a final refusal (a thread in quarantine) ends a change: it is
+marked as done and goes no further, so that it stops no other change. A record that cannot be read stops others only for
+as long as a change may take. A process carries out another's deletion only if the thread's last entry is still the one
+that the deletion was decided on. A thread with later entries may have been deleted before them, and deleting it again
+would lose what was acknowledged later. If the bucket is lost while two changes are under way, they may overlap.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     id: int
     change: LineageChange
     done: bool = False
-    #: Of a deletion: the thread's last entry when it took its place.
+    #: For a deletion: the id of the thread's last entry when the change took its place. None for other changes.
     base: int | None = None
-    #: What the entry of the named thread says of its producer: an item of `bufstore.buffer.producers`.
+    #: The producer's item in the entry of the named thread (`bufstore.buffer.producers`); None: no producer.
     mark: bytes | None = None
 
 
@@ -79,20 +79,20 @@ class BufferedLineage:
 
     def __init__(self, lanes: Lanes, lists: BufferedLists, edits: BufferedEdits) -> None:
         self._lanes, self._config = lanes, lanes.config
-        #: Of several lanes, the first has the record for all.
+        #: The first lane's shared state, which has the record for all lanes.
         self._shared = lanes.first.shared
         self._lists = lists
         self._edits = edits
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
-        #: Changes whose record may have been stored.
+        #: The ids of changes whose record may have been stored.
         self._placed: set[int] = set()
-        #: The sequence of a record that cannot be read, and when it was seen first.
+        #: The sequence of a record that cannot be read, and the loop's time when it was first seen.
         self._unread = (0, 0.0)
 
     async def check_run(self, run: Run) -> None:
         """Raise LineageError if the run names a parent that its thread cannot have.
 
-        When only Postgres could tell and it is away, the checkpoint is more important: nothing is checked.
+        When only Postgres knows and it is away, nothing is checked: the checkpoint is more important.
         """
         if run.parent_thread_id is None:
             return
@@ -101,13 +101,13 @@ class BufferedLineage:
                 await self._parents.check(run)
 
     async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
-        """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
+        """Check the change, take a place, carry it out. Raises NotFound, LineageError, what reads and appends raise.
 
-        `mark`: an item of `bufstore.buffer.producers`; what the named thread has already is not done again. `going`:
-        see `Family`.
+        `mark`: an item of `bufstore.buffer.producers`; a change that the named thread has already is not made again.
+        `going`: see `Family`.
 
-        Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
-        carries it out; repeating it is safe.
+        Bounded by ``flush_timeout_s``. A change that fails or is given up after it took its place raises
+        OutcomeUnknown, and the next change carries it out; repeating it is safe.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -118,7 +118,7 @@ class BufferedLineage:
         except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
-            if isinstance(e, (TimeoutError, OutcomeUnknown)):  # the latter of a change that was to be finished first
+            if isinstance(e, (TimeoutError, OutcomeUnknown)):  # OutcomeUnknown: of a change to be finished first
                 raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from e
             raise
         finally:
@@ -143,22 +143,23 @@ class BufferedLineage:
                 seq, record = await self._record()
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
-                    continue  # another's; if mine was there before, it is carried out, and repeating is harmless
+                    continue  # another's record; if ours was there before, it is carried out: repeating is harmless
             reach(Failpoint.LINEAGE_PLACED)
             try:
-                # Whoever finished it first has left its mark; but it was not there when this took its place.
+                # `repeated` is set if another process carried the change out first, but the thread did not have the
+                # mark when this change took its place.
                 receipt = msgspec.structs.replace(await self._carry_out(mine, seq, going), repeated=False)
             except (Overtaken, NotFound) as e:
                 state, last = await self._joined(wanted.thread_id)
                 if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
-                    # Deleted and written again, or written and not deleted.
+                    # The thread was deleted and written again, or written to and not deleted.
                     raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
                 receipt = Receipt(wanted.thread_id, last, state.watermark.applied_id, state.watermark.version)
             except LogFull as e:
-                # Who has read the record, here or elsewhere, may carry it out when there is room again.
+                # Any process that has read the record, this one too, may carry the change out when there is room again.
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             except Rejected as e:
-                several = wanted.children in (Children.DETACH, Children.CASCADE)  # some of it may be stored
+                several = wanted.children in (Children.DETACH, Children.CASCADE)  # some edits may be stored
                 if await self._mark(mine, seq) and not several:
                     raise
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
@@ -168,19 +169,19 @@ class BufferedLineage:
             return receipt
 
     async def _check(self, wanted: LineageChange) -> int | None:
-        """Check the change; of a deletion, the id of the thread's last entry. Raises NotFound, LineageError."""
+        """Check the change. Returns a deletion's `_Record.base`. Raises NotFound, LineageError."""
         base = None
         if wanted.children is not None:
             base = (await self._joined(wanted.thread_id))[0].watermark.applied_id
         await check(self._family(None), wanted)
         if wanted.children is Children.DETACH:
-            # A child in quarantine cannot be detached: say so while nothing is done.
+            # A child in quarantine cannot be detached: this raises ThreadQuarantined before anything is done.
             for child in await self._children(wanted.thread_id):
                 await self._lanes.of(child).reads.thread(child, Consistency.READ_YOUR_WRITES)
         return base
 
     async def _finish(self, record: _Record, seq: int) -> None:
-        """Carry out another's change, as far as it goes."""
+        """Carry out another process's change as far as possible, and mark it as done."""
         try:
             if (
                 record.base is None
@@ -190,17 +191,17 @@ class BufferedLineage:
         except LogFull:
             raise
         except (Overtaken, Rejected):
-            pass  # another process did it; or it can go no further, and must not stop others
+            pass  # another process did it; or the change can go no further, and must not stop others
         await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int, going: Going | None = None) -> Receipt:
         return await carry_out(self._family(seq, record)._replace(going=going), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
-        """Mark the change as done, trying as often as needed; False when another process was faster.
+        """Mark the change as done, trying as often as needed. Returns False when another process was faster.
 
-        The caller bounds the time. No caller may be told before this that its change is done: the next process would
-        repeat it, and delete a second time what was written in between.
+        The caller bounds the time. No caller may be told that its change is done before it is marked: the next process
+        would repeat the change, and a repeated deletion would delete what was written in between.
         """
         done = _encode(msgspec.structs.replace(record, done=True))
         async for attempt in AsyncRetrying(
@@ -217,7 +218,7 @@ class BufferedLineage:
         try:
             return seq, _decode(body) if body else None
         except msgspec.MsgspecError:
-            # Maybe a newer release's: as long as its change may take, its process may be at work.
+            # A newer release may have written it, and may be at work on its change for as long as a change may take.
             now = asyncio.get_running_loop().time()
             if self._unread[0] != seq:
                 self._unread = seq, now
@@ -232,7 +233,7 @@ class BufferedLineage:
         return await self._lanes.of(thread_id).reads.joined(thread_id)
 
     async def _thread(self, thread_id: str) -> Thread | None:
-        """The thread as reads show it, even with a broken chain. StoreUnavailable: its parent is not known."""
+        """The thread as reads show it, even with a broken chain. Raises StoreUnavailable if its parent is unknown."""
         state, _ = await self._joined(thread_id)
         if state.partial and state.thread is not None and state.thread.parent_thread_id is None:
             down = self._lanes.of(thread_id).reads.store.down
@@ -240,7 +241,7 @@ class BufferedLineage:
         return state.thread
 
     async def _children(self, thread_id: str) -> list[str]:
-        """All children, flushed ones and others."""
+        """The ids of all children, flushed or not."""
         query = ThreadQuery(parent_thread_id=thread_id)
         found: list[str] = []
         level, cursor = Consistency.READ_YOUR_WRITES, None
@@ -256,9 +257,9 @@ class BufferedLineage:
         return await descendants(self._family(None), thread_id)
 
     def _family(self, seq: int | None, record: _Record | None = None) -> Family:
-        """The threads, whose edits are appended while the record is the one at `seq`; without it none are to be made.
+        """The threads as a change of lineage sees them.
 
-        An edit raises Overtaken.
+        An edit raises Overtaken unless the record is still the one at `seq`. With None, the caller makes no edits.
         """
 
         async def overtaken() -> bool:

@@ -1,4 +1,4 @@
-"""Writes of pipelines: many threads at once, and many writes per thread in order; a refused one stops its thread."""
+"""Pipelines' writes: to many threads at once, and many per thread, in order; a refused write stops its thread."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class BulkCheckpoint(NamedTuple):
 
     messages: Sequence[Message]
     run: Run
-    #: As `ThreadRunStore.checkpoint` has it; else the messages are appended.
+    #: True: `messages` are the whole list, as in `ThreadRunStore.checkpoint`. False: they are appended.
     whole: bool
     producer: ProducerSequence | None = None
 
 
 class Series(NamedTuple):
-    """How far a series came."""
+    """How far a series got."""
 
-    #: The receipts of its stored steps, which are the first ones.
+    #: The receipts of the stored steps, which are the first ones.
     receipts: Sequence[Receipt]
-    #: Why the next step is not; the steps behind it were not tried. None: all are stored.
+    #: Why the next step is not stored; the steps behind it were not tried. None: all steps are stored.
     error: BufstoreError | None
 
 
@@ -52,9 +52,9 @@ class BulkWriter:
         self._edits = edits
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
-        """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
+        """Find out in a few requests which of many threads are new: first writes right after it look nothing up.
 
-        With a store other than PostgresThreadStore it does nothing. Raises InvalidId, Unavailable errors.
+        It has no effect with an app's own store. Raises InvalidId, Unavailable errors.
         """
         wanted = [check_id(t, "a thread's id") for t in check_ids(thread_ids, "thread_ids")]
         await together(buffer.learn_new(some) for buffer, some in self._lanes.shared_out(wanted))
@@ -76,8 +76,8 @@ class BulkWriter:
     async def write(self, thread_id: str, steps: Sequence[BulkCheckpoint]) -> Series:
         """Write a thread's checkpoints in order, none behind one that is not stored.
 
-        What it has receipts of is durable. A step is judged as `BufferedThreadStore.checkpoint` and `checkpoint_append`
-        do, whose errors it has; after OutcomeUnknown some steps behind it may be stored too.
+        A step with a receipt is durable. Each step is judged as `BufferedThreadStore.checkpoint` or `checkpoint_append`
+        judges it, and fails with their errors; after OutcomeUnknown, some steps behind it may be stored too.
         """
         wanted: list[tuple[Prepare[MessageMemory], bytes | None]] = []
         refused: BufstoreError | None = None
@@ -105,16 +105,16 @@ class BulkWriter:
         return Series(receipts, error or refused)
 
     async def edit(self, wanted: WantedEdit, producer: ProducerSequence | None) -> Receipt:
-        """An edit that does not concern lineage, once per `producer`. Raises as the edits of the store do.
+        """Make an edit that does not concern lineage, once per `producer`. Raises what the store's edits raise.
 
-        `wanted`: of `bufstore.threads.edits`.
+        `wanted`: what a function of `bufstore.threads.edits` returned.
         """
         return await self._edits.edit(wanted, mark=producers.item_of(producer))
 
     async def delete(self, wanted: LineageChange, producer: ProducerSequence | None) -> bool:
-        """Delete a thread, once per `producer`; whether that was done before, or there is none. Raises as the store.
+        """Delete a thread, once per `producer`. Returns True if that was done before, or there is no such thread.
 
-        `wanted`: of `bufstore.threads.lineage.deletion`.
+        `wanted`: what `bufstore.threads.lineage.deletion` returned. Raises what the store's `delete_thread` raises.
         """
         try:
             return (await self._lineage.change(wanted, producers.item_of(producer))).repeated
@@ -128,7 +128,7 @@ class BulkWriter:
 
 
 class _Written:
-    """Which steps a thread has already: the parents that they name are not asked for, for they may be gone by now."""
+    """Knows which steps a thread has already: the parents that those name are not checked, for they may be gone."""
 
     def __init__(self, lanes: Lanes, thread_id: str) -> None:
         self._lanes, self._thread_id = lanes, thread_id

@@ -13,10 +13,10 @@ from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payloa
 def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
     """The change that equals `entries` in order, on a thread of `version` messages.
 
-    A thread without a watermark may be in the store all the same; the writer of an entry with base NONE
-    has looked there, so what its entry keeps is what there is.
+    A thread without a watermark may be in the store all the same. The writer of an entry with base NONE has looked
+    there, so the entry keeps exactly the messages that the store has.
 
-    Raises Inapplicable for the first entry that is no payload, keeps more messages than there are, or does not
+    Raises Inapplicable for the first entry that has no valid payload, keeps more messages than there are, or does not
     arrive at the version that its envelope names.
     """
     fold = Fold(thread_id, version)
@@ -42,7 +42,7 @@ class Fold:
         self._begin()
 
     def begin_at(self, version: int) -> None:
-        """Set the thread's number of messages, whatever was said before."""
+        """Set the thread's number of messages, instead of the one given before."""
         self._version = self._keep = version
 
     def _begin(self) -> None:
@@ -57,7 +57,7 @@ class Fold:
         self._parent: tuple[str | None] | None = None
 
     def add(self, payload: AnyPayload, seq: int, *, self_contained: bool) -> None:
-        """The payload of the entry at position `seq`. Raises ValueError if it keeps more messages than there are."""
+        """Add the payload of the entry at `seq`. Raises ValueError if it keeps more messages than there are."""
         self._seq = seq
         if isinstance(payload, Removal):
             self._begin()
@@ -76,7 +76,7 @@ class Fold:
             self._whole = self._whole or (self_contained and payload.keep == 0)
             self._add_run(payload.save.run_id, payload.run)
             self._saves.append(payload.save)
-            if self._parent == (None,):  # taken off, so that the next run that names one decides again
+            if self._parent == (None,):  # the parent was taken off, so the next run that names one decides again
                 self._parent = (payload.save.parent_thread_id,)
             return
         if payload.run is not None and payload.run_id is not None:

@@ -1,4 +1,4 @@
-"""What a writer remembers of a thread's messages: a digest of each, to find what a new list has in common with it.
+"""What a writer remembers of a thread's messages: a digest of each, to find what a new list has in common with them.
 
 Content is compared, never identity or length of objects that the caller may have changed. A digest is Python's own
 hash of the message's bytes (SipHash with a key of this process): 64 bits, never stored, never sent.
@@ -41,7 +41,7 @@ class MessageMemory(msgspec.Struct, gc=False, eq=False):
         return next(i for i in range(shorter) if self.digests[i] != digests[i])
 
     def replace(self, keep: int, digests: array[int], ids: array[int]) -> tuple[array[int], array[int]]:
-        """Put these behind the first `keep` messages; returns what stood there, to undo it the same way."""
+        """Put these behind the first `keep` messages. Returns what stood there: a second call with it is the undo."""
         removed = _NOTHING
         if keep < len(self.digests):
             removed = self.digests[keep:], self.ids[keep:]
@@ -69,7 +69,7 @@ def digests_of(encoded: Iterable[bytes]) -> array[int]:
 
 def ids_of(messages: Iterable[Any]) -> array[int]:
     """The digest of each message's ``id``; 0 for a message without a (str) id."""
-    # Most have none, and need not be asked by a call.
+    # Most messages have no id: a look at the dict spares them the call of `id_of`.
     return array("q", [_digest(id_of(m)) if type(m) is dict and "id" in m else 0 for m in messages])
 
 

@@ -12,7 +12,7 @@ from bufstore.threads.model import ThreadChange
 from bufstore.threads.payload import decode_payload
 from bufstore.threads.state import ThreadState, changed
 
-#: What each part of a state takes beside its bytes.
+#: How many bytes each part of a state takes beside its encoded content.
 _OBJECT_BYTES = 48
 
 
@@ -36,7 +36,7 @@ class ThreadsDomain:
 
     def size(self, state: ThreadState) -> int:
         if state.thread is None:
-            return 0  # what is left of a deleted thread may be removed at any time
+            return 0  # the row that is left of a deleted thread may be removed at any time
         records = sum(map(len, state.tail_runs.values())) + len(state.latest_run or b"") + len(state.state or b"")
         count = 2 + len(state.messages) + 2 * len(state.tail_runs)
         return _OBJECT_BYTES * count + sum(map(len, state.messages)) + records

@@ -1,7 +1,7 @@
 """What an edit of a thread becomes: one decision for the memory, Postgres and buffered stores.
 
-An `Edit` is decided on the whole thread as it is at that moment; the caller makes sure that nothing comes between (a
-lock on the row, or the log's compare-and-set).
+An `Edit` is decided on the whole thread as it is at that moment; the caller makes sure that nothing changes the thread
+before the edit is written (by a lock on the row, or the log's compare-and-set).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class WantedEdit(msgspec.Struct, frozen=True):
     """An edit that is checked and encoded, and holds none of the caller's objects."""
 
     thread_id: str
-    #: Raises Rejected errors.
+    #: Decides what the edit writes. Raises Rejected errors.
     decide: Callable[[Known], Edit | Removal]
     run_id: str | None = None
-    #: True for what may be done to a thread whose chain is broken.
+    #: True when the edit may be made to a thread whose chain is broken.
     heals: bool = False
 
 
@@ -130,7 +130,7 @@ def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> Wanted
 
 
 def set_parent(thread_id: str, parent_thread_id: str | None) -> WantedEdit:
-    """The thread gets a parent, or loses it. The caller has checked the lineage."""
+    """Give the thread this parent, or none. The caller has checked the lineage."""
 
     def decide(known: Known) -> Edit:
         _there(thread_id, known)
@@ -140,7 +140,7 @@ def set_parent(thread_id: str, parent_thread_id: str | None) -> WantedEdit:
 
 
 def detach(thread_id: str, parent_thread_id: str) -> WantedEdit:
-    """The thread loses this parent. NotFound if it has another one, or none, by now."""
+    """Take this parent from the thread. `decide` raises NotFound if it has another parent, or none, by now."""
 
     def decide(known: Known) -> Edit:
         if known.thread is None or known.thread.parent_thread_id != parent_thread_id:
@@ -151,7 +151,7 @@ def detach(thread_id: str, parent_thread_id: str) -> WantedEdit:
 
 
 def delete_thread(thread_id: str) -> WantedEdit:
-    """The thread goes, with all that belongs to it. The caller has handled its children."""
+    """Delete the thread with all that belongs to it. The caller has handled its children."""
 
     def decide(known: Known) -> Removal:
         _there(thread_id, known)
@@ -161,7 +161,10 @@ def delete_thread(thread_id: str) -> WantedEdit:
 
 
 def remove_remains(thread_id: str) -> WantedEdit:
-    """A removal of a thread that is not there, behind what the log may hold of it. AlreadyExists if it is there."""
+    """Write a removal of a thread that does not exist, behind what the log may hold of it.
+
+    `decide` raises AlreadyExists if the thread exists.
+    """
 
     def decide(known: Known) -> Removal:
         if known.thread is not None:

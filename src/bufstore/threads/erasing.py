@@ -18,7 +18,7 @@ from bufstore.threads.lanes import Lanes, ThreadBuffer
 from bufstore.threads.lineage import Children, deletion
 
 _PAGE = 1000
-#: So many threads are read at the same time.
+#: How many threads are read at the same time.
 _AT_ONCE = 50
 
 
@@ -28,16 +28,16 @@ class Erasure:
 
     #: The threads: the one that was named, and its descendants if they went too.
     thread_ids: tuple[str, ...]
-    #: Whether there was anything of them: the thread itself, or entries in log or quarantine.
+    #: Whether anything of them was found: the thread itself, messages in the log, parked entries, or rows set aside.
     found: bool
-    #: Threads that exist: written to since they were deleted, or not deleted, because they are no descendants any more.
-    #: Their earlier content may exist, too; nothing in quarantine or set aside was taken from them.
+    #: The threads that exist: they were written to since their deletion, or were not deleted because they are no
+    #: descendants any more. Their earlier content may exist, too; none of it was taken from quarantine or `set_aside`.
     written_again: tuple[str, ...]
-    #: Messages removed from the log.
+    #: How many messages were removed from the log.
     log_messages: int
-    #: Entries removed from quarantine.
+    #: How many entries were removed from quarantine.
     quarantined: int
-    #: Rows that pipelines had set aside because they were not fit to be written.
+    #: How many rows were removed that pipelines had set aside as not fit to be written.
     set_aside: int
     #: Archives of the log below this position may hold the content; 0: the log was never archived.
     archived_below: int
@@ -53,12 +53,12 @@ class ThreadEraser:
         self._lineage = lineage
 
     async def erase(self, thread_id: str, children: Children) -> Erasure:
-        """Delete, then remove what is kept beside the tables. Safe to repeat, also after an error."""
+        """Delete the thread, then remove what is kept beside the tables. Safe to repeat, also after an error."""
         wanted = deletion(thread_id, children)
         ledger, going = self._lanes.first.ledger, None
         if children is Children.CASCADE:
-            # Once they are deleted, nothing but this tells a later try whose descendants they were. Those that come
-            # meanwhile go, too; and another process may finish what this one has begun.
+            # Once the descendants are deleted, only this record tells a later try whose descendants they were. `going`
+            # adds those that come meanwhile; they go, too. Another process may finish what this one has begun.
             going = partial(self._remember, thread_id)
             await going(await self._lineage.descendants(thread_id))
         existed = True
@@ -91,7 +91,7 @@ class ThreadEraser:
         await self._lanes.first.ledger.begin_erasure(thread_id, descendants)
 
     async def _existing(self, thread_ids: Sequence[str]) -> list[str]:
-        """The ones that are there: written since, not descendants any more, or never deleted."""
+        """Those of these threads that exist: written to since, not descendants any more, or never deleted."""
         found: list[str] = []
         for some in (thread_ids[n : n + _AT_ONCE] for n in range(0, len(thread_ids), _AT_ONCE)):
             states = await together(self._lanes.of(t).reads.joined(t) for t in some)
@@ -99,8 +99,8 @@ class ThreadEraser:
         return found
 
     async def _erase(self, buffer: ThreadBuffer, threads: Sequence[str]) -> _FromLog:
-        """Remove what the log of these threads has of them."""
-        # As it stands on the log's disk: what nobody needs any more is not looked up by thread.
+        """Remove what the buffer's log has of these threads."""
+        # A scan shows what is on the log's disk; a lookup by thread does not show what nobody needs any more.
         last = {m.subject: m async for _, m in buffer.log.scan(threads=threads)}
         below = {t: await self._removed_at(buffer, t, last.get(buffer.subjects.of(t))) for t in threads}
         removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq}, self._remove_remains)
@@ -109,9 +109,9 @@ class ThreadEraser:
     async def _removed_at(self, buffer: ThreadBuffer, thread_id: str, last: StoredMessage | None) -> int | None:
         """The position of the thread's removal; 0 if the log holds nothing of it, None if it was written again.
 
-        `last`: its last entry in the log. That stays, because it is what writers build on; so it must be one that says
-        nothing. Where the log holds entries and no removal behind them (those were parked, and there was no thread
-        to delete), a removal is written.
+        `last`: the thread's last entry in the log. It stays there, because writers build on it, so it must be an entry
+        without content. If the log holds entries and no removal behind them (the entries were parked, and there was no
+        thread to delete), this writes a removal.
         """
         if last is None:
             return 0
@@ -135,7 +135,7 @@ class ThreadEraser:
 
 
 class _FromLog(NamedTuple):
-    """What was removed from one log: so many messages; and of which threads that was not all."""
+    """How many messages were removed from one log, and which threads were written again."""
 
     removed: int
     written_again: Sequence[str]

@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class Lanes:
-    """Finds the buffer of a thread, and asks all of them what concerns every thread."""
+    """Finds the buffer of a thread, and asks all buffers what concerns every thread."""
 
     def __init__(self, buffers: Sequence[ThreadBuffer]) -> None:
         """`buffers`: in the order of their lanes."""
         self.all = tuple(buffers)
-        #: Keeps what there is once for all threads: the record of changes of lineage.
+        #: The first lane's buffer. It keeps what exists once for all threads, like the record of changes of lineage.
         self.first = self.all[0]
         self.config = self.first.config
         self._only = self.first if len(self.all) == 1 else None
@@ -34,18 +34,18 @@ class Lanes:
         self._closing = Closing()
 
     def of(self, name: str) -> ThreadBuffer:
-        """That of a thread; or the one whose shared state knows the thread of a run. By its id."""
+        """The buffer of a thread, or the one whose shared state knows a run's thread. `name`: the id of either."""
         return self._only or self.all[lane_of(name, self.config.log)]
 
     def shared_out(self, thread_ids: Iterable[str]) -> list[tuple[ThreadBuffer, list[str]]]:
-        """These threads by their buffers; those without any of them are left out."""
+        """Group these threads by their buffers; buffers that have none of them are left out."""
         found: dict[ThreadBuffer, list[str]] = {}
         for thread_id in thread_ids:
             found.setdefault(self.of(thread_id), []).append(thread_id)
         return list(found.items())
 
     async def each(self, ask: Callable[[ThreadBuffer], Awaitable[T]]) -> list[T]:
-        """What all of them answer, in order; the first one's error if any fails, once all have ended."""
+        """Ask all buffers, and return their answers in order. If any fails, raises the first error once all ended."""
         self._home.check()
         return await together(ask(buffer) for buffer in self.all)
 
@@ -58,14 +58,14 @@ class Lanes:
             opened.append(buffer)
 
         try:
-            await begin(self.first)  # which opens the store, and makes its tables
+            await begin(self.first)  # this opens the store, and makes its tables
             await together(begin(buffer) for buffer in self.all[1:])
         except BaseException:
             await self._closing(lambda: self._release(opened))
             raise
 
     async def _release(self, opened: Sequence[ThreadBuffer]) -> None:
-        """The first one, and the store with it, after the others."""
+        """Release the first buffer, and the store with it, after the others."""
         try:
             await together(buffer.release() for buffer in opened if buffer is not self.first)
         finally:
@@ -73,12 +73,12 @@ class Lanes:
                 await self.first.release()
 
     async def aclose(self) -> None:
-        """Close all. Idempotent. In a process that was forked off it does nothing: they are its parent's."""
+        """Close all. Idempotent. In a process that was forked off it does nothing: the buffers are the parent's."""
         if self._home.closes_here():
             await self._closing(self._close)
 
     async def _close(self) -> None:
-        """All at once; the first one closes the store, after the others."""
+        """Close all at once; the first buffer closes the store, once the others are closed."""
         others = spawn(together(buffer.aclose() for buffer in self.all[1:]), name="bufstore-close-others")
 
         async def closed() -> None:
@@ -90,7 +90,7 @@ class Lanes:
             await others
 
     async def force_flush_all(self, timeout_s: float | None = None) -> None:
-        """See `Buffer.force_flush_all`: what all of them have acknowledged now."""
+        """See `Buffer.force_flush_all`; covers what all buffers have acknowledged now."""
         await self.each(lambda buffer: buffer.force_flush_all(timeout_s=timeout_s))
 
     async def broken(self) -> frozenset[str]:

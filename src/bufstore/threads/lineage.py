@@ -20,7 +20,7 @@ from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
 from bufstore.types import Receipt, check_choice, check_id
 
-#: Threads whose parent was found good.
+#: How many threads are remembered whose parent was found good.
 _REMEMBERED = 10_000
 
 FindThread = Callable[[str], Awaitable[Thread | None]]
@@ -31,9 +31,9 @@ class Children(enum.StrEnum):
 
     #: A thread with children is not deleted: LineageError.
     REJECT = "reject"
-    #: They lose their parent and stay.
+    #: The children lose their parent and stay.
     DETACH = "detach"
-    #: They are deleted, and theirs, before it.
+    #: All descendants are deleted, before the thread itself.
     CASCADE = "cascade"
 
 
@@ -55,7 +55,7 @@ class Family(NamedTuple):
     #: The ids of all children of a thread.
     children: Callable[[str], Awaitable[list[str]]]
     edit: Callable[[edits.WantedEdit], Awaitable[Receipt]]
-    #: Told which descendants a deletion takes along, before it deletes the first of them.
+    #: Called with the descendants that a deletion takes along, before it deletes the first of them.
     going: Going | None = None
 
 
@@ -76,13 +76,14 @@ def deletion(thread_id: str, children: Children) -> LineageChange:
 
 
 class NamedParents:
-    """Checks the parent that a run names, before its first checkpoint; the ones behind it pay nothing.
+    """Checks the parent that a run names, before the first checkpoint; later checkpoints pay nothing.
 
     A parent is sticky: once a thread has one, later runs cannot change it. A checked parent is remembered for this
     process's life, or until this process changes the thread's lineage.
 
-    A new thread is nobody's ancestor, so it can get any parent that exists. One that exists and has none could close a
-    circle with another that gets one at the same moment: it takes its turn with `change`, before the checkpoint.
+    A new thread is nobody's ancestor, so it can get any parent that exists. An existing thread without a parent could
+    close a circle with another thread that gets one at the same moment. So `change` sets its parent in turn with other
+    changes, before the checkpoint.
     """
 
     def __init__(
@@ -90,13 +91,13 @@ class NamedParents:
         thread: FindThread,
         change: Callable[[LineageChange], Awaitable[Receipt]] | None = None,
     ) -> None:
-        """`change` carries out a change of lineage among others; None where nothing comes between."""
+        """`change` carries out a change of lineage in turn with others; None where nothing can come between."""
         self._thread = thread
         self._change = change
         self._good: Newest[str, str] = Newest(_REMEMBERED)
 
     async def check(self, run: Run) -> None:
-        """Raise LineageError unless the run's thread may have, or need not have, the parent that the run names."""
+        """Raise LineageError if the run names a parent that its thread cannot get; a thread that has one keeps it."""
         parent = run.parent_thread_id
         if parent is None or self._good.get(run.thread_id) == parent:
             return
@@ -106,7 +107,7 @@ class NamedParents:
         elif thread.parent_thread_id is None and self._change is not None:
             try:
                 await self._change(new_parent(run.thread_id, parent))
-            except NotFound:  # deleted meanwhile: it will be new
+            except NotFound:  # the thread was deleted meanwhile, so it will be new
                 await check_parent(self._thread, run.thread_id, parent)
         self._good[run.thread_id] = parent
 
@@ -141,7 +142,7 @@ async def check_parent(thread: FindThread, thread_id: str, parent_thread_id: str
 
 
 async def carry_out(family: Family, wanted: LineageChange) -> Receipt:
-    """Write the edits, the named thread's last. Repeating it is safe. Raises NotFound when that is gone already."""
+    """Write the edits, the named thread's last. Safe to repeat. Raises NotFound when that thread is gone already."""
     thread_id = wanted.thread_id
     if wanted.children is None:
         return await family.edit(edits.set_parent(thread_id, wanted.parent_thread_id))
@@ -160,7 +161,7 @@ async def carry_out(family: Family, wanted: LineageChange) -> Receipt:
 
 
 async def descendants(family: Family, thread_id: str) -> list[str]:
-    """Children before their own children. A cycle that got in somehow ends."""
+    """All descendants, children before their own children. Ends even if the lineage has a cycle."""
     found: dict[str, None] = {}
     todo = [thread_id]
     while todo:

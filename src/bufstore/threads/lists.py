@@ -2,9 +2,10 @@
 
 A list cannot be overlaid with the tails of all threads and stay a page. So everything that the log holds at the time
 of the call is flushed first; then the wrapped store answers, from its indices. A thread whose chain is broken shows
-its flushed state, and the page says so (`Page.quarantined`): which threads are broken is asked before the page, so that
-a thread that heals in between is at worst marked without need. A read without a page raises ThreadQuarantined. With an
-app's own store that has no such queries, the messages of a thread are read whole; the rest is refused.
+its flushed state, and the page names the thread (`Page.quarantined`). The ledger says which threads are broken before
+the page is read, so a thread that heals in between is at worst marked without need. A read without a page raises
+ThreadQuarantined. If an app's own store has no such queries, the messages of a thread are read whole, and all other
+lists are refused.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class BufferedLists:
         return await self._asked(self._lanes.of(thread_id).ledger.watermark(thread_id))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """What the ledger answers, in the time of a read."""
+        """Return the ledger's answer. Raises StoreUnavailable when it does not come in the time of a read."""
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
                 return await answer
@@ -143,7 +144,7 @@ class BufferedLists:
             raise StoreUnavailable("Postgres, which knows the quarantine, does not answer") from None
 
     async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
-        """Wait until the thread, or everything, is flushed as far as the log knows it now."""
+        """Wait until everything that the log holds now, of the thread or of all threads, is flushed."""
         if level is Consistency.EVENTUAL:
             return
         try:

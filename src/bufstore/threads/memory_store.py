@@ -1,4 +1,4 @@
-"""Threads, messages and runs in memory: what every other store must agree with."""
+"""Threads, messages and runs in memory: the store that every other store must agree with."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MemoryThreadStore(EditedStore):
         self._messages: dict[str, list[bytes]] = {}
         self._runs: dict[str, tuple[str, bytes]] = {}  # run id -> thread id, record
         self._states: dict[str, bytes] = {}
-        #: Growing numbers: when a thread was changed last, when a run was created.
+        #: The value of `_clock` when each thread was last changed, and when each run was created.
         self._changed: dict[str, int] = {}
         self._created: dict[str, int] = {}
         self._clock = 0
@@ -78,7 +78,7 @@ class MemoryThreadStore(EditedStore):
         self._ledgers: dict[int, MemoryLedger] = {}
 
     def ledger(self, quarantine_max: int, lane: int = 0) -> MemoryLedger:
-        """Where the buffers in front of this store keep their watermarks: one for all that have the same log."""
+        """The ledger for the watermarks of the buffers in front of this store: one for all buffers of the same lane."""
         if lane not in self._ledgers:
             self._ledgers[lane] = MemoryLedger(self, quarantine_max=quarantine_max)
         return self._ledgers[lane]
@@ -86,7 +86,7 @@ class MemoryThreadStore(EditedStore):
     def behind(
         self, postgres: str | None, config: BufferConfig, timeout_s: float
     ) -> tuple[MemoryLedger, Backing[ThreadState]] | None:
-        """What a buffer in front of it works with; None when its watermarks are to be in a database."""
+        """What a buffer in front of this store works with; None when its watermarks are to be in a database."""
         if postgres is not None:
             return None
         ledger = self.ledger(config.quarantine_max, config.log.lane)
@@ -275,7 +275,7 @@ class MemoryThreadStore(EditedStore):
         await lineage.NamedParents(self.load_thread).check(run)
 
     async def _change(self, wanted: lineage.LineageChange) -> Receipt:
-        # Nothing here waits, so nothing comes between.
+        # Nothing here suspends, so nothing comes between.
         family = lineage.Family(self.load_thread, self._children, self._edit)
         await lineage.check(family, wanted)
         return await lineage.carry_out(family, wanted)
@@ -308,7 +308,7 @@ class MemoryThreadStore(EditedStore):
     async def _save(self, change: ThreadChange, key: str | None, content: object) -> Receipt:
         await self.apply(None, [change])
         thread_id = change.thread_id
-        # A checkpoint without a key takes a place among the remembered ones too.
+        # A checkpoint without a key takes a place among the remembered keys too.
         keys = self._keys.setdefault(thread_id, deque(maxlen=_REMEMBERED_KEYS))
         keys.append((key or secrets.token_hex(8), content))
         return self._receipt(thread_id, change.version)

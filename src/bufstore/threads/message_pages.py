@@ -17,10 +17,10 @@ from bufstore.threads.queries import (
 )
 from bufstore.types import check_id
 
-#: Reads (position, encoded message) between two positions (both included): at most so many, newest first or not.
+#: Reads (position, encoded message) pairs. Arguments: first and last position, the most pairs, whether newest first.
 Fetch = Callable[[int, int, int, bool], Awaitable[list[tuple[int, bytes]]]]
 
-#: A query that looks into messages reads this many at a time.
+#: How many messages a query reads at a time if it looks into them.
 _CHUNK = 500
 LAST = 2**31 - 1
 
@@ -30,8 +30,8 @@ async def message_page(
 ) -> MessagePage:
     """The page of `query` behind `cursor`; an empty one for a thread that does not exist.
 
-    Positions go through the index; a query for a visibility or a run reads the messages in chunks until the page is
-    full. Raises InvalidId, InvalidQuery, and what `fetch` raises.
+    A query by positions alone uses the index; a query for a visibility or a run reads the messages in chunks until the
+    page is full. Raises InvalidId, InvalidQuery, and what `fetch` raises.
     """
     check_id(thread_id, "thread_id")
     check_query(query, MessageQuery)
@@ -56,6 +56,6 @@ async def message_page(
 
 
 def check_range(first: int, last: int) -> tuple[int, int]:
-    """Positions `first` to `last`, within what a thread can have. Raises InvalidQuery."""
+    """Return the range of positions `first` to `last`, beginning at 1 or later. Raises InvalidQuery."""
     check_query(MessageQuery(after=first, before=last))
     return max(first, 1), last

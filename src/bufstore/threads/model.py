@@ -30,8 +30,8 @@ class RunStatus(enum.StrEnum):
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One activation of an agent on a thread.
 
-    Times are Unix seconds, as floats; the store sets none of them. An int, which a type checker accepts for one, would
-    come back as a float: it is refused, as all is that does not come back as it was given.
+    Times are Unix seconds, as floats; the store sets none of them. An int, which a type checker accepts as a float,
+    would come back as a float: it is refused, like every value that would not come back as given.
     """
 
     run_id: str
@@ -79,14 +79,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def check_run(run: object, thread_id: str | None = None) -> None:
-    """Raise InvalidId or InvalidRecord unless `run` is a Run that can be saved with the thread (None: its own)."""
+    """Raise InvalidId or InvalidRecord unless `run` is a Run that can be saved with the thread (None: the run's)."""
     if not isinstance(run, Run):
         raise InvalidRecord(f"run must be a Run, not {type(run).__name__}")
     run.check(check_id(run.thread_id, "thread_id") if thread_id is None else thread_id)
 
 
 def check_version(expected: object) -> None:
-    """Raise InvalidRecord unless `expected` can be the version that a thread is expected to have; None: any."""
+    """Raise InvalidRecord unless `expected` is an int, or None for any version."""
     if expected is not None and type(expected) is not int:
         raise InvalidRecord(f"expected_version must be an int, not {expected!r}")
 
@@ -104,7 +104,7 @@ NO_METADATA = ThreadMetadata()
 
 
 class Thread(msgspec.Struct, frozen=True, kw_only=True):
-    """A thread as the store knows it, its messages and its state apart."""
+    """A thread as the store knows it, without its messages and its state."""
 
     thread_id: str
     #: Number of messages.
@@ -167,24 +167,24 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
     #: True when the writer gave the whole list without knowing the thread: `keep` is 0 and many of the
     #: messages may be there already. Writing only those that differ gives the same result.
     whole: bool
-    #: True when `messages` come behind all that the thread has: as far as the buffer knows, all of them are new.
+    #: True when `messages` follow everything that the thread has: as far as the buffer knows, all of them are new.
     appends: bool = False
     #: The newest record of every run that was saved, encoded, in the order of their last save.
     runs: Mapping[str, bytes]
-    #: Every (run, status, parent) saved, oldest first, folded over the thread's row: see `Thread.with_run`.
+    #: Every (run, status, parent) saved, oldest first, to be folded over the thread's row: see `Thread.with_run`.
     saves: Sequence[RunSave]
-    #: Position in the log of the last entry folded in: a larger one was written later.
+    #: The position in the log of the last entry folded in; a change with a larger one was written later.
     thread_seq: int = 0
     #: For each run of `runs`, the position of the first entry folded in that saved it.
     run_seqs: Mapping[str, int] = {}
-    #: The thread's metadata, encoded (`decode_metadata`), and its state (`decode_message`); None: as they were.
+    #: The thread's metadata, encoded (`decode_metadata`), and its state (`decode_message`); None: unchanged.
     metadata: bytes | None = None
     state: bytes | None = None
-    #: The parent that was set on its own, in a tuple; None: what `saves` say.
+    #: The parent that was set on its own (or no parent), in a tuple; None: `saves` decide.
     parent: tuple[str | None] | None = None
-    #: True when the thread was deleted: its earlier content goes first, runs, metadata and state included.
+    #: True when the thread was deleted: first remove its earlier content, runs, metadata and state included.
     deleted: bool = False
-    #: True when nothing came after the deletion: there is no thread.
+    #: True when nothing came after the deletion: the thread does not exist any more.
     gone: bool = False
 
     @property
@@ -193,10 +193,10 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
         return self.keep + len(self.messages)
 
     def project(self, thread: Thread) -> Thread:
-        """`thread` (as it was before) after this change, if it is not `gone`."""
+        """Return `thread`, as it was before this change, with the change made; not for a change that is `gone`."""
         if self.deleted:
             thread = Thread(thread_id=self.thread_id)
-        for save, _ in groupby(self.saves):  # the same once more changes nothing
+        for save, _ in groupby(self.saves):  # the same save once more changes nothing
             run = Run(
                 run_id=save.run_id,
                 thread_id=self.thread_id,
@@ -227,7 +227,7 @@ _decode_metadata = msgspec.msgpack.Decoder(ThreadMetadata).decode
 
 
 def free_fields(record: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The fields in which a value may come back as another without decoding noticing: all that are not plain."""
+    """The fields whose value may come back changed without decoding noticing: all that have no plain type."""
     return tuple(f.name for f in msgspec.structs.fields(record) if not _is_plain(msgspec.inspect.type_info(f.type)))
 
 
@@ -251,7 +251,7 @@ def free_checker(record: type[R], called: Callable[[R], str]) -> Callable[[R], o
     """Make the function that raises InvalidRecord unless the free fields of a record come back as they are.
 
     `called` names the record in the error. The function is made from source, as the methods of dataclasses are: most
-    records have nothing in these fields, and a loop to find that out takes a third of what a run takes to encode.
+    records have nothing in these fields, and a loop to find that out takes a third of the time of encoding a run.
     """
     checks = (
         f"r.{n} is not None and (type(r.{n}) is not dict or r.{n}) and check(r.{n}, called(r) + ': {n}')"
@@ -276,7 +276,7 @@ def encode_run(run: Run) -> bytes:
 
 
 def _changed_field(run: Run, encoded: bytes) -> str:
-    """Which field does not come back as it was, and what it would be."""
+    """Say which field would not come back as it was, and what it would be."""
     back = _decode_run(encoded)
     for name in run.__struct_fields__:
         value, other = getattr(run, name), getattr(back, name, None)
@@ -315,7 +315,7 @@ def decode_metadata(data: bytes) -> ThreadMetadata:
 
 
 def encode_value(value: Any, where: str) -> bytes:
-    """A value of the caller's as msgpack (`decode_message` gives it back). Raises InvalidRecord like messages do."""
+    """A caller's value as msgpack (`decode_message` gives it back). Raises InvalidRecord like `encode_messages`."""
     check_value(value, where)
     try:
         return _encode(value)
@@ -324,7 +324,7 @@ def encode_value(value: Any, where: str) -> bytes:
 
 
 def encode_messages(messages: Sequence[Message]) -> list[bytes]:
-    """Each message as msgpack. Raises InvalidRecord, naming the place, when one would not come back exactly."""
+    """Each message as msgpack. Raises InvalidRecord, naming the index, when a message would not come back exactly."""
     if type(messages) is not list and (
         isinstance(messages, (str, bytes, bytearray, memoryview)) or not isinstance(messages, Sequence)
     ):
@@ -356,14 +356,14 @@ class _WithId(msgspec.Struct, gc=False):
 
 
 _with_id = msgspec.msgpack.Decoder(_WithId).decode
-#: The first byte of a dict in msgpack.
+#: The bytes that a dict can begin with in msgpack.
 _DICTS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 
 
 def encoded_id(data: bytes) -> str | None:
-    """`id_of` an encoded message, most of which is not decoded."""
+    """`id_of` an encoded message, without decoding most of it."""
     if data and data[0] not in _DICTS:
-        return id_of(_decode(data))  # has none, and is decoded once
+        return id_of(_decode(data))  # not a dict, so it has no id; decode it once, not twice
     try:
         found = _with_id(data).id
     except msgspec.ValidationError:  # not all keys are str
@@ -374,7 +374,7 @@ def encoded_id(data: bytes) -> str | None:
 #: Deepest nesting of lists and dicts in a message: decoding must not depend on how deep the caller's stack is.
 MAX_DEPTH = 100
 _PLAIN = frozenset((str, int, float, bool, type(None), bytes))
-# What the encoder raises is more than MsgspecError: lone surrogates, integers past 64 bits, foreign types.
+# The encoder raises more than MsgspecError: for lone surrogates, integers past 64 bits, foreign types.
 _NOT_ENCODABLE = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError, UnicodeError)
 
 
@@ -415,7 +415,7 @@ def _place(where: str | int) -> str:
 
 
 def _named(kind: type) -> str:
-    """With its module: numpy has a bool, too."""
+    """The type's name, with its module unless it is a builtin: numpy has a bool, too."""
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 

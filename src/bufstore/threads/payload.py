@@ -22,9 +22,9 @@ from bufstore.types import check_id
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field="kind", tag="checkpoint"):
     """One checkpoint. New fields are appended with defaults, new kinds get tags of their own."""
 
-    #: This many messages of the predecessor stay.
+    #: How many messages of the predecessor stay.
     keep: int
-    #: What follows them, each encoded.
+    #: The messages that follow those, each encoded.
     messages: Sequence[bytes]
     #: The run, encoded, and the part of it that the thread's row depends on.
     run: bytes
@@ -39,10 +39,10 @@ class Edit(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="
     #: A run saved on its own (the thread's row does not change with it), and its id.
     run: bytes | None = None
     run_id: str | None = None
-    #: None: as they were.
+    #: The new metadata and state, encoded; None: unchanged.
     metadata: bytes | None = None
     state: bytes | None = None
-    #: The new parent, or none, in a tuple.
+    #: The new parent, or no parent, in a tuple; None: unchanged.
     parent: tuple[str | None] | None = None
 
 
@@ -57,7 +57,7 @@ AnyPayload = Payload | Edit | Removal
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyPayload)
-#: Reads over a value to its end without building it.
+#: Skips to the end of a value without building it.
 _skim = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
@@ -66,7 +66,7 @@ def encode_payload(payload: AnyPayload) -> bytes:
 
 
 def decode_payload(data: bytes) -> AnyPayload:
-    """The payload of bytes. Raises ValueError, and nothing else, for bytes that are not a payload."""
+    """Decode a payload. Raises ValueError, and nothing else, for bytes that are not a payload."""
     try:
         payload: AnyPayload = _decoder.decode(data)
         _check_parts(payload)
@@ -84,10 +84,10 @@ def decode_payload(data: bytes) -> AnyPayload:
 
 
 def _check_parts(payload: AnyPayload) -> None:
-    """Raise InvalidId, or an error of msgspec, for what no store could take or no reader could read.
+    """Raise InvalidId, or an error of msgspec, for content that no store could take or no reader could read.
 
-    Found here, the fault is one entry's at once; the store could only refuse a whole batch, and would have to be tried
-    again and again to find the entry to blame.
+    A fault that is found here has one entry to blame. The store could only refuse a whole batch, and would have to be
+    tried again and again to find the entry.
     """
     for message in payload.messages:
         _skim(message)
@@ -109,7 +109,7 @@ def _check_parts(payload: AnyPayload) -> None:
 
 
 def content_hash(kind: str, messages: Sequence[bytes], run: bytes) -> bytes:
-    """What a call with an idempotency key stands for: the same for the same kind of call, messages and run."""
+    """The hash of what a call with an idempotency key stands for: the kind of call, the messages and the run."""
     digest = blake2b(kind.encode(), digest_size=16)
     for part in (*messages, run):
         digest.update(len(part).to_bytes(8, "big"))

@@ -26,9 +26,9 @@ from bufstore.threads.queries import (
 )
 from bufstore.types import Message, Receipt
 
-#: What the entries of these logs mean.
+#: The name of this domain in a `Kind`: it says what a log's entries mean.
 DOMAIN = "threads"
-#: Of an app's own store that declares none.
+#: The kind of an app's own store that declares none.
 _OWN = "app"
 _KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -37,7 +37,7 @@ class ThreadReader(Protocol):
     """The reads. Each returns None for what does not exist and raises StoreUnavailable when it cannot know."""
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
-        """The thread, its messages and its latest run, all of one moment."""
+        """The thread, its messages and its latest run, all as of one moment."""
 
     async def load_thread(self, thread_id: str) -> Thread | None:
         """The thread without its messages."""
@@ -57,14 +57,14 @@ class ThreadReader(Protocol):
 
 @runtime_checkable
 class Queryable(Protocol):
-    """The reads over many rows. A wrapped store that has them answers the buffered store's lists. For its own pages and
-    cursors, `bufstore.threads.queries` and `bufstore.threads.message_pages` have what is the same for all tables.
+    """The reads over many rows. A wrapped store that has them answers the buffered store's lists. It can take from
+    `bufstore.threads.queries` and `bufstore.threads.message_pages` whatever is the same for the pages of all tables.
 
-    A page of a buffered store shows what is flushed of a thread in quarantine, and marks it: `Page.quarantined`. Any
-    other store leaves that empty.
+    A page of a buffered store shows the flushed state of a thread in quarantine, and names the thread in
+    `Page.quarantined`. Any other store leaves that empty.
 
-    Order in time is the order in which things reached the store that answers. Behind a buffer that is, for one thread,
-    the order they were written in; for different threads it may differ by as much as a flush takes.
+    Order in time is the order in which rows reached the store that answers. Behind a buffer, that is the order of
+    writing within one thread; between threads it may differ from that order by as much as a flush takes.
     """
 
     async def query_messages(
@@ -72,15 +72,15 @@ class Queryable(Protocol):
     ) -> MessagePage:
         """A page of the thread's messages; an empty one if there is no such thread.
 
-        `limit` is brought between 1 and 200; `cursor` is a page's ``next_cursor``. Raises InvalidQuery, also for the
-        cursor of another query.
+        `limit` is clamped to 1 … 200; `cursor` is a page's ``next_cursor``. Raises InvalidQuery, also for the cursor
+        of another query.
         """
 
     async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
         """The first message of the thread with this id. A buffered store raises ThreadQuarantined, like its reads."""
 
     async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
-        """The messages at positions `first` to `last` (from 1, both included), as far as there are any.
+        """The messages that exist at positions `first` to `last` (counted from 1, both included).
 
         Raises as `load_message`.
         """
@@ -93,7 +93,7 @@ class Queryable(Protocol):
     ) -> ThreadPage:
         """A page of threads, the last changed first. Arguments and errors as in `query_messages`.
 
-        A thread that changes while pages are read comes forward: a reader of the pages behind it may miss it.
+        A thread that changes while pages are read moves to the front: a reader of later pages may miss it.
         """
 
 
@@ -107,9 +107,9 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
 
         Returns the receipt once that is durable. Raises InvalidId, InvalidRecord, TooLarge, AlreadyExists (the
         run id belongs to another thread) or LineageError (the thread has no parent yet, and the one that the run names
-        is missing or its descendant) before anything is stored; IdempotencyConflict for a key that was used
-        with other content (one used with the same content returns a receipt with ``repeated`` set and stores
-        nothing).
+        does not exist or is the thread's descendant) before anything is stored; IdempotencyConflict for a key that
+        was used with other content (a key used with the same content returns a receipt with ``repeated`` set and
+        stores nothing).
         """
 
     async def checkpoint_append(
@@ -128,9 +128,9 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
         AlreadyExists. Otherwise like `checkpoint`.
         """
 
-    # Edits change one thread without a checkpoint. Repeating one is safe, also after OutcomeUnknown: it arrives at the
-    # same thread, or says with a Rejected error that it has been done. The one exception: an `append_messages` of
-    # messages without ids and without `expected_version` looks like a second one. Pass one of the two.
+    # Edits change one thread without a checkpoint. Repeating one is safe, also after OutcomeUnknown: the repetition
+    # leaves the thread as it is, or raises a Rejected error that says that the edit has been done. The one exception:
+    # `append_messages` appends again if the messages have no ids and no `expected_version` is given. Pass one of these.
 
     async def create_run(self, run: Run) -> Receipt:
         """Save a run on its own, creating its thread if that is new; the thread's row does not change with it.
@@ -168,8 +168,8 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
     async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
         """Delete the thread with its messages, runs, metadata and state. Raises NotFound.
 
-        `children`: whether those of the thread forbid it (LineageError), stay without a parent, or go too. What is
-        written to the thread's id afterwards makes a new thread. Repeated after it was done: NotFound.
+        `children`: whether the thread's children forbid the deletion (LineageError), stay without a parent, or are
+        deleted too. A later write to the thread's id makes a new thread. A repetition raises NotFound.
         """
 
     async def aclose(self) -> None:
@@ -183,14 +183,14 @@ class WrappableStore(Protocol):
     written; edits (metadata, state, runs or messages on their own, deletions) raise ConfigError: an `apply` that
     was written for checkpoints would silently leave them out.
 
-    The log keeps the kind of store that it is flushed into, so that nothing else is ever flushed from it. An app's own
-    store is of kind "app", whatever its class is called. A store that must be told apart from another one of the same
-    app declares a name that it keeps: ``store_kind = "tickets"`` on its class. So must a subclass of
+    The log records the kind of store that it is flushed into, so that it is never flushed into another kind. An app's
+    own store is of kind "app", whatever its class is called. A store that must be told apart from another one of the
+    same app declares a lasting name: ``store_kind = "tickets"`` on its class. So must a subclass of
     PostgresThreadStore whose `apply` writes more; otherwise bufstore's own tools would flush in its place.
     """
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
-        """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""
+        """The thread, its messages and its latest run, all as of one moment; None if there is no such thread."""
 
     async def load_run(self, run_id: str) -> Run | None:
         """A run as it was last saved."""
@@ -200,13 +200,13 @@ class WrappableStore(Protocol):
 
         `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks: write with
         it, commit nothing, and the batch takes effect exactly once, in order. The base of each change is exactly
-        the thread as the batches before left it. Errors pass through: a database error of class 22 or 23 marks
-        the entry as poison, an error that the table of `bufstore.buffer.flush.verdict` does not know is tried again.
+        the thread as earlier batches left it. Let errors through: a database error of class 22 or 23 marks the entry
+        as poison; after an error that the table of `bufstore.buffer.flush.verdict` does not know, the flush is retried.
         """
 
 
 def kind_of(store: object) -> Kind:
-    """What this store can be the target of: see `WrappableStore`. Raises ConfigError for a name that cannot be one."""
+    """Return the store's kind: see `WrappableStore`. Raises ConfigError for a name that cannot be a kind's."""
     # Not getattr alone: a store that delegates every attribute to an inner store would take the inner store's name.
     declared = inspect.getattr_static(store, "store_kind", None) is not None
     name: object = store.store_kind if declared else _OWN  # type: ignore[attr-defined]

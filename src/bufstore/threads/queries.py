@@ -2,7 +2,7 @@
 
 A cursor is opaque and carries the shape of its query. With another query it is refused, because it would silently skip
 or repeat items. Pages continue behind the last item that was delivered (not at a count of items), so writes
-and deletions meanwhile shift nothing else.
+and deletions in the meantime do not shift the other items.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bufstore.types import Message, check_choice, check_id
 
 P = TypeVar("P")
 T = TypeVar("T")
-#: Items of a page unless told otherwise, and at most.
+#: How many items a page has by default, and at most.
 LIMIT = 50
 LIMIT_MAX = 200
 
@@ -53,11 +53,11 @@ class MessageQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_all(self) -> bool:
-        """Whether it depends on positions alone."""
+        """Whether the query selects by positions alone."""
         return self.visibility is Visibility.ANY and self.run_id is None
 
     def matches(self, record: MessageRecord) -> bool:
-        """Whether the record passes, its position apart."""
+        """Whether the query selects the record, whatever its position."""
         if self.run_id is not None and record.run_id != self.run_id:
             return False
         return self.visibility is Visibility.ANY or record.internal is (self.visibility is Visibility.INTERNAL)
@@ -67,7 +67,7 @@ ALL_MESSAGES = MessageQuery()
 
 
 class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A message and what is known of it."""
+    """A message and what is known about it."""
 
     thread_id: str
     #: Its position in the thread, from 1.
@@ -85,8 +85,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
     #: The cursor of the next page; None at the end.
     next_cursor: str | None = None
-    #: Threads of this page whose chain is broken by a parked entry: the page shows them without that entry and what
-    #: builds on it. Empty for a store without a buffer.
+    #: The threads of this page whose chain is broken by a parked entry: the page shows them without that entry and
+    #: whatever builds on it. Empty for a store without a buffer.
     quarantined: frozenset[str] = frozenset()
 
 
@@ -97,7 +97,7 @@ class MessagePage(Page, frozen=True, kw_only=True):
 
 
 class RunQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which runs; they come in the order they were created in, then by id."""
+    """Which runs. They come in the order of their creation, then by id."""
 
     thread_id: str | None = None
     status: RunStatus | None = None
@@ -114,10 +114,10 @@ class RunPage(Page, frozen=True, kw_only=True):
 
 
 class ThreadQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which threads; the one that was changed last comes first, then by id."""
+    """Which threads. The one that was changed last comes first, then by id."""
 
     resource_id: str | None = None
-    #: Children of this thread.
+    #: Only children of this thread.
     parent_thread_id: str | None = None
     #: Only threads without a parent. Not together with `parent_thread_id`.
     roots: bool = False
@@ -144,7 +144,7 @@ def check_limit(limit: int) -> int:
 
 
 def check_query(query: Query, kind: Any = Query) -> None:
-    """Raise InvalidId or InvalidQuery for a query that is none of this kind or makes no sense, before any I/O."""
+    """Raise InvalidId or InvalidQuery for a query that is of another kind or makes no sense; called before any I/O."""
     if not isinstance(query, kind):
         raise InvalidQuery(f"the query must be a {getattr(kind, '__name__', kind)}, not {type(query).__name__}")
     for name in ("run_id", "thread_id", "resource_id", "parent_thread_id", "id_prefix"):
@@ -166,7 +166,7 @@ def check_query(query: Query, kind: Any = Query) -> None:
 
 
 def check_message_id(message_id: str) -> str:
-    """`message_id` if it is a str: any one can be a message's. Raises InvalidId."""
+    """Return `message_id` if a message can have it: any str without lone surrogates. Raises InvalidId."""
     if type(message_id) is not str:
         raise InvalidId(f"message_id must be a str, not {type(message_id).__name__}")
     try:
@@ -177,7 +177,7 @@ def check_message_id(message_id: str) -> str:
 
 
 def new_cursor(query: Query, scope: str, position: Any) -> str:
-    """The cursor of a page of `query` (within `scope`, a thread id or nothing) that goes on behind `position`."""
+    """The cursor of the page of `query` that goes on behind `position`. `scope`: a thread id, or empty."""
     return urlsafe_b64encode(msgspec.msgpack.encode((_shape(query, scope), position))).decode().rstrip("=")
 
 
@@ -194,7 +194,7 @@ def read_cursor(cursor: str, query: Query, scope: str, kind: type[P]) -> P:
     return position
 
 
-#: Behind which row a page of runs or threads goes on: its time in microseconds (or another growing number), its id.
+#: The row behind which a page of runs or threads goes on: its time in microseconds (or another growing number), its id.
 Position = tuple[int, str]
 
 
@@ -209,7 +209,7 @@ def read_position(cursor: str | None, query: RunQuery | ThreadQuery) -> Position
 
 
 def page_of(query: Query, limit: int, found: list[tuple[Position, T]]) -> tuple[list[T], str | None]:
-    """The page of what was found (one more than `limit`, if there is more), and the next page's cursor."""
+    """The page and the next page's cursor. `found` has one row more than `limit` if there are more."""
     page = found[:limit]
     cursor = new_cursor(query, "", page[-1][0]) if len(found) > limit else None
     return [item for _, item in page], cursor
@@ -237,7 +237,7 @@ def record_of(thread_id: str, seq: int, payload: bytes) -> MessageRecord:
 
 
 def prefix_end(prefix: str) -> str | None:
-    """The smallest string above all that begin with `prefix`, by code points; None if there is none."""
+    """The smallest string above all strings that begin with `prefix`, by code points; None if there is none."""
     for i in range(len(prefix) - 1, -1, -1):
         code = ord(prefix[i])
         if code < 0x10FFFF:

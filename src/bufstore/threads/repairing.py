@@ -1,4 +1,4 @@
-"""`repair`: the way on after LogRolledBack, for any store that can be wrapped."""
+"""`repair`: how to go on after LogRolledBack, for any store that can be wrapped."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ async def repair(
     apply: bool = False,
     lane: int = 0,
 ) -> Repaired:
-    """Find out why log and Postgres do not fit together, and with `apply` repair it: save what the log has, begin anew.
+    """Find out why log and Postgres do not fit together. With `apply`, save what the log has, and begin anew.
 
     The other arguments are those of `BufferedThreadStore.open`. Without `apply` nothing is changed, and the report says
     what would be done. With it, all instances must have been stopped (ConfigError while flushers are alive); what the
     log still has and Postgres lacks is applied, or goes to quarantine if it fits nowhere; then the stream is removed,
-    and the next start creates a new one. It may be repeated. Where nothing is wrong nothing is done.
-    Of several lanes each is repaired by itself: `lane`.
+    and the next start creates a new one. Safe to repeat. If nothing is wrong, nothing is done.
+    `lane`: which of several lanes to look at; each is repaired by itself.
 
     Raises LogUnavailable, StoreUnavailable, StoreMisconfigured, ConfigError (ConfigDrift: the log belongs to another
     database, or with `apply` to another kind of store).
@@ -51,15 +51,15 @@ async def repair(
 
 def repairing(config: BufferConfig) -> BufferConfig:
     """The configuration with which a log is repaired."""
-    # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
+    # The log bounds what goes to quarantine here, and there is no other place for it.
     return replace(config, quarantine_max=sys.maxsize, flusher=False)
 
 
 async def repair_buffer(buffer: Buffer[Any, Any, Any], *, apply: bool) -> Repaired:
-    """The same for a buffer of any domain, which is not connected yet and has a configuration of `repairing`."""
+    """Do as `repair` does, with a buffer of any domain that has a configuration of `repairing` and is not connected."""
     ledger, backing, config = buffer.ledger, buffer.backing, buffer.config
     async with buffer.connected():
-        await buffer.shared.check()  # the bucket of another log: then it is the name that is wrong, and nothing lost
+        await buffer.shared.check()  # if the bucket is another log's, only the name is wrong, and nothing is lost
         await ledger.setup()
         reason = await _reason(buffer.log, ledger, config.log.stream)
         if not apply:

@@ -1,4 +1,4 @@
-"""Runs of a buffered store: the thread of a run's id, and a run as last saved, in the store or in the tail."""
+"""Runs of a buffered store: finds a run's thread by its id, and the run as last saved, in the store or in the tail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Runs:
         self._claimed[run.run_id] = run.thread_id
 
     async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
-        """The run as it was last saved; None if nobody knows it. Raises as `Reads.thread` does."""
+        """The run as it was last saved; None if there is none. Raises as `Reads.thread` does."""
         if level is Consistency.EVENTUAL:
             return await self._store.load_run(run_id)
         thread_id = await self._thread_of(run_id)
@@ -73,7 +73,7 @@ class Runs:
             if whole.partial:
                 raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {reads.store.down}")
             return await self._in_state(run_id, whole)
-        # Not in the tail, so it is older than the watermark, where the store has it.
+        # The run is not in the tail, so it is not newer than the watermark: the store has it.
         return await self._store.load_run(run_id)
 
     async def _thread_of(self, run_id: str) -> str | None:

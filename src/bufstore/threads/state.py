@@ -10,12 +10,12 @@ from bufstore.threads.model import Checkpoint, Thread, ThreadChange, decode_mess
 
 
 class ThreadState(State, frozen=True, kw_only=True):
-    """A thread of one moment, encoded, with the watermark that tells which moment."""
+    """A thread at one moment, encoded, with the watermark that tells which moment."""
 
     thread: Thread | None = None
     messages: list[bytes] = msgspec.field(default_factory=list)
     latest_run: bytes | None = None
-    #: Records of runs saved in the overlaid tail, newest of each.
+    #: The newest record of each run that was saved in the overlaid tail.
     tail_runs: dict[str, bytes] = msgspec.field(default_factory=dict)
     #: What `save_thread_state` saved, encoded.
     state: bytes | None = None
@@ -23,7 +23,7 @@ class ThreadState(State, frozen=True, kw_only=True):
     deleted: bool = False
 
     def checkpoint(self) -> Checkpoint | None:
-        """What an app sees of it; None if there is no such thread."""
+        """What an app sees of the thread; None if there is no such thread."""
         if self.thread is None:
             return None
         return Checkpoint(
@@ -35,7 +35,7 @@ class ThreadState(State, frozen=True, kw_only=True):
 
 
 def changed(state: ThreadState, thread_id: str, change: ThreadChange, watermark: Watermark) -> ThreadState:
-    """`state` once `change` is written, with the watermark that it has then."""
+    """`state` after `change`. `watermark`: the one that the thread has then."""
     if change.deleted:
         state = ThreadState(watermark=watermark, deleted=True)
         if change.gone:

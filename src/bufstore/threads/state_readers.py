@@ -15,12 +15,12 @@ from bufstore.threads.state import ThreadState
 
 _TRIES = 5
 
-#: A run that nobody has: to ask for it costs the store little.
+#: The id of a run that does not exist: asking for it costs the store little.
 PROBE = "bufstore-probe"
 
 
 class ComparingReader:
-    """Any store: read the watermark before and after the state; if both are equal, no flush came between."""
+    """Reads any store: the watermark before and after the state; if both are equal, no flush came between."""
 
     def __init__(self, store: WrappableStore, ledger: Ledger) -> None:
         self._store = store
@@ -45,7 +45,7 @@ class ComparingReader:
                     state=encode_value(found.state, "thread state") if found.state is not None else None,
                 )
             watermark = after
-            await asyncio.sleep(0.01 * attempt)  # flushed at each try: let a window pass
+            await asyncio.sleep(0.01 * attempt)  # the thread was flushed during this try: let a window pass
         raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 
     async def answers(self) -> None:

@@ -1,4 +1,4 @@
-"""What entry a call becomes: pure functions of the call and the thread's tip."""
+"""Which entry a call becomes: pure functions of the call and the thread's tip."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 from bufstore.types import Message, ProducerSequence, check_id, check_producer
 
 
-# Many of these wait for the log at a time. What the collector need not look at is cheaper than a closure.
+# Many calls are on their way to the log at a time. A struct that the collector skips is cheaper than a closure.
 class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One call of `checkpoint` or `checkpoint_append`, encoded once, drafted as often as conflicts ask for."""
+    """One call of `checkpoint` or `checkpoint_append`, encoded once, and drafted again after each conflict."""
 
     thread_id: str
     encoded: Sequence[bytes]
@@ -25,7 +25,7 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
     ids: array[int]
     run: bytes
     save: RunSave
-    #: What the thread must have for `appending`.
+    #: The version that the thread must have for `appending`; None: any.
     expected_version: int | None = None
 
     def check_new_ids(self) -> None:
@@ -35,7 +35,7 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
             raise AlreadyExists(f"thread {self.thread_id!r}: two of the new messages have the same id")
 
     def _draft(self, keep: int, skip: int, memory: MessageMemory | None, self_contained: bool) -> Draft[MessageMemory]:
-        """Keep `keep` messages of the thread, then this call's from number `skip` on."""
+        """Draft an entry that keeps `keep` messages of the thread and adds this call's from index `skip` on."""
         encoded, digests, ids = self.encoded, self.digests, self.ids
         if skip:
             encoded, digests, ids = encoded[skip:], digests[skip:], ids[skip:]
@@ -44,16 +44,16 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
         return Draft(payload, self_contained, keep + len(digests), memory, undo)
 
     def whole_list(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
-        """A full list: a delta against the predecessor if its content is known and shares a beginning."""
+        """Draft the whole list: a delta if the predecessor's content is known and begins alike, else a snapshot."""
         if tip.memory is None or tip.broken:
             return self._draft(0, 0, MessageMemory(), True)
         keep = tip.memory.common(self.digests)
         return self._draft(keep, keep, tip.memory, keep == 0)
 
     def appending(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
-        """A delta behind whatever the thread holds, or behind exactly `expected_version` messages.
+        """Draft a delta behind whatever the thread holds, or behind exactly `expected_version` messages.
 
-        What it holds need not be known to append messages without ids.
+        Messages without ids can be appended without knowing the thread's content.
         """
         memory, version, expected = tip.memory, tip.version, self.expected_version
         if tip.broken:
@@ -103,7 +103,7 @@ def call_of(
 
 
 def call_after(before: Call, messages: Sequence[Message], producer: ProducerSequence | None) -> Call:
-    """The same for another call with the thread and the run of `before`, which need not be looked at again."""
+    """Do the same for another call with the thread and the run of `before`, which are not checked again."""
     if producer is not None:
         check_producer(producer)
     return _call(before.thread_id, messages, before.run, before.save)
@@ -121,14 +121,14 @@ class Moved(Exception):
 
     def __init__(self, tip_seq: int) -> None:
         super().__init__()
-        #: Where the writer believes the thread's last entry to be.
+        #: The position of the thread's last entry, as the writer knows it.
         self.tip_seq = tip_seq
 
 
 def editing(
     payload: Edit | Removal, thread_id: str, decided_on: int
 ) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
-    """An entry that may only stand directly behind the entry with the id `decided_on` (0: none).
+    """Make the draft function of an entry that may only stand directly behind the entry `decided_on` (an id; 0: none).
 
     A removal needs no base: it also ends a broken chain.
     """

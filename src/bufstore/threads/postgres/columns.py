@@ -16,7 +16,7 @@ from psycopg.errors import UniqueViolation
 from bufstore.postgres.connection.arrays import Array, blobs, ints, longs, texts
 from bufstore.threads.model import RunStatus, Thread, ThreadChange, encoded_id
 
-#: One statement takes at most about this much: Postgres holds several copies of it in memory.
+#: How many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
 STATEMENT_BYTES = 16 << 20
 
 
@@ -42,10 +42,10 @@ def hash_of_id(message_id: str) -> int:
 
 
 def thread_columns(changes: Sequence[ThreadChange]) -> tuple[Array, ...]:
-    """The parameters of ``apply_threads``: `ThreadChange.project` for every thread, unread.
+    """The parameters of ``apply_threads``: `ThreadChange.project` for every thread, without reading its row.
 
     The first saved run that is not done decides the active and the open run, whatever they were before. Only
-    where all are done does the row matter: they are taken off it.
+    where all saved runs are done does the row matter: the statement takes the runs off it.
     """
     threads = [change.project(Thread(thread_id=change.thread_id)) for change in changes]
     all_done = [c for c in changes if all(save.status is RunStatus.DONE for save in c.saves)]
@@ -87,7 +87,7 @@ def message_columns(changes: Iterable[ThreadChange]) -> Iterator[tuple[Array, ..
 
 
 def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
-    """The parameters of ``apply_runs``, likewise, in the order of their ids.
+    """The parameters of ``apply_runs`` for each such statement, in the order of the runs' ids.
 
     Raises UniqueViolation when two threads of the batch have the same run id.
     """

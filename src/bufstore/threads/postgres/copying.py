@@ -12,7 +12,7 @@ from bufstore.threads.postgres.columns import id_hash
 
 #: From this many messages on, COPY saves more than its two round trips cost.
 COPY_FROM = 200
-#: How many bytes are handed over at once.
+#: About how many bytes of payload are handed over at once.
 _BLOCK_BYTES = 1 << 20
 
 _BEGIN = b"PGCOPY\n\xff\r\n\0" + bytes(8)  # no flags, no extension

@@ -46,7 +46,7 @@ class DirectEdits:
             raise AlreadyExists(f"run {wanted.run_id!r} belongs to another thread") from None
 
     async def change(self, wanted: LineageChange) -> Receipt:
-        """Check and carry out a change of lineage, in one transaction. Raises what that raises, and OutcomeUnknown."""
+        """Check and carry out a change of lineage, in one transaction. Raises what both raise, and OutcomeUnknown."""
         try:
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
                 await self._run(connection, "lock_lineage", self._schema)
@@ -60,9 +60,8 @@ class DirectEdits:
         """Decide and write in the transaction of the connection."""
         thread_id = wanted.thread_id
         locked: list[tuple[Any, ...]] = []
-        while (
-            not locked
-        ):  # who deletes the thread beside this may hold its row while it is looked for, and then it goes
+        # Another session that deletes the thread may hold its row during the lookup; then the row goes: look again.
+        while not locked:
             new = await self._run(connection, "lock_new_thread", thread_id)
             locked = await self._run(connection, "lock_thread", thread_id)
         ((saves,),) = locked
@@ -91,7 +90,7 @@ class DirectEdits:
             return [row[0] for row in await self._run(connection, "children", thread_id)]
 
         async def edit(wanted: WantedEdit) -> Receipt:
-            # A savepoint: what is refused leaves no row behind.
+            # A savepoint: an edit that is refused leaves no row behind.
             async with connection.transaction():
                 return await self._edit_on(connection, wanted)
 

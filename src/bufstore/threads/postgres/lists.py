@@ -1,4 +1,4 @@
-"""Pages and single messages: what is asked of many rows, each through an index."""
+"""Pages and single messages: queries over many rows, each through an index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ListedStore:
     """The pages of `PostgresThreadStore`; `Queryable` says what each method does."""
 
     async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """The rows of a statement by name."""
+        """The rows of the statement that has this name."""
         raise NotImplementedError
 
     async def query_messages(

@@ -1,4 +1,4 @@
-"""Rows of the threads' tables, read."""
+"""Reads the rows of the threads' tables."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def thread_of(thread_id: str, row: Sequence[Any]) -> Thread:
 
 
 def thread_state(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadState:
-    """What ``load_state`` has read; of a thread without a buffer's row, the watermark says how many messages it has."""
+    """Make a state of the rows of ``load_state``. Without a buffer's row, the watermark has only the message count."""
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
     watermark = Watermark(version=len(messages))
     if first[9] is not None:
-        # A row of the buffer's without a thread is what is left of a deleted one.
+        # A buffer's row without a thread is what is left of a deleted thread.
         gone = version is None and bool(first[10])
         watermark = Watermark(*[*first[9:14], gone, first[14]])
     if waits_to := first[15]:

@@ -88,7 +88,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         self.schema = check_schema(schema)
         self.pool = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
         self._owns_pool = pool is None
-        #: Whether a buffer has opened it, which closes it.
+        #: Whether a buffer has opened this store; the buffer then closes it.
         self._behind = False
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
@@ -130,9 +130,9 @@ class PostgresThreadStore(ListedStore, EditedStore):
     def behind(
         self, postgres: str | None, config: BufferConfig, timeout_s: float
     ) -> tuple[PostgresLedger, Backing[ThreadState]]:
-        """What a buffer in front of it works with: a ledger in the same schema, and all that this store can do.
+        """What a buffer in front of this store works with: a ledger in the same schema, and what this store offers.
 
-        The ledger of another lane than the first has a schema beside it (`bufstore.buffer.lanes.ledger_schema`).
+        The ledger of each lane but the first has a schema of its own (`bufstore.buffer.lanes.ledger_schema`).
         `postgres`: another way to the same database, for the ledger's connections.
         """
         if self._behind and self._owns_pool:
@@ -160,7 +160,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         )
 
     async def _erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        """See `bufstore.buffer.domain.Backing`: what a Spark sink has put beside the tables of this store."""
+        """See `bufstore.buffer.domain.Backing`: erases rows that a Spark sink has put into this store's schema."""
         if not (await self._read("has_table", self.schema, "spark_quarantine"))[0][0]:
             return 0
         return len(await self._read("erase_set_aside", arrays.texts(thread_ids)))
@@ -173,7 +173,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         """Make `messages` the thread's whole list and save `run`: see `ThreadRunStore.checkpoint`.
 
         One round trip; only messages that differ are written. Raises OutcomeUnknown when the connection was lost
-        and a second try could not find out what came of the first.
+        and a second try could not find out what became of the first.
         """
         call = _Call.of(thread_id, messages, run, idempotency_key)
         await self._parents.check(run)
@@ -201,14 +201,14 @@ class PostgresThreadStore(ListedStore, EditedStore):
         return await self._save(call, append=True, expected=expected_version)
 
     async def _save(self, call: _Call, *, append: bool, expected: int | None) -> Receipt:
-        # Without a key of the caller's a random one does: it makes the second try below exactly-once.
+        # If the caller gave no key, a random one makes the second try below exactly-once.
         key = call.key if call.key is not None else secrets.token_hex(8)
         entry_id = secrets.randbits(63)
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
         row = await self._exactly_once(call.thread_id, key, parameters)
         outcome, saves, last_id, version = row
         if outcome == "repeated" and (last_id == entry_id or call.key is None):
-            # The first try had taken effect: it was this call's own.
+            # This call's own first try had taken effect.
             return Receipt(thread_id=call.thread_id, thread_seq=saves, id=entry_id, version=version)
         if outcome in ("stored", "repeated"):
             return Receipt(
@@ -221,7 +221,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         raise _refusal(outcome, call, expected, version)
 
     async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the checkpoint function; when no answer comes, once more with the same key."""
+        """Run the checkpoint function. When no answer comes, run it once more with the same key."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         unanswered = False
         while True:
@@ -235,7 +235,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
                 # Two new checkpoints at the same moment, on two threads, with one run id: ours came second.
                 raise AlreadyExists(f"the run id belongs to another thread than {thread_id!r}") from None
             except BufstoreError as e:
-                # Refused now, but what the first try did is still not known.
+                # The second try is refused, but what the first one did is still not known.
                 if unanswered:
                     raise OutcomeUnknown(thread_id, key) from e
                 raise
@@ -266,7 +266,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
                     await self._send(connection, "lock_removals", [arrays.texts(deleted)])
                     await self._send(connection, "apply_removals", [arrays.texts(deleted)])
                 await self._send(connection, "apply_threads", columns.thread_columns(changes))
-                # COPY knows no conflict: what somebody wrote past us where it will write goes first.
+                # COPY has no ON CONFLICT: rows that somebody else put where it will write are deleted first.
                 ends = arrays.ints(c.keep if new and c.appends else c.version for c in changes)
                 await self._send(connection, "apply_cut", (arrays.texts(c.thread_id for c in changes), ends))
                 for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
@@ -281,11 +281,11 @@ class PostgresThreadStore(ListedStore, EditedStore):
     # -- reads -------------------------------------------------------------------------------------------------
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
-        """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""
+        """The thread, its messages and its latest run, all as of one moment; None if there is no such thread."""
         return (await self.load_state(thread_id)).checkpoint()
 
     async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
-        """How many messages these threads have; threads that there are none of are left out."""
+        """How many messages each of these threads has; threads that do not exist are left out."""
         return dict(await self._read("versions", arrays.texts(thread_ids)))
 
     async def load_thread(self, thread_id: str) -> Thread | None:
@@ -314,9 +314,9 @@ class PostgresThreadStore(ListedStore, EditedStore):
         return decode_message(rows[0][0]) if rows else None
 
     async def load_state(self, thread_id: str, *, with_watermark: bool = False) -> ThreadState:
-        """The thread, encoded, of one snapshot; an empty state when Postgres knows nothing of it.
+        """The thread, encoded, as of one snapshot; an empty state when Postgres knows nothing of it.
 
-        `with_watermark`: with the buffer's row for the thread (its tables must be in the same schema).
+        `with_watermark`: read the buffer's row for the thread, too (its tables must be in the same schema).
         """
         return thread_state(thread_id, await self._read("load_state", check_id(thread_id, "thread_id"), with_watermark))
 
@@ -358,7 +358,7 @@ class _SnapshotReader:
     """See `bufstore.buffer.domain.StateReader`: one statement, one snapshot."""
 
     def __init__(self, store: PostgresThreadStore, schema: str) -> None:
-        """`schema`: that of the buffer's tables."""
+        """`schema`: the schema of the buffer's tables."""
         self._store, self._beside = store, schema == store.schema
         ledger = sql.Identifier(schema).as_string()
         names = ("load_state_of_lane", "counts")
@@ -370,7 +370,7 @@ class _SnapshotReader:
         return thread_state(thread_id, await self._store._ask(self._state, [thread_id]))
 
     async def counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
-        """See `bufstore.buffer.domain.Versions`; nothing where there are no threads' tables in the store's schema."""
+        """See `bufstore.buffer.domain.Versions`; empty when the store's schema has no table of messages."""
         store = self._store
         if not (await store._read("has_table", store.schema, "messages"))[0][0]:
             return {}

@@ -1,4 +1,4 @@
-"""What the owner of the tables does for others: the statements to be run elsewhere, and the rights of an app's role."""
+"""What the owner of the tables does for others: a script of statements to run, and the rights of an app's role."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ NOTHING = "-- Nothing is missing.\n"
 
 
 async def make_tables(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
-    """Create or migrate the tables of these parts; per part, what was applied now. Raises as `migrate`."""
+    """Create or migrate the tables of these parts. Returns, per part, the versions applied now. Raises as `migrate`."""
     return {part: await migrate(connection, schema, folder_of(part), part) for part in parts}
 
 
 async def missing(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
-    """Per part, the versions that are not applied. Only reads."""
+    """Return, per part, the versions that are not applied. Only reads."""
     applied = await applied_migrations(connection, schema)
     known = everything(schema, parts)
     return {part: [v for v in versions if v not in applied.get(part, {})] for part, versions in known.items()}
@@ -56,9 +56,9 @@ async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
 
 
 async def lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
-    """How many lanes the store of this schema has; None: it does not say. Only reads.
+    """How many lanes the store of this schema has; None if the schema does not say. Only reads.
 
-    It is noted when a store opens (`bufstore.buffer.lanes.Layout`); before that, the lanes' ledgers say it.
+    A store notes the number when it opens (`bufstore.buffer.lanes.Layout`); until then, the lanes' ledgers are counted.
     """
     noted = await _noted_lanes(connection, schema)
     if noted is not None:
@@ -82,12 +82,12 @@ async def _noted_lanes(connection: AsyncConnection[Any], schema: str) -> int | N
 
 
 def everything(schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
-    """Per part, all versions that this release knows: what is missing where there is nothing."""
+    """Return, per part, all versions that this release knows: those that an empty database lacks."""
     return {part: sorted(migrations_of(folder_of(part), schema)) for part in parts}
 
 
 def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[str], *, new_schema: bool = True) -> str:
-    """The same as `make_tables` and `grants`, as one transaction to be run by the owner with psql."""
+    """Write `make_tables` and `grants` as one transaction, which the owner runs with psql."""
     check_schema(schema)
     parts: list[str] = []
     if any(versions.values()):
@@ -107,9 +107,9 @@ def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[s
 
 
 def grants(schema: str, role: str) -> list[sql.Composed]:
-    """What lets an app's role work with all tables of the schema, and change none of them.
+    """The statements that let an app's role work with all tables of the schema, and alter none of them.
 
-    They cover the tables that there are: after a migration they are to be granted again.
+    They cover the tables that exist: grant them again after a migration.
     """
     names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
     statements: list[LiteralString] = [
@@ -123,7 +123,7 @@ def grants(schema: str, role: str) -> list[sql.Composed]:
 
 
 async def check_grantee(connection: AsyncConnection[Any], role: str) -> None:
-    """Raise ConfigError for the role that is connected: it owns the tables, and `grants` would take rights from it."""
+    """Raise ConfigError if `role` is the connected role: it owns the tables, and `grants` would take rights from it."""
     if (await (await connection.execute("SELECT current_user = %s", [role])).fetchone()) == (True,):
         raise ConfigError(f"role {role!r} is the one that owns the tables: it needs no grant; name the app's role")
 
