@@ -7,7 +7,7 @@ thread queue in its *lane*; what queues while a unit is on its way goes out toge
 Failure model. A unit ends as *stored*, *conflict* (another writer was first: nothing of it is stored), *not stored*, or
 *unknown*. Unknown is always resolved against the predecessor that the unit was sent with. The entry behind it is ours
 (done), or another's (ours can never be stored any more), or missing (send the same unit again: whichever copy arrives
-first wins, the other fails the compare-and-set). Only then is anything rebuilt: a conflict may be with our own success.
+first wins, the other fails the compare-and-set). Nothing is rebuilt before: a conflict may be with our own success.
 
 Rule: an expectation of "nothing there" is never remembered (see `bufstore.buffer.chain.superseded`).
 """
@@ -71,7 +71,7 @@ class Appender(Generic[S, M]):
         """
         log, config = parts.log, parts.config
         self._log, self._subjects, self._config = log, parts.subjects, config
-        # Twice within a caller's time: then a lost answer is still resolved before the call ends.
+        # Half of a caller's time: then a lost answer is still resolved before the call ends.
         self._group = log.writer(config.append_timeout_s / 2)
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
@@ -80,20 +80,20 @@ class Appender(Generic[S, M]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
-        #: As the server had them when it was last asked.
+        #: The limits, with the server's as it was last known.
         self._limits = Limits(config.log.entry_bytes_max, 0)
         self._loop, self._home = asyncio.get_running_loop(), Home()
-        #: For every unit the same object.
+        #: The bound method, made once for all units.
         self._on_end = self._ended
         self._explain = explain
-        #: When the log was full last, and how many entries had been appended then.
+        #: When the log was last full, how many entries had been appended by then, and why it was full.
         self._full = (float("-inf"), 0, "")
         #: Grows when the log forgets who wrote to which thread.
         self._life = 0
         #: How often the log began anew, and forgot everything.
         self._anew = 0
         log.on_forget(self._let_go)
-        # Seeded by the system, which is not asked again for each: ids must not collide, and need not be secret.
+        # Seeded once by the system, which is not asked for each id: ids must not collide, and need not be secret.
         self._bits = random.Random().getrandbits  # noqa: S311
         self.appended = 0
         self.conflicts = 0
@@ -204,7 +204,7 @@ class Appender(Generic[S, M]):
             return [], None
         self._enter(thread_id, [*writes])
         try:
-            await asyncio.wait((last.done,))  # and so all of them: they end in order
+            await asyncio.wait((last.done,))  # then all have ended: they end in order
         finally:
             for write in writes:
                 self._outstanding.leave(write)
@@ -224,18 +224,18 @@ class Appender(Generic[S, M]):
 
     @property
     def refused(self) -> str:
-        """Why there was no room for what was last written, not long ago; else empty."""
+        """Why the log had no room for the last write, if that was not long ago; else empty."""
         at, appended, why = self._full
         return why if appended == self.appended and self._loop.time() - at < _FULL_FOR_S else ""
 
     async def _explained(self, error: LogFull) -> LogFull:
-        elsewhere = isinstance(error, StorageFull)  # then what is in the log explains nothing
+        elsewhere = isinstance(error, StorageFull)  # then the log's content explains nothing
         why = str(error) if elsewhere else "the log is full: it has just refused a write"
         self._full = self._loop.time(), self.appended, why
         return error if elsewhere or self._explain is None else await self._explain(error)
 
     def _enter(self, thread_id: str, writes: list[Write[M]]) -> None:
-        """Queue writes, in a list that nobody else has."""
+        """Queue writes. The list may become the lane's queue: nobody else may have it."""
         for write in writes:
             self._outstanding.enter(write)
         lane = self._lanes.get(thread_id)
@@ -284,7 +284,7 @@ class Appender(Generic[S, M]):
     def _advance(self, lane: Lane[M], tip: Tip[M] | None = None, *, looked_up: int = 0) -> None:
         """Send what is queued if the tip is known; otherwise look it up first.
 
-        `looked_up`: so many that are queued had come when this tip was read: a refusal of theirs may rest on it.
+        `looked_up`: how many of the queued writes had come when this tip was read: their refusals may rest on it.
         """
         thread_id, queue = lane.thread_id, lane.queue
         while queue and queue[0].done.done():
@@ -293,10 +293,11 @@ class Appender(Generic[S, M]):
         if not queue:
             self._lanes.pop(thread_id, None)
             return
-        # What was found out ahead of the writes: a refusal must not rest on it.
+        # A remembered tip was found before these writes came: a refusal must not rest on it.
         tip = tip or self._tips.get(thread_id) or self._finder.as_new(thread_id)
         if tip is None:
-            # Not before this process has looked at the log at all: what it finds meanwhile, it looks for once more.
+            # Only once this process has looked at the log: its first look forgets everything, and `_find` would have to
+            # search once more.
             if self._life and (need := needs(queue[0])) is not None:
                 self._spawn(self._find(lane, self._search(need, thread_id, None), for_head=True))
             else:
@@ -340,7 +341,7 @@ class Appender(Generic[S, M]):
         reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
-        # Not by now: the answer may have waited for this process, which was stopped.
+        # As of the drafting, not of now: the answer may have waited for this process while it was stopped.
         self._finder.saw(seq, unit.drafted_at)
         # The expectation of "nothing there" may have been met because entries were purged meanwhile.
         late = not unit.before.seq and elapsed.now_s() - unit.before.asked_at > self._log.windows.rely_s / 2
@@ -355,7 +356,7 @@ class Appender(Generic[S, M]):
                     write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
                 else:
                     write.done.set_result(Receipt(lane.thread_id, seq, write.id, write.draft.version))
-            seq -= 1  # they are neighbours in one group
+            seq -= 1  # the unit's entries are neighbours in one group
         self.appended += len(unit.writes)
         if lane.queue:
             self._advance(lane)
@@ -374,8 +375,8 @@ class Appender(Generic[S, M]):
     ) -> None:
         """Find a tip, trying again while the log is away and somebody still waits; then go on.
 
-        `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
-        `now`: the tip is that of now; without, that of a conflict, before which some who wait may not have come.
+        `for_head`: only the first write in the queue needs what is looked for, and only that write fails without it.
+        `now`: the tip found is that of now. False: it is that of a conflict, and queued writes may have come since.
         """
         try:
             while True:
@@ -384,7 +385,7 @@ class Appender(Generic[S, M]):
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
                     tip = await self._find_again(lane, find)
-                if lane.stale:  # it was told meanwhile: what was found may not be so, nor what the look began with
+                if lane.stale:  # `forget` came meanwhile: trust neither what was found nor what the look began with
                     self._tips.drop(lane.thread_id)
                     find = lambda: self._finder.look_up(lane.thread_id)  # noqa: E731
                 elif anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
@@ -441,10 +442,10 @@ class Appender(Generic[S, M]):
             )
 
     async def _recover(self, unit: Unit[M], error: Exception) -> None:
-        """After a unit that was not stored, or may not have been."""
+        """Go on after a unit that was not stored, or may not have been."""
         lane, before = unit.lane, unit.before
         if isinstance(error, AppendUnknown):
-            unit.sent()  # maybe; it is not known
+            unit.sent()  # it may have been
             outcome = await resolve(unit, self._log, self._group, lambda: self._anew == unit.drafted_in)
             if outcome is None:  # every caller has given up
                 unit.undo()
@@ -455,7 +456,7 @@ class Appender(Generic[S, M]):
                 self._ended(unit, outcome)
                 return
             error = outcome
-        unit.undo()  # of all its writes: what is stored is observed anew
+        unit.undo()  # all its writes, also stored ones: those are observed anew
         if isinstance(error, Torn):
             self._on_part_stored(unit, error.stored)
         self._tips.drop(lane.thread_id)
@@ -481,7 +482,7 @@ class Appender(Generic[S, M]):
         self._advance(lane)
 
     def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
-        """The first writes of a unit are stored, the others never will be: those go on as after a conflict."""
+        """Answer the unit's first writes, which are stored. The others never will be, and go on as after a conflict."""
         for write, seq in zip(unit.writes, stored, strict=False):
             if not write.done.done():
                 write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, write.draft.version))

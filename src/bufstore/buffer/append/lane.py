@@ -23,7 +23,7 @@ def _nothing() -> None:
 _NOT_DRAFTED: Draft[Any] = Draft(b"", False, 0, None, _nothing)
 
 
-# The collector has to see it: an error that its future has may lead back to it.
+# The collector has to see a write: the error in its future may lead back to it.
 class Write(msgspec.Struct, Generic[M], eq=False):
     """One caller's write; see `bufstore.buffer.append.next_unit.QueuedWrite`."""
 
@@ -36,19 +36,19 @@ class Write(msgspec.Struct, Generic[M], eq=False):
     #: When the caller gives up.
     deadline: float
     after: Write[M] | None = None
-    #: What stands for it in the unit that it is in.
+    #: The draft that stands for the write in its unit.
     draft: Draft[M] = _NOT_DRAFTED
-    #: The position behind which the first send of unknown outcome was made.
+    #: The position behind which the first send of unknown outcome was made; None: no such send.
     maybe_behind: int | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether its caller has an answer, or gave up."""
+        """Whether the caller has an answer, or gave up."""
         return self.done.done()
 
     @property
     def failed(self) -> bool:
-        """Whether it ended and is not known to be stored."""
+        """Whether the write ended and is not known to be stored."""
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
@@ -58,16 +58,16 @@ class Unit(group_commit.AppendUnit, Generic[M], kw_only=True, eq=False):
     lane: Lane[M]
     writes: list[Write[M]]
     before: Tip[M]
-    #: The tip once it is stored.
+    #: The tip once the unit is stored.
     after: Tip[M]
     on_end: Callable[[Unit[M], int | Exception], None]
-    #: The loop's time when it went out, and how often the log had begun anew by then.
+    #: The loop's time when the unit went out, and how often the log had begun anew by then.
     drafted_at: float = 0.0
     drafted_in: int = 0
 
     @property
     def given_up(self) -> bool:
-        """Whether a caller has given up, who was told that nothing is stored: the other writes are drafted anew."""
+        """Whether a caller has given up. It was told that nothing is stored, so the other writes are drafted anew."""
         for write in self.writes:  # noqa: SIM110 - any() of a generator takes four times as long
             if write.done.done():
                 return True
@@ -85,13 +85,13 @@ class Unit(group_commit.AppendUnit, Generic[M], kw_only=True, eq=False):
         self.on_end(self, outcome)
 
     def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
-        """The positions of its stored writes, judged by what the log has behind `before`; None: more may come.
+        """The positions of the unit's stored writes, judged by what the log has behind `before`; None: more may come.
 
         A unit is stored whole or not at all, but a server whose storage failed in the middle may have a part.
         """
         same = 0
         for ours, theirs in zip(self.messages, behind, strict=False):
-            if ours.header != theirs.header:  # which has the id and the checksum
+            if ours.header != theirs.header:  # the header has the id and the checksum
                 break
             same += 1
         if same == len(behind) < len(self.messages):
@@ -111,7 +111,8 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
     queue: list[Write[M]]
     #: Set when the base of the writes on their way, or what is being looked up, can no longer be trusted.
     stale: bool = False
-    #: The thread's last entry that the log has forgotten since a lookup began: what that finds must not be older.
+    #: The position of the thread's last entry when the log forgot heads after a lookup began: the lookup must not find
+    #: an older one. 0: nothing was forgotten.
     forgotten: int = 0
     #: How often in succession another writer was faster.
     conflicts: int = 0
@@ -119,7 +120,7 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
     def take(
         self, taken: Taken[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]
     ) -> Unit[M] | None:
-        """Take the first writes off the queue as was decided: a unit of those that go out, an answer for the others."""
+        """Take the first writes off the queue as decided. Returns the unit of those that go out; answers the others."""
         writes: list[Write[M]] = []
         messages: list[Outgoing] = []
         size, after = 0, before

@@ -1,4 +1,4 @@
-"""Looking up something of many threads in one request."""
+"""Looks up something about many threads in one request."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Lookups(Generic[V]):
 
     def __init__(self, ask: Callable[[list[str]], Awaitable[Mapping[str, V]]]) -> None:
         self._ask = ask
-        #: Of each key, the callers: each has a future of its own, so that one who gives up ends no other.
+        #: The callers by key: each has a future of its own, so that one that gives up ends no other.
         self._waiting: dict[str, list[asyncio.Future[V | None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def of(self, key: str) -> Awaitable[V | None]:
-        """What was found, if anything was. Raises what the request raises."""
+        """What the request finds for the key, or None. Raises what the request raises."""
         if not self._waiting:
             task = spawn(self._look())
             self._tasks.add(task)

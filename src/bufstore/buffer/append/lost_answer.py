@@ -1,7 +1,7 @@
-"""What became of a unit whose answer was lost: the log is asked what stands behind the unit's predecessor.
+"""Finds out what became of a unit whose answer was lost: asks the log what stands behind the unit's predecessor.
 
-Ours: it is stored. Another's: ours can never be stored any more. Nothing: the same is sent again, and whichever copy
-arrives first wins, because the other meets the compare-and-set.
+If the unit itself stands there, it is stored. If another's entry does, the unit can never be stored any more. If
+nothing does, the same unit is sent again, and whichever copy arrives first wins: the other fails the compare-and-set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAUSE_MAX_S = 0.2
 
 
 class Torn(Conflict):
-    """Another entry stands where ours would, behind the stored part of our unit, which is mostly empty."""
+    """Another entry stands where ours would, behind the part of our unit that is stored (mostly none of it)."""
 
     def __init__(self, stored: Sequence[int]) -> None:
         super().__init__("another entry stands where ours would")
@@ -36,10 +36,10 @@ class _StillUnknown(Exception):
 
 
 async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bool]) -> int | Exception | None:
-    """The last sequence of a unit whose answer was lost; an error if it is certainly not stored.
+    """The last sequence of a unit whose answer was lost; an error if the unit is certainly not stored.
 
-    `known`: whether the log still knows what was written since the unit was drafted. If not, nothing behind the
-    predecessor means nothing, and the unit is not sent again.
+    None: every caller has given up. `known`: whether the log still knows what was written since the unit was drafted.
+    If not, it proves nothing that nothing stands behind the predecessor, and the unit is not sent again.
     """
     subject = unit.messages[0].subject
     pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
@@ -56,7 +56,7 @@ async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bo
                     raise _StillUnknown
                 return await group.submit(unit.messages)
             except Conflict:
-                raise _StillUnknown from None  # maybe with the first sending of ours: look again
+                raise _StillUnknown from None  # maybe a conflict with our own first copy: look again
             except (AppendUnknown, BufstoreError) as e:
                 _log.info("the outcome of an append stays unknown: %s", e, extra={"action": "append_unknown"})
                 raise _StillUnknown from None

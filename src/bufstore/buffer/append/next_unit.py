@@ -18,7 +18,7 @@ from bufstore.errors import IdempotencyConflict, Rejected, TooLarge
 from bufstore.jetstream.messages import Outgoing
 from bufstore.types import Receipt
 
-#: Of one thread at a time: larger groups gain nothing (`bufstore.buffer.groups.sequencer`).
+#: How many bytes of one thread go out at a time: larger groups gain nothing (`bufstore.buffer.groups.sequencer`).
 UNIT_BYTES_MAX = 256 << 10
 
 
@@ -31,7 +31,7 @@ class QueuedWrite(Protocol[M]):
     def id(self) -> int: ...
     @property
     def item(self) -> bytes:
-        """Its idempotency key (`bufstore.buffer.recent_keys`)."""
+        """The write's idempotency key (`bufstore.buffer.recent_keys`)."""
         ...
 
     @property
@@ -51,27 +51,27 @@ class QueuedWrite(Protocol[M]):
 
     @property
     def ended(self) -> bool:
-        """Whether its caller has an answer, or gave up."""
+        """Whether the caller has an answer, or gave up."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether it ended and is not known to be stored."""
+        """Whether the write ended and is not known to be stored."""
         ...
 
 
 class Limits(NamedTuple):
-    """Of messages."""
+    """How many bytes entries may have."""
 
     entry_bytes_max: int
-    #: Of what goes into one message of the log, together.
+    #: The most bytes of all entries that go into one message of the log.
     unit_bytes_max: int
 
 
 class Need(Enum):
-    """What must be looked up before the first write that is left can be judged."""
+    """What must be looked up before the first remaining write can be judged."""
 
-    #: What the log shows of the thread now: the write would be refused because of a tip that may be out of date.
+    #: What the log shows of the thread now: the tip by which the write would be refused may be out of date.
     TIP = "tip"
     #: The thread's content.
     BASE = "base"
@@ -90,29 +90,29 @@ class Drafted(msgspec.Struct, Generic[M], gc=False, eq=False):
 
     draft: Draft[M]
     message: Outgoing
-    #: What the message takes of a group, at most.
+    #: How many bytes the message takes of a group, at most.
     size: int
-    #: The thread's tip once it is stored.
+    #: The thread's tip once the write is stored.
     after: Tip[M]
 
 
 class Taken(msgspec.Struct, Generic[M]):
     """What happens to the first writes of a queue."""
 
-    #: One for each, in order: it goes out with the unit, its caller is told that it repeats another or why it is
-    #: refused, or it had ended before (None). Behind these the queue stays as it is.
+    #: One for each of these writes, in order: it goes out with the unit, its caller is told that it repeats another or
+    #: why it is refused, or it had ended before (None). The writes behind these stay in the queue.
     outcomes: list[Drafted[M] | Receipt | Exception | None]
-    #: Set when nothing goes out before this is known.
+    #: What must be known before anything goes out; None: nothing.
     needs: Need | None = None
 
 
 def next_unit(
     thread_id: str, subject: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, looked_up: int
 ) -> Taken[M]:
-    """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
+    """Decide which of the queue's first writes go out behind the tip `before`, and which end without going out.
 
-    `subject`: the thread's. `looked_up`: so many at the front of the queue had come when the tip was read. The drafts
-    of what goes out have changed the tip's memory; a caller that does not send them undoes them, the last first.
+    `subject`: the thread's. `looked_up`: how many writes at the front of the queue had come when the tip was read. The
+    drafts that go out have changed the tip's memory; a caller that does not send them undoes them, the last first.
     """
     outcomes: list[Drafted[M] | Receipt | Exception | None] = []
     refused: list[QueuedWrite[M]] = []
@@ -139,8 +139,8 @@ def next_unit(
             count += 1
             tip = outcome.after
         elif count:
-            # A refusal must rest on a durable tip, and what stands in this very unit may still fail. So such writes
-            # wait for the next round.
+            # A refusal must rest on a durable tip, and the writes before it in this unit may still fail. So a write
+            # that would be refused is left for the next round.
             break
         elif isinstance(outcome, Need):
             return Taken(outcomes, outcome)
@@ -151,32 +151,32 @@ def next_unit(
 
 
 def needs(write: QueuedWrite[M]) -> Need | None:
-    """What it needs whatever the log's last entry is, so that this need not be looked up before; None: that entry.
+    """What the write needs whatever the thread's last entry is, so that the entry need not be looked up before.
 
-    What may repeat another write is left to that look: its answer needs no content, and so no Postgres.
+    None: it needs that entry. So does a write that may repeat another: its answer needs no content, and so no Postgres.
     """
     if write.keyed or write.mark is not None:
         return None
-    # With Postgres away, an entry of unknown content may be enough to stand behind.
+    # An entry of unknown content may be enough to stand behind, also while Postgres is away.
     an_entry: Tip[M] = Tip(1, 1, Base.CHAINED, 0, 0, b"", None)
     try:
         write.prepare(an_entry).undo()
     except NeedBase:
         return _needs_behind(write, an_entry)
-    except Exception:  # it is judged, and told, behind the tip
+    except Exception:  # the write is judged, and its caller is told, once the tip is known
         return None
     return None
 
 
 def _needs_behind(write: QueuedWrite[M], tip: Tip[M]) -> Need:
-    """What it needs that cannot be built behind this tip."""
+    """What a write needs that cannot be built behind this tip."""
     if tip.judged:
         return Need.BASE
     try:
         write.prepare(msgspec.structs.replace(tip, judged=True)).undo()
     except NeedBase:
         return Need.BASE
-    except Exception:  # behind the version that there is, it may be another or none
+    except Exception:  # behind the thread's real version, the error may be another, or none
         return Need.VERSION
     return Need.VERSION
 

@@ -1,4 +1,4 @@
-"""The writes whose callers wait, and the time until which they do."""
+"""The writes whose callers wait, and until when they wait."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ class Outstanding(Generic[M]):
     """Fails each write with TimeoutError when its time is over."""
 
     def __init__(self) -> None:
-        #: In order of arrival, so that the first is the first to give up.
+        #: The writes in order of arrival, so that the first one is the first to give up.
         self._writes: dict[Write[M], None] = {}
         self._timer: asyncio.TimerHandle | None = None
-        #: When that is due.
+        #: The loop's time when the timer is due.
         self._next = float("inf")
         self._loop = asyncio.get_running_loop()
 
     def enter(self, write: Write[M]) -> None:
-        """It waits from now on."""
+        """Note that the write's caller waits from now on."""
         self._writes[write] = None
         if self._timer is None or write.deadline < self._next:
             self._expire_at(write.deadline)
 
     def leave(self, write: Write[M]) -> None:
-        """Its caller has what it waited for, or has gone."""
+        """Note that the write's caller has its answer, or has gone."""
         del self._writes[write]
 
     async def ended(self, timeout_s: float) -> None:
-        """Return when none of those that wait now does any more, or after this time."""
+        """Return when all writes that wait now have ended, or after `timeout_s`."""
         if self._writes:
             await asyncio.wait([write.done for write in self._writes], timeout=timeout_s)
 
     def close(self) -> None:
-        """Fail those that still wait."""
+        """Fail the writes that still wait."""
         for write in self._writes:
             if not write.done.done():
                 write.done.set_exception(
@@ -48,7 +48,7 @@ class Outstanding(Generic[M]):
             self._timer.cancel()
 
     def _expire_at(self, deadline: float) -> None:
-        # One timer for all: a timer per write is a seventh of what a write costs.
+        # One timer for all: a timer per write costs a seventh of a write.
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._next = self._loop.call_at(deadline, self._expire), deadline

@@ -15,7 +15,7 @@ from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
 
-# Neither is part of a cycle. Every write makes one and ten thousand threads keep one, so spare the collector the work.
+# No tip is part of a cycle. Every write makes one and ten thousand threads keep one, so spare the collector the work.
 class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     """A thread's last entry, as a writer knows it; what the next entry builds on."""
 
@@ -33,12 +33,12 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     keys_complete: bool = True
     #: The highest numbers of the thread's producers; None while they are unknown.
     producers: bytes | None = None
-    #: The position that a read must reach to see what this tip stands for, if that is not `seq`.
+    #: The position that a read must reach to see what this tip stands for; 0: that is `seq`, or there is nothing.
     flushed_seq: int = 0
-    #: Of a thread of which the log shows nothing: when it was asked (`bufstore.buffer.elapsed`).
+    #: When the log was asked (`bufstore.buffer.elapsed`) if it shows nothing of the thread; else 0.
     asked_at: float = 0.0
-    #: True when everything up to this entry is applied, as Postgres has said, or will be, as the log shows: what needs
-    #: no more than the thread's version can follow.
+    #: True when everything up to this entry is applied, as Postgres has said, or will be, as the log shows: a draft
+    #: that needs no more than the thread's version can follow.
     judged: bool = False
     #: The entry itself (without its payload) when it expected nothing in the log: only the watermark in Postgres tells
     #: whether it counts (`bufstore.buffer.chain.counts`), so its keys and producers are not used.
@@ -46,7 +46,7 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
 
     @property
     def goes_on(self) -> bool:
-        """Whether what others append behind it makes the next tip, and nothing before need be looked up again."""
+        """Whether the entries that others append behind this tip suffice to make the next one: nothing is looked up."""
         return self.memory is not None or self.judged
 
 
@@ -117,7 +117,7 @@ def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | Non
 
 
 def tip_of_judged(watermark: Watermark, last: int, seen: int, asked_at: float) -> Tip[M] | None:
-    """The tip, without content, where the watermark has all that the log shows of the thread; None: it is not enough.
+    """The tip, without content, if the watermark covers all that the log shows of the thread; None if it does not.
 
     `watermark`: as Postgres has it, or will have it once the log is flushed. `last`: the position of the thread's last
     entry in the log, read before the watermark; 0: the log shows none.
@@ -158,7 +158,7 @@ class TipCache(Generic[M]):
         return [(thread_id, tip) for thread_id, (tip, _) in self._tips.items()]
 
     def put(self, thread_id: str, tip: Tip[M]) -> None:
-        """Remember the tip, forget what was written longest ago."""
+        """Remember the tip. Beyond the limits, forget the threads that were written longest ago."""
         tips, weight = self._tips, tip.memory.weight if tip.memory is not None else 1
         if (before := tips.get(thread_id)) is not None:
             tips.move_to_end(thread_id)

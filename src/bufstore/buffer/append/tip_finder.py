@@ -19,12 +19,12 @@ from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
-#: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
-#: since, still shows in the log.
+#: For how long a thread that was found nowhere counts as new. Purged entries were flushed a failover window ago, which
+#: is longer: so a thread that was written to since still shows in the log.
 _NEW_FOR_S = 5.0
-#: So many threads that a read has found nowhere are remembered; of those longest ago nothing will be written in time.
+#: How many threads that a read has found nowhere are remembered; those found longest ago are not written to in time.
 _NEW_MAX = 10_000
-#: How long Postgres is not asked again what it knows of many threads when it did not say.
+#: How long Postgres is not asked about many threads again after it did not answer.
 _KNOWN_AGAIN_S = 5.0
 
 #: Which of these threads the store has.
@@ -48,7 +48,7 @@ class Stored(Protocol[S_co]):
         ...
 
     def watermarks(self, thread_ids: Sequence[str]) -> Coroutine[Any, Any, Mapping[str, Watermark]]:
-        """The rows that there are, as they are: also of threads of which entries wait. Raises StoreUnavailable."""
+        """The rows of those threads that have one; entries that wait are not counted in. Raises StoreUnavailable."""
         ...
 
 
@@ -67,14 +67,14 @@ class TipFinder(Generic[S, M]):
         self._held, self._ask_again_at = held, float("-inf")
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
-        #: How long the machine had been suspended at the last look: `saw` does not ask again.
+        #: How long the machine had been suspended when `_seen_lately` last looked; `saw` does not renew this.
         self._suspended_s = elapsed.suspended_s()
-        #: Threads that were found nowhere, when that was, and what was seen before.
+        #: Threads that were found nowhere, when that look began, and the end of the log that was seen before it.
         self._new: dict[str, tuple[float, int]] = {}
 
     @property
     def _seen_for_s(self) -> float:
-        """Within this many seconds, a seen end of the log is above everything purged since."""
+        """For how many seconds an end of the log, once seen, stays above everything that is purged."""
         return self._log.windows.rely_s / 4
 
     @property
@@ -82,17 +82,17 @@ class TipFinder(Generic[S, M]):
         return min(_NEW_FOR_S, self._seen_for_s)
 
     def saw(self, seq: int, at: float) -> None:
-        """Note that nothing in the log stood above `seq` at this time of the loop."""
+        """Note that nothing in the log stood above `seq` at the loop's time `at`."""
         if seq > self._seen[0]:
             self._seen = seq, at
 
     def forget(self, thread_id: str) -> None:
-        """Rely on nothing that was found out of the thread before."""
+        """Rely on nothing that was found out about the thread before."""
         self._tips.drop(thread_id)
         self._new.pop(thread_id, None)
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
-        """Find out which of many threads exist nowhere, in a few requests; nothing if the store cannot tell."""
+        """Find out in a few requests which of many threads exist nowhere; finds none if the store cannot tell."""
         at, seen = elapsed.now_s(), await self._seen_lately()
         found = await self._exist_nowhere([t for t in thread_ids if self._tips.get(t) is None])
         self._new = dict.fromkeys(found, (at, seen))
@@ -100,7 +100,7 @@ class TipFinder(Generic[S, M]):
     def found_nowhere(self, thread_id: str, at: float) -> None:
         """Note that a read which began at `at` (`bufstore.buffer.elapsed`) has found the thread nowhere.
 
-        So its first write need not look again; unless the end of the log was seen too long ago.
+        The thread's first write then need not look again, unless the end of the log was seen too long ago.
         """
         if not self._is_seen_lately() or self._tips.get(thread_id) is not None:
             return
@@ -109,7 +109,7 @@ class TipFinder(Generic[S, M]):
             del self._new[next(iter(self._new))]
 
     def let_go(self) -> None:
-        """Rely on nothing that was found nowhere before: the log has begun anew."""
+        """Forget which threads were found nowhere: the log has begun anew."""
         self._new.clear()
 
     async def _exist_nowhere(self, thread_ids: Sequence[str]) -> dict[str, bool]:
@@ -125,14 +125,14 @@ class TipFinder(Generic[S, M]):
         return dict(zip(thread_ids, ends, strict=True))
 
     async def _not_held(self, thread_ids: Sequence[str]) -> list[str]:
-        """Which of these threads the store has not, if it can tell."""
+        """Which of these threads the store does not have; none if it cannot tell."""
         if self._held is None or not thread_ids:
             return []
         held = await self._held(thread_ids)
         return [t for t in thread_ids if t not in held]
 
     def as_new(self, thread_id: str) -> Tip[M] | None:
-        """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
+        """The tip of a thread found nowhere, if that is too short ago for it to be written and purged; else None."""
         found = self._new.pop(thread_id, None)
         if found is None or elapsed.now_s() - found[0] > self._new_for_s:
             return None
@@ -140,7 +140,7 @@ class TipFinder(Generic[S, M]):
         return tip_of_row(Watermark(), seen, at, self._domain.nothing())
 
     async def _found_nowhere(self, thread_ids: list[str]) -> dict[str, bool]:
-        """Which of many threads neither log nor Postgres knows. Of one, what Postgres has of it is asked at once."""
+        """Which of many threads neither log nor Postgres knows. A single one is not asked for: its content is read."""
         if len(thread_ids) == 1 or self._held is None:
             return {}
         return await self._asked(lambda: self._exist_nowhere(thread_ids))
@@ -152,7 +152,7 @@ class TipFinder(Generic[S, M]):
     async def _judged_by_postgres(self, thread_ids: Sequence[str]) -> dict[str, Tip[M]]:
         at, seen = elapsed.now_s(), await self._seen_lately()
         ends = await self._ends(thread_ids)
-        # Both at once: the first append to a thread waits for it.
+        # Both at once: the first append to a thread waits for the answers.
         absent = spawn(self._not_held([thread_id for thread_id, end in ends.items() if not end]))
         rows = spawn(self._stored.watermarks(thread_ids))
         try:
@@ -162,7 +162,7 @@ class TipFinder(Generic[S, M]):
         marks = {t: rows.result().get(t, Watermark()) for t in thread_ids if t in rows.result() or ends[t]}
         tails = await self._with_tails({t: row for t, row in marks.items() if row.flushed_seq < ends[t]})
         found: dict[str, Tip[M]] = {}
-        if elapsed.now_s() - at <= self._new_for_s:  # else what stood before a tail may be purged
+        if elapsed.now_s() - at <= self._new_for_s:  # else entries before a tail may have been purged meanwhile
             new = (t for t in absent.result() if t not in marks)
             found = {t: tip_of_row(Watermark(), seen, at, self._domain.nothing()) for t in new}
             marks |= tails
@@ -174,9 +174,9 @@ class TipFinder(Generic[S, M]):
         return found
 
     async def _with_tails(self, rows: Mapping[str, Watermark]) -> dict[str, Watermark]:
-        """The watermarks that these threads have once what the log holds of them above is flushed.
+        """The watermarks that these threads will have once their tails are flushed.
 
-        Those are left out of which the log does not tell everything, or where not everything will be applied.
+        A thread is left out if entries of it wait, its chain is broken, or not all of its tail will be applied.
         """
         whole = {t: row for t, row in rows.items() if not row.waits_to and row.broken_since is None}
         if not whole:
@@ -192,20 +192,20 @@ class TipFinder(Generic[S, M]):
         return found
 
     async def _asked(self, look: Callable[[], Awaitable[dict[str, V]]]) -> dict[str, V]:
-        """What log and Postgres say of many threads in a few questions; nothing while Postgres does not answer."""
+        """Ask log and Postgres about many threads in a few requests; finds nothing while Postgres does not answer."""
         if self._loop.time() < self._ask_again_at:
             return {}
         try:
-            # As long as the answer is of use: to ask for each of them instead is far more to do, where all is slow.
+            # Wait for as long as the answer is of use: a request for each thread is far more work for slow servers.
             async with asyncio.timeout(self._new_for_s):
                 return await look()
-        except Exception as e:  # whatever it is, each of them is asked for then, and says it
+        except Exception as e:  # whatever it is, the request for each single thread, which follows, says it
             _log.debug("cannot ask about many threads: %s", type(e).__name__, extra={"action": "known_unavailable"})
             self._ask_again_at = self._loop.time() + _KNOWN_AGAIN_S
             return {}
 
     async def of_version(self, thread_id: str) -> Tip[M]:
-        """The tip with the thread's version. What it holds is not read where all of it is in Postgres."""
+        """The tip with the thread's version. The content is read only if log and watermarks do not tell the version."""
         tip = await self._judged.of(thread_id)
         if tip is None:
             return await self.of_content(thread_id)
@@ -284,10 +284,10 @@ class TipFinder(Generic[S, M]):
         return tip
 
     async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
-        """The tip as it is now, where `known` was it some time ago."""
+        """The tip as it is now; `known` was the tip some time ago."""
         self._tips.drop(thread_id)
         if known.broken:
-            return await self.of_content(thread_id)  # a replay heals a chain without an entry
+            return await self.of_content(thread_id)  # a replay heals a chain without writing an entry
         last = await self._last.of(self._subjects.of(thread_id))
         if last is not None and last.seq == known.seq:
             self._tips.put(thread_id, known)
@@ -297,12 +297,12 @@ class TipFinder(Generic[S, M]):
         return await self.look_up(thread_id)
 
     async def catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
-        """The tip after the entries that others appended behind `before`, which goes on."""
+        """The tip after the entries that others appended behind `before`, a tip that `goes_on`."""
         memory = before.memory
         subject = self._subjects.of(thread_id)
         messages = (await self._log.seen_after({subject: before.seq}, self._timeout_s))[subject]
         if not messages:
-            # A conflict, and nobody wrote behind us: our base was purged, and maybe more with it.
+            # A conflict although nobody wrote behind our base: the base was purged, and maybe more with it.
             return await self.look_up(thread_id)
         tip, entries = before, list[StoredEntry]()
         for item in items_of(messages, thread_id):

@@ -5,10 +5,10 @@ later than that. The process that sent the write remembers which entry it was se
 stands behind that entry, as long as the log holds it. If something else stands there, the write never will be stored.
 If nothing does, the compare-and-set decides between the write and its retry.
 
-A log shows nothing of a thread whose entries are all in every Postgres there will be, though it holds them for long
-after that. Then Postgres tells whether anything was written behind that entry; if so, and others have written so much
-since that the thread's keys do not tell, the log is read from that entry on. That may take longer than a call has time,
-and it is rare.
+Once all entries of a thread are in every Postgres there will be, the log shows nothing of the thread, though it holds
+them for long after that. Then Postgres tells whether anything was written behind that entry. If so, and others have
+written so much since that the thread's keys do not tell, the log is read from that entry on. That is rare, and may take
+more time than a call has.
 
 An entry that expected nothing in the log may have landed late and be superseded: the watermark tells whether it counts.
 """
@@ -38,7 +38,7 @@ class _Found(NamedTuple):
 
 
 class Unresolved:
-    """Per thread and idempotency key: the position that the first sending of a write stood behind."""
+    """Remembers, per thread and idempotency key, the position behind which a write was first sent."""
 
     def __init__(self, log: Log, subjects: Subjects, load_watermark: Callable[[str], Awaitable[Watermark]]) -> None:
         self._log = log
@@ -92,7 +92,7 @@ class Unresolved:
         return found
 
     async def _behind_of(self, thread_id: str, behind: int, item: bytes, timeout_s: float) -> list[StoredMessage]:
-        """What the log holds of the thread behind a position, also where it would not show it any more."""
+        """The thread's entries that the log holds behind a position, also those that it does not show any more."""
         subject = self._subjects.of(thread_id)
         messages = await self._log.after(subject, behind, timeout_s)
         if messages:
@@ -101,15 +101,17 @@ class Unresolved:
         elif (await self._log.ends([subject], timeout_s))[0]:
             return messages
         watermark = await self._load_watermark(thread_id)
-        # Nothing was written behind it; or the thread's next writer knows of it, unless there are some behind the row.
+        # Nothing was written behind the position; or the row has the key, and no entry stands behind the row: then the
+        # thread's next writer knows the key.
         if watermark.flushed_seq <= behind or (not messages and recent_keys.find(watermark.keys, item) is not None):
             return messages
         return [message async for _, message in self._log.scan(behind, threads=[thread_id])]
 
     def _are_all(self, items: Sequence[Item], behind: int, item: bytes) -> bool:
-        """Whether nothing that matters stands between a position and these, which the log shows behind it.
+        """Whether nothing that matters stands between `behind` and these items, which the log shows behind it.
 
-        Who found nothing in the log, because its floor had passed all that was there, begins anew, and hides it.
+        A writer begins anew if the log shows nothing because its floor has passed all of the thread's entries. The
+        writer's entry then hides those.
         """
         first = items[0]
         anew = isinstance(first, StoredEntry) and first.entry.base in (Base.UNKNOWN, Base.STORED)
