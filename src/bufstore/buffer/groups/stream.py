@@ -25,7 +25,7 @@ class GroupsInStream(Generations, Announcements, Protocol):
 
     @property
     def connections(self) -> int:
-        """Changes when the process connects again: then the log may have gone back."""
+        """A number that changes when the process connects again: then the log may have gone back."""
         ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
@@ -56,7 +56,7 @@ class GroupsInStream(Generations, Announcements, Protocol):
     async def prove_leader(self, timeout_s: float) -> None: ...
 
     async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
+        """The subject's last sequence, as of a moment after the call; 0 where every read is as fresh as that."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class GroupsInStream(Generations, Announcements, Protocol):
         """The subject's first messages above `seq`, as any replica has them, which may lag.
 
         At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
-        have come. Raises LogUnavailable when none has.
+        have come. Raises LogUnavailable when none has come.
         """
         ...
 

@@ -39,9 +39,9 @@ class Decision:
     batch: Sequence[Change] = ()
     watermarks: Mapping[str, Watermark] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
-    #: What waits from now on: of each thread everything between its watermark and the last of these that does not yet.
+    #: The entries that wait from now on: of each thread, all from its watermark to the last one that do not wait yet.
     waiting: Sequence[WaitingEntry] = ()
-    #: Threads of which everything up to a position waits no more.
+    #: By thread, the position up to which its entries wait no more.
     left: Mapping[str, int] = field(default_factory=dict)
     #: The partitions' new cursors.
     cursors: Sequence[Cursor] = ()
@@ -61,14 +61,14 @@ class FlushFailed(Exception):
     def __init__(self, message: str, verdict: Verdict, *, cause: str = "", of_batch: bool = True) -> None:
         super().__init__(message)
         self.verdict = verdict
-        #: What is the same for all that is refused for the same reason.
+        #: A text that is the same for all entries that are refused for the same reason.
         self.cause = cause or message
-        #: Whether it was the store's write that failed, not one of the buffer's own tables.
+        #: Whether the store's write failed, not a write to the buffer's own tables.
         self.of_batch = of_batch
 
 
 def need_all(threads: Collection[str], watermarks: Mapping[str, Watermark]) -> None:
-    """For callers that need all threads: raise FlushFailed unless there are watermarks of all."""
+    """For callers that need all threads: raise FlushFailed unless all threads have a watermark here."""
     held = len(set(threads) - watermarks.keys())
     if held:
         raise FlushFailed(f"other sessions hold the rows of {held} of {len(threads)} threads", Verdict.LOCKED)
@@ -79,11 +79,11 @@ class Flushed:
     """What a flush transaction committed, and which threads it left out, as if they had not been given."""
 
     decision: Decision
-    #: Other sessions hold their rows.
+    #: The threads whose rows other sessions hold.
     locked: Set[str] = frozenset()
-    #: The store refuses what was decided for them.
+    #: The threads whose changes the store refuses, and why.
     refused: Mapping[str, FlushFailed] = field(default_factory=dict)
-    #: Enough were refused before these were looked at.
+    #: The threads that were not tried, because enough others were refused before.
     untried: Set[str] = frozenset()
 
 
@@ -116,7 +116,7 @@ class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
     entry_id: int | None
     cause: str
     bytes: int
-    #: SHA-256 of what is kept.
+    #: SHA-256 of the kept entry.
     hash: str
     parked_at: datetime
     #: True when the thread has gone on without the entry, which can no longer be replayed.
@@ -124,7 +124,7 @@ class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParkedEntries(Protocol):
-    """The entries that wait in quarantine. Raises what the ledger raises that they belong to."""
+    """The entries in quarantine. Raises what their ledger raises."""
 
     async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
         """Entries above a position (of one thread, if it is given), oldest first."""
@@ -135,11 +135,11 @@ class ParkedEntries(Protocol):
         ...
 
     async def present(self, seqs: Sequence[int]) -> set[int]:
-        """The ones of these positions whose entries are here."""
+        """Those of these positions whose entries are in quarantine."""
         ...
 
     async def threads(self, after: str, limit: int) -> list[str]:
-        """Threads that have entries here and come after one, in order."""
+        """Threads behind `after` that have entries in quarantine, in order."""
         ...
 
     async def replay(
@@ -152,9 +152,9 @@ class ParkedEntries(Protocol):
         ...
 
     async def discard(self, seqs: Sequence[int]) -> int:
-        """Delete these entries. Returns how many there were: what a replay applies meanwhile is not given up.
+        """Delete these entries. Returns how many were deleted: an entry that a replay applies meanwhile is not.
 
-        A thread without waiting entries is whole again.
+        A thread without parked entries is whole again.
         """
         ...
 
@@ -171,7 +171,7 @@ class Replay:
 class Ledger(Protocol):
     """Where the truth about flushing lives: watermarks, cursors, terms, quarantine, waiting entries.
 
-    Raises FlushFailed for anything the database says, StoreUnavailable when it cannot be reached.
+    Raises FlushFailed for any error of the database, StoreUnavailable when it cannot be reached.
     """
 
     async def open(self) -> None:
@@ -180,7 +180,7 @@ class Ledger(Protocol):
 
     @property
     def connections(self) -> int:
-        """How many connections to the database this process has made: an older copy of it is behind a new one."""
+        """How many connections to the database this process has made. Behind a new one may be an older copy of it."""
         ...
 
     async def setup(self) -> None:
@@ -200,15 +200,15 @@ class Ledger(Protocol):
         ...
 
     async def claim(self, epoch: int, target: Target) -> Target:
-        """Write the target down unless one is, and the stream's generation as `set_epoch`. Returns what stands."""
+        """Write down the target unless one is, and the generation like `set_epoch`. Returns the target that stands."""
         ...
 
     async def layout(self) -> Layout | None:
-        """How the log that this database names shares threads out; None: not written down yet."""
+        """How the log that this database names shares out its threads; None: not written down yet."""
         ...
 
     async def set_layout(self, layout: Layout) -> None:
-        """Write it down unless one is; the log's generation is known already."""
+        """Write down the layout unless one is; the log's generation is known already."""
         ...
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
@@ -216,7 +216,7 @@ class Ledger(Protocol):
         ...
 
     async def end_erasure(self, thread_id: str, descendants: Collection[str]) -> None:
-        """Forget these: they are erased. Others may have been remembered meanwhile."""
+        """Forget these descendants: they are erased. Those that were remembered meanwhile stay."""
         ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
@@ -231,22 +231,22 @@ class Ledger(Protocol):
         ...
 
     async def flushed(self) -> dict[int, int]:
-        """Per partition, up to where everything is applied or parked: its cursor, or before what waits."""
+        """Per partition, up to where everything is applied or parked: its cursor, or before the first that waits."""
         ...
 
     async def watermark(self, thread_id: str) -> Watermark:
-        """The thread's watermark; an empty one if it has none. With `waits_to`, of the same moment."""
+        """The thread's watermark; an empty one if it has none. With `waits_to`, as of the same moment."""
         ...
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
-        """The threads' rows, as in `watermark`, and up to where entries of them were discarded.
+        """The threads' watermarks, as in `watermark`, each with the position up to which entries were discarded.
 
-        Threads that have no row, and of which nothing waits, are left out.
+        Threads that have neither a row nor entries that wait are left out.
         """
         ...
 
     async def broken(self) -> frozenset[str]:
-        """The threads whose chain is broken: at most as many as entries wait in quarantine."""
+        """The threads whose chain is broken: at most as many as there are entries in quarantine."""
         ...
 
     async def flush(
@@ -262,9 +262,9 @@ class Ledger(Protocol):
 
         `size`: bytes of payload, for which the transaction may take longer; without them it ends within the lease if
         this process stands still.
-        A thread whose row another session holds is not waited for: `decide` does not get its watermark. `probe`: find
-        the threads that are to blame for a batch that cannot be written; `decide` is called again without them. When so
-        many are refused, and more than are written, or it takes long, the others are not tried.
+        A thread whose row another session holds is not waited for: `decide` does not get its watermark. `probe`, if not
+        0: find the threads to blame for a batch that cannot be written, and call `decide` again without them. The other
+        threads are not tried any more once more threads are refused than written, and `probe` are, or it takes long.
 
         Raises NotOwner when a partition's row is not as `held` says: another owner has taken it, or Postgres has gone
         back to an earlier state; QuarantineFull. An exception of `decide` rolls back and passes through.
@@ -279,24 +279,24 @@ class Ledger(Protocol):
         ...
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
-        """Remove these rows, but not of a thread that was written again meanwhile, or is in quarantine, or waits."""
+        """Remove these rows, except of threads that were written again meanwhile, are in quarantine, or wait."""
         ...
 
     async def archived(self) -> int:
-        """The position up to which an archive has the log, not included; 0: nothing."""
+        """The position below which an archive has the log; 0: it has nothing."""
         ...
 
     async def set_archived(self, position: int) -> None:
-        """Remember it, unless a later position is known."""
+        """Remember the position, unless a later one is known."""
         ...
 
     async def quarantined(self) -> int:
-        """How many entries wait in quarantine."""
+        """How many entries are in quarantine."""
         ...
 
     @property
     def parked(self) -> ParkedEntries:
-        """The entries that wait in quarantine."""
+        """The entries in quarantine."""
         ...
 
     @property

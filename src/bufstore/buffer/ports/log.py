@@ -13,7 +13,7 @@ from bufstore.jetstream.messages import Held, Outgoing, StoredMessage
 
 
 class Floor(NamedTuple):
-    """What is no longer needed of a partition's part of the log; positions."""
+    """The positions below which a partition's part of the log is no longer needed."""
 
     #: Everything below is in every Postgres there will be (`bufstore.buffer.flush.passed`).
     settled: int
@@ -30,7 +30,7 @@ class GroupSizes(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """What a process has written: how many groups, and how often another process was first and one went out again."""
+    """How many groups a process has written, and how often one went out again because another process was first."""
 
     groups: int
     refused: int
@@ -44,9 +44,9 @@ class Remains(NamedTuple):
     #: The sequences of the messages that hold them, and of the parts that large ones consist of.
     groups: Sequence[int]
     parts: Sequence[int]
-    #: They may go once everything below this position is settled; 0: there are none.
+    #: The messages may go once everything below this position is settled; 0: there are no messages.
     settled_from: int
-    #: Whether one of them is the last of the log, which never goes: something must be written behind it.
+    #: Whether one of the groups is the last of the log, which never goes: then something must be written behind it.
     ends_log: bool
 
 
@@ -64,31 +64,31 @@ class Feed(Protocol):
 
     @property
     def through(self) -> StoredMessage | None:
-        """The last entry that was delivered of any partition; None if one of this partition is still to be taken.
+        """The last entry that was delivered, of any partition; None if one of this partition is still to be taken.
 
-        So the partition has nothing up to there that was not taken. Behind it there may be what is no entry, and is
-        found there too (`Log.identity`).
+        So the partition has nothing up to there that was not taken. What is delivered may also stand for a group
+        without entries, which `Log.identity` finds, too.
         """
         ...
 
     @property
     def crowded(self) -> bool:
-        """Whether half of the messages that may be unacknowledged are: it may soon deliver no more."""
+        """Whether half as many messages are unacknowledged as may be: the feed may soon deliver no more."""
         ...
 
     def passed(self, seq: int) -> None:
         """Note that everything up to the message with this sequence is done.
 
-        Of partitions that were committed together it is noted before the first `ack`: the others would seem to be late.
+        Call this for all partitions that were committed together before the first `ack`; else the others seem late.
         """
         ...
 
     async def ack(self, seq: int) -> None:
-        """The same, and tell the server."""
+        """Do the same as `passed`, and tell the server."""
         ...
 
     def doubt(self, reason: str) -> None:
-        """Nothing arrives although the log goes on: it is lost, and so are all that the same consumer delivers to."""
+        """Declare the feed lost, because nothing arrives although the log goes on; with it all of the same consumer."""
         ...
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class Generations(Protocol):
         ...
 
     async def create(self, epoch: int, target: Target) -> None:
-        """Create the stream as generation `epoch`, to be flushed there; a no-op if another process was faster."""
+        """Create the stream as generation `epoch`, to be flushed to `target`; a no-op if another process was faster."""
         ...
 
     @property
@@ -144,7 +144,7 @@ class Generations(Protocol):
         ...
 
     async def set_target(self, target: Target) -> None:
-        """Write down in a log of an earlier release where it is flushed to, and everything else that a new log says.
+        """Write into a log of an earlier release where it is flushed to, and everything else that a new log says.
 
         Raises LogUnavailable, also when another process changed it at the same time.
         """
@@ -161,7 +161,7 @@ class Generations(Protocol):
     async def remove(self) -> None:
         """Delete the stream that was taken out of service, and all that is in it.
 
-        A no-op if there is none: one that is in service is a new generation, which somebody else has begun.
+        A no-op if there is no such stream: one that is in service is a new generation, which another process has begun.
         """
         ...
 
@@ -173,14 +173,14 @@ class Log(Generations, Protocol):
     """
 
     async def purged_to(self) -> int:
-        """The position from which on entries are left of a log that was purged; 0: none of it is gone, or none is left.
+        """The first position of which entries are left in a purged log; 0: no entry is gone, or none is left.
 
-        What stands beside the entries, and is gone, does not count.
+        Messages that stood beside the entries do not count.
         """
         ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """Store one entry, or what stands beside the entries, durably. Returns its position."""
+        """Store one entry, or one message beside the entries, durably. Returns its position."""
         ...
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
@@ -199,8 +199,8 @@ class Log(Generations, Protocol):
         ...
 
     async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> Mapping[str, list[StoredMessage]]:
-        """Of each of these threads, by subject, its entries above a position, as far as this process has seen the log:
-        after a conflict it has, and up to what it was told of by `latest` or `ends`."""
+        """The entries of each of these threads (by subject) above a position, as far as this process has seen the log.
+        It has seen whatever caused a conflict, and everything up to what `latest` or `ends` returned."""
         ...
 
     @property
@@ -209,7 +209,7 @@ class Log(Generations, Protocol):
         ...
 
     def writer(self, timeout_s: float) -> Writer:
-        """What writes units to this log; there is one in a process. `timeout_s`: the longest wait for an answer."""
+        """The writer of units to this log; a process has one. `timeout_s`: the longest wait for an answer."""
         ...
 
     @property
@@ -219,7 +219,7 @@ class Log(Generations, Protocol):
 
     @property
     def floor(self) -> int:
-        """Below this position this object may tell of no entries, because owners have said that they are settled."""
+        """Below this position this object may show no entries, because owners have said that those are settled."""
         ...
 
     @property
@@ -231,7 +231,7 @@ class Log(Generations, Protocol):
         ...
 
     async def set_windows(self, windows: Windows) -> None:
-        """Change what the log says of them. Raises LogUnavailable, also when another process changed it meanwhile."""
+        """Change the windows that the log says. Raises LogUnavailable, also if another process changed it meanwhile."""
         ...
 
     async def end(self, timeout_s: float) -> int:
@@ -241,7 +241,7 @@ class Log(Generations, Protocol):
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         """The last position that matches each filter (wildcards allowed), as any node shows it; 0 for none.
 
-        Of what stands below the log's floor it may tell nothing. `latest_ends` asks the leader.
+        It may show nothing that stands below the log's floor. `latest_ends` asks the leader.
         """
         ...
 
@@ -258,7 +258,7 @@ class Log(Generations, Protocol):
         ...
 
     async def barrier(self, timeout_s: float) -> int:
-        """The same, with a proof that shows where the log stands, for a log that shows an old end.
+        """Do as `prove_leader`, with a proof that shows where the log stands; for a log that shows an old end.
 
         The leader stores a message; the position returned is above everything that was acknowledged
         before. On a replicated log only; a single server always knows (0). Raises AppendUnknown, LogUnavailable.
@@ -266,15 +266,15 @@ class Log(Generations, Protocol):
         ...
 
     async def latest(self, subject: str, timeout_s: float) -> int:
-        """The position of the subject's last message, 0 for none, as of a moment after this was asked.
+        """The position of the subject's last message, 0 for none, as of a moment after the call.
 
-        `last` and `ends` may be as old as a node that only believes that it leads. A replicated log stores a small
-        message for this, one for all who ask meanwhile. Raises LogUnavailable.
+        `last` and `ends` may be as old as what a node shows that only believes that it leads. A replicated log stores
+        a small message for this, one for all calls that come meanwhile. Raises LogUnavailable.
         """
         ...
 
     async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """The same for filters with wildcards; a replicated log stores a message for each."""
+        """The same for filters with wildcards; a replicated log stores one or two messages for all of them."""
         ...
 
     async def fill(self) -> tuple[int, int]:
@@ -282,37 +282,37 @@ class Log(Generations, Protocol):
         ...
 
     async def held(self, positions: Mapping[int, int]) -> Held:
-        """What the log holds, and above a position in each partition; of partitions left out, all above the floor.
+        """What the log holds in all, and above a position in each partition (left out: all above the floor).
 
         Positions below the floor count as the floor: everything below it is flushed.
         """
         ...
 
     async def let_go(self, floors: Mapping[int, Floor], reached: int | None = None) -> int:
-        """Say what is no longer needed of these partitions; forget and remove what is needed of none.
+        """Say what is no longer needed of these partitions; forget and remove what no partition needs.
 
-        Below which position that was removed. Call it now and then, without partitions too: others say it as well.
-        `reached`: up to where Postgres has all partitions. Nothing above it goes, whatever was said: a Postgres that
-        was restored from a backup lacks what was true of the one before.
+        Returns the position below which that was removed. Call it now and then, without partitions too, because other
+        processes say it as well. `reached`: the position up to which Postgres has all partitions. Nothing above it
+        goes, whatever was said: a Postgres that was restored from a backup lacks what the one before it had.
         """
         ...
 
     async def fence(self, below: int) -> None:
-        """Return once nobody can write any more what builds on an entry below this position, which was let go of.
+        """Return once nobody can write what builds on an entry below this position; such entries were let go of.
 
         Raises AppendUnknown, LogFull, LogUnavailable.
         """
         ...
 
     def on_forget(self, callback: Callable[[bool], None]) -> None:
-        """Call back before this object forgets who wrote to which thread (True: it does not know at all any more).
+        """Call back before this object forgets who wrote to which thread (True: it forgets that of all threads).
 
-        Whoever remembers the last entry of a thread keeps it only if `known_head` does not name another.
+        A callback that remembers the last entry of a thread keeps it only if `known_head` does not name another.
         """
         ...
 
     def known_head(self, subject: str) -> int:
-        """The position of the thread's last entry as far as this process has seen the log; 0: it knows of none."""
+        """The position of the thread's last entry, as far as this process has seen the log; 0: it knows of none."""
         ...
 
     def scan(
@@ -323,12 +323,12 @@ class Log(Generations, Protocol):
         threads: Collection[str] | None = None,
         last_up_to: int | None = None,
     ) -> AsyncIterator[tuple[int, StoredMessage]]:
-        """Every entry that stands in the log above a position, in order, with its partition; or only those of some.
+        """Yield each entry above a position, in order, with its partition: all, or those of some partitions or threads.
 
-        `last_up_to`: not those behind which the thread is known to have another, up to this position.
+        `last_up_to`: leave out an entry if its thread is known to have another behind it, up to this position.
 
-        It reads the log from there to its end, a little at a time: for repair, the self-check and people. What belongs
-        to no thread counts as partition 0.
+        It reads the log from `above` to its end, a little at a time: for repair, the self-check and people. What
+        belongs to no thread counts as partition 0.
         """
         ...
 
@@ -343,7 +343,7 @@ class Log(Generations, Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why it takes no writes of this process: not connected, or a write is not answered; empty if it does.
+        """Why the log takes no writes of this process: not connected, or writes are not answered. Empty: it takes them.
 
         As far as this process knows without asking.
         """
@@ -358,14 +358,14 @@ class Log(Generations, Protocol):
         ...
 
     async def erase(self, remains: Remains) -> None:
-        """Remove what was found, and overwrite it on disk. Entries of others that stand in between go as well.
+        """Remove what was found, and overwrite it on disk. Other threads' entries in the same groups go as well.
 
-        Raises LogUnavailable unless everything below `settled_from` is settled. May be repeated.
+        Raises LogUnavailable unless everything below `settled_from` is settled. Safe to repeat.
         """
         ...
 
     async def erased(self) -> int:
-        """Everything that was erased stands at or below this position, which every cursor had passed; 0: nothing."""
+        """Everything that was erased stood at or below this position, which every cursor had passed; 0: nothing was."""
         ...
 
     async def identity(self, seq: int) -> StoredMessage | None:
@@ -378,18 +378,18 @@ class Log(Generations, Protocol):
         ...
 
     def refuse(self, reason: str) -> None:
-        """Use the log no more: this is not the one that Postgres knows.
+        """Use the log no more: it is not the one that Postgres knows.
 
         From now on LogRolledBack is raised by `end` and by all that writes or removes messages: each form of `publish`,
         `let_go`, and `erase` where it has something to remove. So nothing is appended, flushed or purged. Other calls
         may still answer with what the server has; that need not be what was acknowledged. Other processes are not
-        concerned: the self-check and repair look at the log as they find it.
+        affected: the self-check and repair look at the log as they find it.
 
-        A replicated log may have shown something old: it is looked at again, and accepted once it has come past
+        A replicated log may have shown an old state. So it is looked at again, and accepted once it has come past
         everything that this process has seen in it, holds what this process wrote, and its leader has proved itself.
         """
         ...
 
     def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
-        """`mismatch` says why a refused log is still not the right one; None when it is."""
+        """Have `mismatch` say why a refused log is still not the right one; None when the log is right again."""
         ...

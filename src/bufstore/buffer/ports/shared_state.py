@@ -7,7 +7,7 @@ from typing import Protocol
 
 from bufstore.buffer.ports.log import Floor, Log
 
-#: How long the shared state keeps a run's id: to find the run until Postgres has it, and to refuse its id to others.
+#: How many seconds the shared state keeps a run's id, to find the run until Postgres has it and to refuse it to others.
 RUN_TTL_S = 7 * 24 * 3600
 
 
@@ -15,14 +15,14 @@ class SharedState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
 
     async def check(self) -> None:
-        """Raise ConfigDrift when what is there is another log's; that of the first of several lanes looks for all.
+        """Raise ConfigDrift when the shared state is another log's. With several lanes, the first one checks all.
 
         Compares nothing else, and creates nothing. Raises LogUnavailable.
         """
         ...
 
     async def setup(self) -> None:
-        """Create what is needed, or check what is there; get ready."""
+        """Create what is missing, or check what is there; get ready."""
         ...
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
@@ -38,7 +38,10 @@ class SharedState(Protocol):
         ...
 
     async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
-        """Replace it if it still has this sequence; its new one. Raises Conflict, AppendUnknown, LogUnavailable."""
+        """Replace the record if it still has the sequence `expected`; return the new sequence.
+
+        Raises Conflict, AppendUnknown, LogUnavailable.
+        """
         ...
 
     async def renew_member(self, member: str, ttl_s: int, trouble: str = "") -> None:
@@ -69,7 +72,7 @@ class SharedState(Protocol):
         ...
 
     async def progress(self) -> dict[int, int]:
-        """The last reports."""
+        """The last reported progress of each partition."""
         ...
 
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
@@ -81,7 +84,7 @@ class SharedState(Protocol):
         ...
 
     async def floors(self) -> dict[int, Floor]:
-        """The last ones published."""
+        """The last published floor of each partition."""
         ...
 
     async def tell_parked(self, thread_id: str) -> None:

@@ -1,8 +1,8 @@
 """The entries that wait in the ledger: the cursor has passed them, and they are not flushed.
 
-Of each thread they follow on its watermark without a gap: whoever waits, all later entries of the thread wait behind
-it. So a thread's state is its row, then what waits, then its tail in the log. An entry moves from the log into the
-table, and from the table into the row. Who reads them one after the other in this order misses nothing.
+A thread's waiting entries follow its watermark without a gap: if an entry waits, all later entries of the thread wait
+behind it. So a thread's state is its row, then what waits, then its tail in the log. An entry moves from the log into
+the table, and from the table into the row. A reader that reads these one after the other in this order misses nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class WaitingEntry(msgspec.Struct, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """What waits of one thread."""
+    """The entries of one thread that wait."""
 
     thread_id: str
     entries: int
-    #: About how many there are.
+    #: About how many bytes the entries have.
     bytes: int
     reason: str
     #: The position of the last of them.
@@ -44,7 +44,7 @@ class WaitingTotals(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     #: When the first of them began to wait.
     since: datetime | None = None
-    #: The commonest one.
+    #: The most common reason.
     reason: str = ""
 
     def __str__(self) -> str:
@@ -54,17 +54,17 @@ class WaitingTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingEntries(Protocol):
-    """The entries that wait. Raises what the ledger raises that they belong to."""
+    """The entries that wait. Raises what their ledger raises."""
 
     async def queues(self, partition: int) -> list[Queue]:
-        """The threads of which entries wait in a partition, by the position of the first."""
+        """A partition's threads of which entries wait, ordered by the position of their first one."""
         ...
 
     async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
         """The first entries of these threads, each in order.
 
-        Of each thread at most so many, and of all together at most so many bytes or one entry; so of some threads there
-        may be none.
+        At most `entries` of each thread; of all threads together at most `bytes_` bytes, or one entry. So there may be
+        none of some threads.
         """
         ...
 
@@ -73,7 +73,7 @@ class WaitingEntries(Protocol):
         ...
 
     async def threads(self, after: str, limit: int) -> list[str]:
-        """Threads of which entries wait and that come after one, in order."""
+        """Threads behind `after` of which entries wait, in order."""
         ...
 
     async def among(self, thread_ids: Sequence[str]) -> set[str]:
