@@ -1,4 +1,4 @@
-"""Threads read backwards: from the last entry of each, and each group once for all threads that stand in it."""
+"""Reads threads backwards: from the last entry of each, and each group once for all threads that stand in it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import group_of, number_of
 from bufstore.jetstream.messages import StoredMessage
 
-#: How many groups are on their way to a process that looks for the entries of many threads.
+#: How many groups are read at the same time by a caller that looks for the entries of many threads.
 _AT_ONCE = 8
-#: So many groups are read ahead, at most, of who walks along a thread.
+#: How many groups, at most, are read ahead of a walk along a thread.
 _AHEAD_MAX = 32
 
 
@@ -26,12 +26,12 @@ class _Walk:
     """One thread, on the way back."""
 
     subject: str
-    #: It ends at this place.
+    #: The place at which the walk ends.
     above: int
     #: The place of the entry that is read next.
     at: int
     found: deque[StoredMessage]
-    #: The group that it has come from; 0: it begins.
+    #: The group that the walk has come from; 0: it begins.
     behind: int = 0
     #: How many groups are read ahead for it.
     ahead: int = 0
@@ -41,9 +41,9 @@ class _Walk:
         return self.at > self.above
 
     def look_ahead(self, seq: int) -> int:
-        """How many groups before this one, where it comes to now, it wants next."""
+        """How many groups before this one, which the walk comes to now, it wants next."""
         if self.behind:
-            # The last entry may stand anywhere. Who walks on along a busy thread walks on for longer.
+            # The last entry may stand anywhere. A walk that goes on along a busy thread goes on for longer.
             near = self.behind - seq <= _AHEAD_MAX
             self.ahead = min(max(2 * self.ahead, 1), _AHEAD_MAX) if near else 0
         self.behind = seq
@@ -60,15 +60,15 @@ class Backwards:
         head: Callable[[str], int],
         forget_purged: Callable[[], Awaitable[None]],
     ) -> None:
-        """`head`: the place of a thread's last entry, by subject; 0 for none. `forget_purged`: called when a thread
-        has none left of those that were to be read."""
+        """`head`: the place of a thread's last entry, by subject; 0 for none. `forget_purged`: called when none of the
+        entries of a thread are left that were to be read."""
         self._tail, self._entries = tail, entries
         self._head, self._forget_purged = head, forget_purged
 
     async def after(self, above: Mapping[str, int], first: int = 0) -> dict[str, list[StoredMessage]]:
-        """Of each thread, by subject, its entries above a place, in order, from the last that this process has seen.
+        """The entries of each thread (by subject) above a place, in order, up to the last that this process has seen.
 
-        `first`: only so many of each, the first ones; 0: all. Those before one that was purged are left out.
+        `first`: how many of each thread, the first ones; 0: all. Entries before one that was purged are left out.
         Raises LogUnavailable.
         """
         return await self._walked({s: (self._head(s), place) for s, place in above.items()}, first)
@@ -81,7 +81,7 @@ class Backwards:
 
     async def _walked(self, ways: Mapping[str, tuple[int, int]], first: int = 0) -> dict[str, list[StoredMessage]]:
         walks = [_Walk(subject, above, head, deque(maxlen=first or None)) for subject, (head, above) in ways.items()]
-        # The last group first: who stands there may stand in earlier ones, too, where others' last entries are.
+        # The last group first: a thread that stands there may also stand in earlier ones, with others' last entries.
         order, waiting = list[int](), dict[int, list[_Walk]]()
 
         def wait(walk: _Walk) -> None:
@@ -129,7 +129,7 @@ class Backwards:
         return going
 
     async def _read(self, walk: _Walk, group: Group, body: bytes) -> bool:
-        """Read a thread's entries in a group. Whether it goes on before that. Raises Purged, LogUnavailable."""
+        """Read a thread's entries in a group; whether the walk goes on before it. Raises Purged, LogUnavailable."""
         while walk.goes_on and group_of(walk.at) == group.seq:
             number = number_of(walk.at)
             if number >= len(group.records):

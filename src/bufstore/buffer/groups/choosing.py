@@ -15,26 +15,26 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import Outgoing
 
-#: Larger groups gain nothing, and a reader of one entry reads its group.
+#: How many bytes a group has at most: larger ones gain nothing, and a reader of one entry reads its whole group.
 BYTES_MAX = 256 << 10
 
 
-# The collector has to see it: an error's frames have it, and its writes' futures have the error.
+# The collector has to see a queued unit: an error's frames hold it, and its writes' futures hold the error.
 class Queued(msgspec.Struct, frozen=True, eq=False):
     """A unit that waits, or is on its way."""
 
     unit: AppendUnit
-    #: The last group that was seen when it came.
+    #: The last group that was seen when the unit came.
     seen: int
-    #: What was known of threads when it came (`Heads.life`).
+    #: The `Heads.life` in which the unit came.
     life: int
-    #: Its entries as they are written: of a large one only where its parts stand.
+    #: The unit's entries as they are written; a large one only says where its parts stand.
     messages: Sequence[Outgoing]
-    #: What they take of a group, at most.
+    #: How many bytes the entries take of a group, at most.
     size: int
-    #: Which of them only say that.
+    #: The numbers of the entries that only say where their parts stand.
     elsewhere: frozenset[int] = frozenset()
-    #: The time before the first of their parts was stored.
+    #: A time before the first of their parts was stored (`bufstore.buffer.elapsed`); infinite: there are no parts.
     parts_at: float = float("inf")
 
 
@@ -42,13 +42,13 @@ class Chosen(NamedTuple):
     """Which units go out together."""
 
     units: list[Queued]
-    #: Those that do not stand where they expect to.
+    #: The units whose entries would not stand where they expect to.
     moved: list[Queued]
     entries: list[NewEntry]
 
 
 def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
-    """Decide which of these units can follow what was seen of the log, and as what entries."""
+    """Decide which of these units can follow what was seen of the log, and as which entries."""
     chosen: list[Queued] = []
     moved: list[Queued] = []
     entries: list[NewEntry] = []
@@ -67,7 +67,7 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
                 prev = expected
             else:
                 moved.append(queued)
-                if number:  # what stands before it in its unit is not chosen either
+                if number:  # the entries before it in its unit are not chosen either
                     del entries[begin:]
                     here = {entry.thread_id: at for at, entry in enumerate(entries)}
                 break
@@ -93,7 +93,7 @@ def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int] | None:
 
 
 def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:
-    """How many of these units, at least one, make a group."""
+    """How many of the first units, at least one, fit into a group."""
     room = min(BYTES_MAX, message_bytes_max - HEAD_BYTES_MAX)
     count = entries = size = 0
     for queued in units:

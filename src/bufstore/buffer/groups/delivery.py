@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Gives those entries of a message that are of these partitions, and its last one whatever that is of, each with its
-#: partition.
+#: Returns the entries of a message that belong to these partitions, and its last entry whatever partition that belongs
+#: to, each with its partition.
 Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int, StoredMessage]]]]
 
-#: The cursors of a process that starts are hardly ever the same: so many groups behind the first is no distance.
+#: How many groups apart two cursors still count as near: those of a process that starts are hardly ever the same.
 _BEHIND_MAX = 256
 
 
 class StreamFeed(Protocol):
     """The messages of one subject from a position on, in order, without a hole, until it is lost.
 
-    It delivers so much ahead of what is acknowledged, and no more.
+    What it delivers ahead of what is acknowledged is bounded.
     """
 
     @property
@@ -47,7 +47,7 @@ class StreamFeed(Protocol):
 
     @property
     def crowded(self) -> bool:
-        """Whether half of the messages that may be unacknowledged are."""
+        """Whether half as many messages are unacknowledged as may be."""
         ...
 
     def take(self) -> list[StoredMessage]:
@@ -55,7 +55,7 @@ class StreamFeed(Protocol):
         ...
 
     async def ack(self, seq: int) -> None:
-        """Everything up to the message with this sequence is done."""
+        """Acknowledge everything up to the message with this sequence."""
         ...
 
     async def close(self) -> None:
@@ -69,11 +69,11 @@ class Delivery:
     def __init__(self, split: Split, done: Callable[[Delivery], bool]) -> None:
         """`done`: asked after each group; says whether this one has nothing more to do."""
         self._split, self._done = split, done
-        #: Those that it serves, by partition.
+        #: The feeds that it serves, by partition.
         self.feeds: dict[int, PartitionFeed] = {}
-        #: The next group has at least this sequence.
+        #: The least sequence that the next group can have.
         self.next = 0
-        #: Where it began; None once something of it is acknowledged.
+        #: The sequence at which it began; None before that, and once something of it is acknowledged.
         self._began: int | None = None
         #: The last entry that was given out.
         self.last: StoredMessage | None = None
@@ -91,7 +91,7 @@ class Delivery:
         self._task = spawn(self._guarded(self._groups), name="bufstore-feeds")
 
     def serve(self, feed: PartitionFeed) -> None:
-        """Deliver to it what comes from now on."""
+        """Deliver to this feed what comes from now on."""
         self.feeds[feed.partition] = feed
         feed.delivery = self
 
@@ -103,13 +103,13 @@ class Delivery:
         return self._lost
 
     def lose(self, reason: str) -> None:
-        """Deliver no more, and have all that it serves lost: no doubt about this one is held against the next."""
+        """Deliver no more, and have all feeds that it serves lost: no doubt about this one is held against the next."""
         self._lost = self._lost or reason
         for feed in self.feeds.values():
             feed.lose(reason)
 
     def has_just_begun(self, first: int) -> bool:
-        """Whether to begin anew at this sequence brings little more than what is on its way, once more."""
+        """Whether beginning anew at `first` repeats little more than what is on its way."""
         return self._began is not None and self._began - first <= _BEHIND_MAX
 
     @property
@@ -132,7 +132,7 @@ class Delivery:
             feed.wake()
 
     async def _deliver(self, groups: StreamFeed) -> bool:
-        """Give out what arrives. Returns True when it has nothing more to do; False: it is lost."""
+        """Give out what arrives. Returns True when there is nothing more to do, False when `groups` is lost."""
         while groups.lost is None:
             for message in groups.take():
                 await self._give_out(message)
@@ -149,7 +149,7 @@ class Delivery:
             served = frozenset(self.feeds)
             entries = await self._split(message, served)
             if served.issuperset(self.feeds):
-                break  # else who is served since gets its part of this message, too
+                break  # else a feed that is served since gets its part of this message, too
         touched: dict[int, int] = {}
         for partition, entry in entries:
             touched[partition] = entry.seq

@@ -13,7 +13,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
-#: Whose a group without entries is.
+#: The partition of a group without entries.
 _NO_PARTITION = -1
 
 
@@ -41,7 +41,7 @@ class Entries:
     async def split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
         """See `bufstore.buffer.groups.delivery.Split`. Raises Purged, LogUnavailable."""
         group = self._decoded(message)
-        if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
+        if group is None:  # anybody may publish: the message belongs to no thread, and somebody must look at it
             return [(0, self.foreign(message))]
         if not group.records:
             return [(_NO_PARTITION, self.mark(group))]
@@ -54,21 +54,21 @@ class Entries:
         return found
 
     def foreign(self, message: StoredMessage) -> StoredMessage:
-        """What is among the groups and is none, as if it were an entry."""
+        """A message among the groups that is no group, as if it were an entry."""
         return StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
 
     def mark(self, group: Group) -> StoredMessage:
-        """What stands at the place of a group without entries, for the cursors that pass it: it has the group's id."""
+        """The stand-in for a group without entries, at its place, for cursors that pass it. It has the group's id."""
         header = header_of(group.id, 0, Base.UNKNOWN, 0, 0, False, b"", True, None, b"")
         return StoredMessage(self._subjects.groups, first_place(group.seq), header, b"")
 
     def _in_place(self, group: Group, number: int, body: bytes) -> tuple[StoredMessage, bool]:
-        """An entry as it stands in its group, and whether its payload only says where that stands."""
+        """An entry as it stands in its group, and whether its payload only says where the real payload stands."""
         at = place(group.seq, number)
         try:
             entry = decode_entry(group, number, body)
         except MalformedEntry:
-            # What it is of is known by its hash only. Of the group's body it gets no more than its own part.
+            # Only the hash of its thread is known. It gets no more of the group's body than its own part.
             subject = f"{self._subjects.prefix}.{group.records[number].partition}."
             return StoredMessage(subject, at, None, body_of(group, number, body)), False
         return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, entry.payload), entry.elsewhere
@@ -77,10 +77,10 @@ class Entries:
         payload = entry.body
         try:
             payload = await joined(payload, self._identity)
-        except MalformedEntry:  # its checksum does not fit what is left of it
+        except MalformedEntry:  # a part is missing, or the parts do not fit the checksum
             if await self._identity(group.seq) is None:
                 raise Purged("a large entry was purged while it was read") from None
-            # Who lacks a part and has the group behind it is not the one that was asked first, who led no more.
+            # A node that has the group has the parts before it. So the one that lacked a part led no more: ask again.
             with contextlib.suppress(MalformedEntry):
                 payload = await joined(payload, self._identity)
         return StoredMessage(entry.subject, entry.seq, entry.header, payload)

@@ -1,4 +1,4 @@
-"""Erases what the log still holds of threads: whole groups, which readers are told of first."""
+"""Erases what the log still holds of threads: whole groups, after readers are told of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TELL_TRIES = 10
 
 
 class Erasing:
-    """What `bufstore.buffer.groups.log.GroupLog` answers about erasures."""
+    """Carries out erasures for `bufstore.buffer.groups.log.GroupLog`."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Erasing:
         decoded: Callable[[StoredMessage], Group | None],
         floor: Callable[[], Awaitable[int]],
     ) -> None:
-        """`subject`: where erasures are told. `groups`: the messages of all groups above a sequence."""
+        """`subject`: on which erasures are told. `groups`: the messages of all groups above a sequence."""
         self._stream, self._subject = stream, subject
         self._groups, self._decoded, self._floor = groups, decoded, floor
 
@@ -55,7 +55,7 @@ class Erasing:
         """See `bufstore.buffer.ports.log.Log`."""
         if await self._floor() < remains.settled_from:
             raise LogUnavailable("what is to be erased may still be needed")
-        # The parts of an entry first: what is left of an interrupted erasure names them.
+        # The parts of an entry first: after an interrupted erasure, the group is left to name them.
         for messages in (remains.parts, remains.groups):
             for i in range(0, len(messages), _ERASED_AT_ONCE):
                 some = messages[i : i + _ERASED_AT_ONCE]
@@ -63,7 +63,7 @@ class Erasing:
                 await asyncio.gather(*map(self._stream.overwrite, some))
 
     async def _tell(self, seqs: Sequence[int]) -> None:
-        """Readers take a hole for a loss, unless they are told. Each message also names the highest that ever went."""
+        """Tell readers, which take a hole for a loss otherwise. Each message also names the highest ever erased."""
         for _ in range(_TELL_TRIES):
             before = (await self._stream.last([self._subject], _READ_S)).get(self._subject)
             highest = max(_erased_in(before), default=0) if before is not None else 0
@@ -79,7 +79,7 @@ class Erasing:
         raise LogUnavailable("others erase at the same time; erase again")
 
     async def erased(self) -> int:
-        """Up to which place groups may be erased; 0: none was."""
+        """The place up to which groups may be erased; 0: none was."""
         found = (await self._stream.last([self._subject], _READ_S)).get(self._subject)
         return last_place(max(_erased_in(found))) if found is not None and _erased_in(found) else 0
 

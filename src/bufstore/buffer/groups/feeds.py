@@ -3,14 +3,15 @@
 Each group is delivered once to a process, which gives the entries of each partition to the feed of that partition
 (`bufstore.buffer.groups.delivery`).
 
-Partitions that need groups which the others have had already (they were taken over from another process, or were set
-aside) get them in a second delivery, up to where the common one stands, and then go on with that: the others wait
-neither for them nor for what they have missed. There are never more than these two, because each has a bounded number
-of bytes on its way, and the server closes the connection of who is owed too many. Who comes too late for the second
-one is served when that has ended.
+A partition may need groups that the others have had already, because it was taken over from another process, or was set
+aside. It gets them in a second delivery, up to where the common delivery stands, and then goes on with the common one:
+the others wait neither for it nor for what it has missed. There are never more than these two, because each has a
+bounded number of bytes on its way, and the server closes the connection of a client to which it owes too many. A
+partition that comes too late for the second delivery is served when that one has ended.
 
-Who comes a moment after the common one has begun gets no second one, which might go over a whole backlog beside it, and
-never catch up: the common one begins anew for all, and who had some of that already gets none of it twice.
+A partition that comes a moment after the common delivery has begun gets no second one, which might go over a whole
+backlog beside the common one and never catch up. The common one begins anew for all, and a partition that had some of
+it already gets nothing twice.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class PartitionFeed:
     def __init__(self, source: Feeds, partition: int, start: int, wake: Callable[[], None]) -> None:
         self._source = source
         self.partition = partition
-        #: Everything up to here was delivered, or was not to be.
+        #: The place up to which everything was delivered, or was not to be delivered.
         self.delivered = start - 1
-        #: Everything up to here is acknowledged.
+        #: The place up to which everything is acknowledged.
         self.acked = start - 1
-        #: What delivers to it, from its start on, so that it misses none.
+        #: The delivery that serves this feed without a gap; None: none does now.
         self.delivery: Delivery | None = None
-        #: Whether it is set aside, until it has passed what was delivered.
+        #: Whether the feed is set aside, until its partition has passed what was delivered.
         self.aside = False
         self.wake = wake
         self._arrived: list[StoredMessage] = []
@@ -54,7 +55,7 @@ class PartitionFeed:
 
     @property
     def ended(self) -> bool:
-        """Whether its owner may know that nothing more comes."""
+        """Whether the feed's owner may know that nothing more comes."""
         return self._lost is not None
 
     def take(self) -> list[StoredMessage]:
@@ -63,7 +64,7 @@ class PartitionFeed:
 
     @property
     def through(self) -> StoredMessage | None:
-        """The last entry of the log, of any partition, if nothing of this one waits to be taken before it."""
+        """The last entry that was delivered, of any partition; None if one of this partition is still to be taken."""
         if self._arrived or self.delivery is None or self.lost is not None:
             return None
         return self.delivery.last
@@ -73,7 +74,7 @@ class PartitionFeed:
         return self.delivery is None or self.delivery.crowded  # set aside, or waiting for its turn
 
     def passed(self, seq: int) -> None:
-        # The cursor of an idle partition goes to an entry of another: there is nothing to deliver up to there.
+        # An idle partition's cursor goes to another partition's entry: up to there, nothing is to be delivered.
         self.acked = max(self.acked, seq)
         self.delivered = max(self.delivered, seq)
 
@@ -95,12 +96,12 @@ class PartitionFeed:
             self.wake()
 
     def doubt(self, reason: str) -> None:
-        # Another feed alone would come from the same delivery.
+        # A new feed alone would be served by the same delivery.
         if self.delivery is not None:
             self.delivery.lose(reason)
 
     def set_aside(self) -> None:
-        """Deliver nothing more until everything is passed that was delivered."""
+        """Deliver nothing more until the partition has passed everything that was delivered."""
         self.aside, self.delivery = True, None
 
     def add(self, message: StoredMessage) -> None:
@@ -114,17 +115,17 @@ class Feeds:
     """All partitions that a process follows, and the feed of groups behind them."""
 
     def __init__(self, follow: Callable[[int, Callable[[], None]], Awaitable[StreamFeed]], split: Split) -> None:
-        """`follow`: begins a feed of groups at this sequence."""
+        """`follow`: begins a feed of groups at a sequence."""
         self._follow, self._split = follow, split
         self._feeds: dict[int, PartitionFeed] = {}
         self._common: Delivery | None = None
-        #: Brings partitions up to where the common one stands.
+        #: The second delivery, which brings partitions up to where the common one stands; None: there is none.
         self._late: Delivery | None = None
-        #: Those that have ended by themselves, or were replaced.
+        #: Deliveries that have ended by themselves, or were replaced; they are still to be closed.
         self._past: list[Delivery] = []
-        #: Ends what has nothing more to do, and serves who waited for it.
+        #: The task that ends deliveries with nothing more to do, and serves the feeds that waited for that.
         self._tidying: asyncio.Task[None] | None = None
-        #: Those whose turn came in it.
+        #: The feeds whose turn came in that task.
         self._tried = set[PartitionFeed]()
         self._changing = asyncio.Lock()
         self._closed = False
@@ -147,7 +148,8 @@ class Feeds:
     def resume(self, feed: PartitionFeed) -> None:
         """Deliver again to a feed that was set aside, or have it lost.
 
-        It takes a consumer, which a server may be slow to make: who acknowledges, for all partitions, does not wait.
+        This takes a consumer, which a server may be slow to make. The caller acknowledges for all partitions, so it
+        does not wait for that.
         """
         feed.aside = False
         self._tried.discard(feed)  # it may have been served, and set aside, while another is served
@@ -158,17 +160,17 @@ class Feeds:
             if self._closed:
                 raise Closed("the store is closed")
             await self._end_useless()
-            if feed.delivery is None:  # else it came with another that was opened at the same time
+            if feed.delivery is None:  # else it was served together with another that was opened at the same time
                 await self._serve(feed)
 
     async def _serve(self, feed: PartitionFeed) -> None:
-        """Have this one served, and all that wait like it; by and by, where both deliveries are further already."""
+        """Have this feed served, and all that wait like it; later, if both deliveries are further already."""
         for delivery in (self._common, self._late):
             if delivery is not None and group_of(feed.acked + 1) >= delivery.next:
                 delivery.serve(feed)
                 return
         if self._late is not None:
-            return  # `_joins` thinks of it
+            return  # once that one has nothing more to do, `_joins` has this feed served
         feeds = self._unserved()
         first = min((group_of(f.acked + 1) for f in feeds), default=0)
         delivery = Delivery(self._split, self._joins)
@@ -180,7 +182,7 @@ class Feeds:
             self._past.append(common)
             self._common = common = None
         for one in feeds:
-            if self._feeds.get(one.partition) is one and not one.ended:  # nor was it closed meanwhile
+            if self._feeds.get(one.partition) is one and not one.ended:  # it was not closed meanwhile
                 delivery.serve(one)
         if common is None:
             self._common = delivery
@@ -192,7 +194,7 @@ class Feeds:
         return [feed for feed in self._feeds.values() if feed.delivery is None and not (feed.ended or feed.aside)]
 
     async def _end_useless(self) -> None:
-        """End what delivers no more, or to nobody. Feeds that have not looked yet are served by another."""
+        """End deliveries that deliver no more, or to nobody. Feeds that have not noticed yet are served by another."""
         common, late = self._common, self._late
         if common is not None and (common.lost is not None or not common.feeds):
             for feed in list(common.feeds.values()):
@@ -211,7 +213,7 @@ class Feeds:
             self._past.pop()
 
     def _joins(self, delivery: Delivery) -> bool:
-        """Whether a delivery has nothing more to do: those that it served have what the others had."""
+        """Whether a delivery has nothing more to do, because the feeds that it served have what the others had."""
         common = self._common
         if delivery is not self._late or (delivery.feeds and common is not None and delivery.next < common.next):
             return False
@@ -234,7 +236,7 @@ class Feeds:
             self._tidying = spawn(self._tidy(), name="bufstore-feeds-tidy")
 
     async def _tidy(self) -> None:
-        """End what has nothing more to do; serve who waited for that, or have them lost."""
+        """End deliveries that have nothing more to do; serve the feeds that waited for that, or have them lost."""
         self._tried.clear()
         try:
             async with self._changing:

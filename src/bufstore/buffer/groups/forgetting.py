@@ -22,7 +22,7 @@ _FORGET_EVERY_S = 5.0
 
 
 class Forgetting:
-    """Forgets what `heads` has below a floor, and tells of it before."""
+    """Forgets what `heads` has below a floor, and tells the callbacks before."""
 
     def __init__(
         self,
@@ -31,19 +31,20 @@ class Forgetting:
         settled: Callable[[], Awaitable[int]],
         refused: Callable[[], bool],
     ) -> None:
-        """`oldest`: what was seen when the oldest unit came that waits. `settled`: below it, everything is settled.
+        """`oldest`: the last group that was seen when the oldest unit came that waits; None: no unit waits. `settled`:
+        the place below which everything is settled.
 
         `refused`: whether the log is refused, so that nothing it says counts.
         """
         self._heads, self._oldest, self._settled, self._refused = heads, oldest, settled, refused
         self._callbacks: list[Callable[[bool], None]] = []
         self._task: asyncio.Task[None] | None = None
-        #: Whether `forget` was called since this one asked last.
+        #: Whether `forget` was called since `_look` last asked.
         self._asked = False
         self._closed = False
 
     def on_forget(self, callback: Callable[[bool], None]) -> None:
-        """Call this before something is forgotten; with True: before everything is."""
+        """Call back before something is forgotten (True: before everything is)."""
         self._callbacks.append(callback)
 
     def forget(self, floor: int) -> None:
@@ -57,7 +58,7 @@ class Forgetting:
         self._heads.forget(floor)
 
     def all_begins_anew(self) -> None:
-        """What was known may not be so any more."""
+        """Tell the callbacks that nothing of what was known may be true any more."""
         self._tell(everything=True)
 
     def _tell(self, *, everything: bool) -> None:

@@ -4,7 +4,7 @@ A group is one message. Its header has what judging needs, so that it can be rea
 ``Bufstore-Entry: G1.<checksum>.<base64>`` with the group's random id, the group before it in the log (its id and its
 sequence), where the parts of its large entries begin (`bufstore.buffer.groups.oversize`), below which place the log may
 be purged by then, and per entry a record: a hash of the thread, the place of the thread's entry before it, the
-partition, and where the entry begins in the body. A group without entries tells only that.
+partition, and where the entry begins in the body. A group without entries has no records.
 The body is the entries, each with the thread's id, the entry's own header and its payload. An entry's own header has a
 checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes no other with it.
 """
@@ -33,25 +33,25 @@ HASH_BYTES = 16
 _HEAD = struct.Struct(">QQQQQ")
 _RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
 _LENGTHS = struct.Struct(">HH")
-#: In the length of an entry's own header: the payload stands elsewhere.
+#: The bit in the length of an entry's own header that says that the payload stands elsewhere.
 _ELSEWHERE = 1 << 15
-#: What nats-server's file takes of a message beside subject, headers and body; and what its headers take beside their
-#: values: version, names, line ends.
+#: How many bytes a message takes in nats-server's file beside subject, headers and body, and its headers take beside
+#: their values: version, names, line ends.
 _MESSAGE_BYTES = 34 + len("NATS/1.0....Bufstore-Entry: ..Nats-Expected-Last-Subject-Sequence: ..")
-#: What an entry costs beside its thread, its own header and its payload: its record in base64, and their lengths.
+#: How many bytes an entry takes beside its thread, own header and payload: its record in base64, and their lengths.
 ENTRY_BYTES = (_RECORD.size * 4 + 2) // 3 + _LENGTHS.size
-#: What the headers of the message have beside the records, at most.
+#: How many bytes the headers of the message have beside the records, at most.
 HEAD_BYTES_MAX = 256
 
 
 @lru_cache(maxsize=1 << 16)
 def hash_of(thread_id: str) -> bytes:
-    """What names the thread in headers. Cryptographic: nobody can make two threads of one hash."""
+    """The hash that names the thread in headers. It is cryptographic: nobody can make two threads with one hash."""
     return blake2b(thread_id.encode(), digest_size=HASH_BYTES).digest()
 
 
 def size_of(message: Outgoing) -> int:
-    """What an entry takes of a group, at most: its subject is longer than its thread's id."""
+    """How many bytes an entry takes of a group, at most: its subject is longer than its thread's id."""
     return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
 
 
@@ -70,7 +70,7 @@ class NewEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 def in_group(number: int) -> int:
-    """What names the entry with this number as the one before, in the same group: its place is not known yet."""
+    """The `prev` that names the entry with this number in the same group, whose place is not known yet."""
     return number + 1
 
 
@@ -174,7 +174,7 @@ def decode_header(message: StoredMessage) -> Group:
 
 
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:
-    """The records with the places of what stands before in the same group."""
+    """The records, with the places of those entries before them that stand in the same group."""
     return [msgspec.structs.replace(r, prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
 
 
@@ -190,7 +190,7 @@ def stored_bytes(group: Group, message: StoredMessage) -> int:
 
 
 def body_of(group: Group, number: int, body: bytes) -> bytes:
-    """What the group's header says is the entry's part of the group's body."""
+    """The entry's part of the group's body, as the group's header says."""
     end = group.records[number + 1].begins if number + 1 < len(group.records) else len(body)
     return body[group.records[number].begins : end]
 

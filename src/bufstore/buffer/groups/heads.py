@@ -1,6 +1,6 @@
 """What a process knows of the groups in the log: the last entry of each thread, and up to where that is complete.
 
-Of a thread with entries above the *floor* its head is known, up to the last group that was seen. Below the floor
+The head of each thread with entries above the *floor* is known, up to the last group that was seen. Below the floor,
 everything is in every Postgres there will be (`bufstore.buffer.flush.passed`), so nobody needs to be shown it. Groups
 are observed in the order of the log and without a gap: each names the one before it.
 
@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from bufstore.buffer.groups.group import Group
 from bufstore.buffer.places import first_place, group_of
 
-#: Heads are forgotten a generation at a time, so that no entry is looked at again for it.
+#: How many generations of heads there are at most. Heads are forgotten by generations, so none is looked at for that.
 _GENERATIONS_MAX = 8
-#: Who remembers less than so many entries and heads need not ask how much of it may be forgotten.
+#: A process that remembers fewer entries and heads than this need not ask how many of them may be forgotten.
 _LITTLE = 1000
 
 
@@ -32,7 +32,7 @@ class Gap(Exception):
 
 
 class _Entries:
-    """Where the entries of one partition stand that were seen above the floor, in order."""
+    """The places of one partition's entries that were seen above the floor, in order."""
 
     __slots__ = ("_dropped", "bytes", "places", "sizes")
 
@@ -44,12 +44,12 @@ class _Entries:
         self._dropped = 0.0
 
     def above(self, position: int) -> tuple[int, float]:
-        """How many stand above this position, and about how many bytes they take."""
+        """How many entries stand above this position, and about how many bytes they take."""
         first = bisect_right(self.places, position)
         return len(self.places) - first, self.bytes - (self.sizes[first - 1] if first else self._dropped)
 
     def drop(self, below: int) -> None:
-        """Forget those below this place."""
+        """Forget the entries below this place."""
         if first := bisect_left(self.places, below):
             self._dropped = self.sizes[first - 1]
             del self.places[:first], self.sizes[:first]
@@ -59,9 +59,9 @@ class Heads:
     """The heads of threads; see the module's text."""
 
     def __init__(self) -> None:
-        #: Everything below this place may be forgotten.
+        #: The place below which everything may be forgotten.
         self.floor = 0
-        #: Everything below this place may be purged, as groups say.
+        #: The place below which everything may be purged, as groups say.
         self.purged = 0
         #: Sequence and id of the last group seen; 0 for none.
         self.seen = 0
@@ -69,18 +69,18 @@ class Heads:
         self._anywhere = False
         #: Grows with each `start`: what was checked in an earlier life must be checked anew.
         self.life = 0
-        #: The newest last.
+        #: The generations of heads, the newest last, and the place behind each.
         self._generations: list[dict[bytes, int]] = [{}]
         self._tops: list[int] = [0]
-        #: By partition, what was seen above the floor.
+        #: By partition, the entries that were seen above the floor.
         self._entries: defaultdict[int, _Entries] = defaultdict(_Entries)
         #: How many entries that is.
         self.entries = 0
         #: How many entries were seen at all; those that are seen again after `start` count again.
         self.entries_seen = 0
-        #: Everything behind this group was seen.
+        #: The group behind which everything was seen.
         self.began = 0
-        #: Groups that name parts of large entries, and the first of these.
+        #: The groups that name parts of large entries, each with the first of its parts.
         self._named: deque[tuple[int, int]] = deque()
 
     def start(self, floor: int, seen: int, seen_id: int | None) -> None:
@@ -99,7 +99,7 @@ class Heads:
         self._named.clear()
 
     def observe(self, group: Group, size: int = 0) -> bool:
-        """Note the next group, of about so many bytes; False if it was seen before. Raises Gap."""
+        """Note the next group, of about `size` bytes. Returns False if it was seen before. Raises Gap."""
         if group.seq <= self.seen:
             return False
         follows = (group.before, group.before_id) == (self.seen, self.seen_id)
@@ -190,7 +190,7 @@ class Heads:
     def first_needed(self, seq: int) -> int | None:
         """The first sequence that the groups from this one on need: its own, or that of a part they name.
 
-        None if not all of these groups were seen. Never ask for an earlier one later.
+        None if not all of these groups were seen. A later call must not ask for an earlier sequence.
         """
         if seq <= self.began:
             return None
@@ -199,16 +199,16 @@ class Heads:
         return min([seq, *(parts for _, parts in self._named)])
 
     def looked_back(self, seq: int, named: Sequence[tuple[int, int]]) -> None:
-        """Note of the groups from this one on, up to where this began, which name parts, and the first of these."""
+        """Note which groups from this one on, up to `began`, name parts, and the first part of each."""
         self._named.extendleft(reversed(named))
         self.began = seq - 1
 
     def forgets(self, floor: int) -> bool:
-        """Whether `forget` would let go of heads: then what rests on them is dropped before."""
+        """Whether `forget` would let go of heads: then whatever rests on them must be dropped first."""
         return len(self._tops) > 1 and self._tops[0] <= floor
 
     def forget(self, floor: int) -> None:
-        """Everything below this place may be forgotten. Call this now and then."""
+        """Note that everything below this place may be forgotten, and forget what can be. Call this now and then."""
         if floor <= self.floor:
             return
         self.floor = floor

@@ -1,13 +1,13 @@
-"""Is the last group that this process has seen in the log still, and was it ever?
+"""Is the last group that this process has seen still in the log, and was it ever?
 
-What was read, or stored by this process, is certain. When the log holds something else in its place, or ends before it,
-the log went back: acknowledged entries are gone, and positions that were used are used again. Then it is refused. That
-is asked before the first group is sent on each new connection, and when a group is refused and nothing stands behind
-the one before it. What others only told need not be true. It is compared with the log at the next look, and when it is
-not there, all is read anew.
+A group that this process has read or stored is certain. When the log holds something else in its place, or ends before
+it, the log went back: acknowledged entries are gone, and used positions are used again. Then the log is refused. The
+process looks before it sends the first group on each new connection, and when a group is refused although nothing
+stands behind the one before it. A group that others only told of need not be there. It is compared with the log at the
+next look; if it is not there, everything is read anew.
 
 A node that lags, or that leads no more, may answer that there is nothing. So an absence is believed only of a log whose
-leader has proved itself. Retention never takes the last group, so what it took has others behind it.
+leader has proved itself. Retention never takes the last group, so a group that it took has others behind it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from bufstore.buffer.groups.heads import Heads
 from bufstore.errors import LogRolledBack, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 
-#: Nobody is listened to for so long after something was told that is not so: the log itself is read instead.
+#: For how long nobody is listened to after something false was told: the log itself is read instead.
 _DEAF_S = 10.0
 
 
 class ShownLog(Protocol):
-    """The log, as it is asked here; see `bufstore.buffer.groups.stream.GroupsInStream`."""
+    """What is asked of the log here; see `bufstore.buffer.groups.stream.GroupsInStream`."""
 
     @property
     def connections(self) -> int: ...
@@ -51,11 +51,11 @@ class Standing(enum.Enum):
     """What became of a message that was seen in the log."""
 
     THERE = enum.auto()
-    #: Others stand behind it, and it may be purged: they tell what they stand behind.
+    #: Others stand behind it, so it may be purged: they tell what they stand behind.
     PASSED = enum.auto()
     #: It was the last one, and somebody took it out.
     REMOVED = enum.auto()
-    #: The log went back behind it, and may have gone on differently.
+    #: The log went back to before it, and may have gone on differently.
     LOST = enum.auto()
 
 
@@ -82,7 +82,7 @@ async def standing(log: ShownLog, subject: str, seen: Seen, timeout_s: float) ->
 
 
 async def _ends_before(log: ShownLog, seq: int, timeout_s: float) -> bool:
-    """Whether it was never as long as this, or is so no more."""
+    """Whether the log never reached this sequence, or no longer does."""
     if await log.end(timeout_s) >= seq:
         return False
     try:
@@ -93,7 +93,7 @@ async def _ends_before(log: ShownLog, seq: int, timeout_s: float) -> bool:
 
 
 def id_of(message: StoredMessage) -> int:
-    """The id of the group that a message is; 0 if it is none."""
+    """The id of the group that a message is; 0 if it is no group."""
     try:
         return decode_header(message).id
     except MalformedEntry:
@@ -105,13 +105,13 @@ class LastSeen:
 
     def __init__(self, log: ShownLog, subject: str, heads: Heads, timeout_s: float) -> None:
         self._log, self._subject, self._heads, self._timeout_s = log, subject, heads, timeout_s
-        #: The last one that was read, or stored by this process.
+        #: The last message that was read, or stored by this process.
         self._certain = Seen(0, 0)
         #: The same, as of the last connection on which the log was found to be the same.
         self._witness = Seen(0, 0)
-        #: That connection.
+        #: That connection; -1: none, or it is in doubt.
         self._confirmed_on = -1
-        #: Behind the last certain one: id by sequence.
+        #: The groups behind the last certain one that were only told of: id by sequence.
         self._heard: dict[int, int] = {}
         self._deaf_until = float("-inf")
 
@@ -140,11 +140,11 @@ class LastSeen:
         return _reason(self._witness) if found is Standing.LOST else None
 
     def doubt(self) -> None:
-        """Something does not fit what was seen: ask before the next group is sent."""
+        """Note that something does not fit what was seen: `confirm` comes before the next group is sent."""
         self._confirmed_on = -1
 
     def begin(self, seen: Seen, connection: int) -> None:
-        """All begins anew behind this message, as it was found on this connection."""
+        """Begin anew behind this message, as it was found on this connection."""
         self._certain = seen
         self._heard.clear()
         if not self._witness.seq:
@@ -152,7 +152,7 @@ class LastSeen:
         self._attest()
 
     def is_certain(self, seq: int, id_: int) -> None:
-        """This message was read, or stored by this process."""
+        """Note that this message was read, or stored by this process."""
         if seq > self._certain.seq:
             self._certain = Seen(seq, id_)
             if self._heard:
@@ -171,7 +171,7 @@ class LastSeen:
         return asyncio.get_running_loop().time() >= self._deaf_until
 
     def hear(self, group: Group) -> None:
-        """This group was told of, and noted as the last one."""
+        """Note that this group, now noted as the last one, was only told of."""
         self._heard[group.seq] = group.id
 
     @property
@@ -194,7 +194,7 @@ class LastSeen:
         return True
 
     def misheard(self) -> None:
-        """What was told is not so."""
+        """Note that something false was told: listen to nobody for a while."""
         self._deaf_until = asyncio.get_running_loop().time() + _DEAF_S
 
 

@@ -52,7 +52,7 @@ class GroupLog:
     """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.places`)."""
 
     def __init__(self, stream: GroupsInStream, shared: Floors, config: BufferConfig, name: str) -> None:
-        """`name`: of this process, among those that follow the stream."""
+        """`name`: the name of this process among those that follow the stream."""
         self._stream, self._shared, self._config, self._name = stream, shared, config, name
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._heads = Heads()
@@ -68,7 +68,7 @@ class GroupLog:
         stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._entries.split)
-        #: Up to where the owners have said that everything is settled.
+        #: The position below which the owners have said that everything is settled.
         self._said = 0
         #: How often the stream was followed: each time by a consumer of its own.
         self._followed = 0
@@ -76,7 +76,7 @@ class GroupLog:
     # --- writing ----------------------------------------------------------------------------------------------
 
     def writer(self, timeout_s: float) -> Sequencer:
-        """What writes units to this log, one group at a time. There is one in a process."""
+        """The writer of units to this log, one group at a time. A process has one."""
         sequencer = Sequencer(
             self._stream,
             self._subjects,
@@ -124,9 +124,9 @@ class GroupLog:
     # --- what is in the log -----------------------------------------------------------------------------------
 
     async def _floor(self) -> int:
-        """From where on everything that is in the log must be known."""
+        """The place from which on everything that is in the log must be known."""
         first, _ = await self._stream.bounds()
-        # What was erased was settled, and everything before it, whatever became of what the owners said.
+        # What was erased, and everything before it, was settled, even if what the owners said was lost since.
         erased = group_of(await self.erased())
         return max(first_place(max(first, erased + 1 if erased else 0)), self._settled(await self._shared.floors()))
 
@@ -156,7 +156,7 @@ class GroupLog:
         return found
 
     async def _forget_purged(self) -> None:
-        """A thread's last entry was purged or erased: the floor is above it by now, nobody builds on it any more."""
+        """Forget a thread's last entry, which was purged or erased: the floor is above it, and nobody builds on it."""
         self._forgetting.forget(await self._floor())
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
@@ -174,7 +174,7 @@ class GroupLog:
         return await self._backwards.after(above)
 
     async def identity(self, seq: int) -> StoredMessage | None:
-        # From the log itself: this process may remember what is purged, or what the log lost when it went back.
+        # Ask the log itself: this process may remember what is purged, or what the log lost when it went back.
         message = await self._stream.identity(group_of(seq))
         if (
             message is None
@@ -190,7 +190,7 @@ class GroupLog:
         return None
 
     async def _all(self, filter_: str, seq: int) -> AsyncIterator[StoredMessage]:
-        """Everything in the log that matches and stands above a place, in order: this reads all of it."""
+        """Yield everything that matches and stands above a place, in order: this reads the log from there on."""
         if filter_ in self._subjects.beside:
             for message in await self._stream.after(filter_, group_of(seq), _READ_S):
                 yield StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
@@ -225,7 +225,7 @@ class GroupLog:
                         yield record.partition, await self._entries.read(group, number_of(at), message.body)
 
     async def _groups(self, above: int) -> AsyncIterator[StoredMessage]:
-        """The messages of the groups' subject above a sequence, so many at a time."""
+        """Yield the messages of the groups' subject above a sequence; a few are read at a time."""
         while messages := await self._stream.after(self._subjects.groups, above, _READ_S, limit=_SCANNED_AT_ONCE):
             for message in messages:
                 yield message
@@ -252,7 +252,7 @@ class GroupLog:
         return await _in_time(self._fresh_ends(filters, timeout_s), timeout_s)
 
     async def _fresh_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        # Who has seen nothing yet, and stands before a backlog, need not read all of it for this.
+        # A process that has seen nothing yet, and stands before a backlog, need not read all of the backlog for this.
         if not self._heads.life and not any(map(self._is_thread, filters)):
             ends = await self._ends_in_last_groups(timeout_s)
             if ends.keys() >= {p for filter_ in filters for p in self._partitions_of(filter_)}:
@@ -261,7 +261,7 @@ class GroupLog:
         return [self._end_of(filter_) for filter_ in filters]
 
     async def _ends_in_last_groups(self, timeout_s: float) -> dict[int, int]:
-        """Where those partitions end that have entries in the last groups; none if what answers lags."""
+        """Where those partitions end that have entries in the last groups; empty if the node that answers lags."""
         end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
         if not end:
             last = (await self._stream.last([self._subjects.groups], timeout_s)).get(self._subjects.groups)
@@ -333,7 +333,7 @@ class GroupLog:
         for partition, floor in floors.items():
             before = known.get(partition, Floor(0, 0))
             known[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
-        # Saying it has no answer, and what was said may be lost later: it is said until it can be read.
+        # Publishing floors has no answer, and they may be lost later: publish them until they can be read.
         if said := {p: known[p] for p in floors if there.get(p) != known[p]}:
             await self._shared.put_floors(said)
         if not all(p in known for p in range(self._subjects.partitions)):
@@ -353,7 +353,7 @@ class GroupLog:
             if await self._purging.is_held_up(flushed):
                 await self.publish_batch([], _READ_S)
         except Closed:
-            return  # who opens the log next does it
+            return  # the next process that opens the log does it
         except (BufstoreError, Conflict, AppendUnknown) as e:
             _log.warning(
                 "parts of large entries that came to nothing stay: cannot store a group behind them, tries again: %s",

@@ -1,8 +1,9 @@
 """The other processes that write: this one hears of their groups while they are in its way, and takes turns with them.
 
-Those who write tell each other of their groups once they are stored. So one that waits for its turn knows what is in
-the log when that comes, and asks nothing. They begin with a first refusal, of which the refused one tells, and go on
-until they, or all others, have written nothing for a while. A writer that is in nobody's way tells and hears nothing.
+Writers tell each other of their groups once these are stored. So a writer that waits for its turn knows what is in the
+log when the turn comes, and asks nothing. They begin with a first refusal, of which the refused writer tells. Each goes
+on until it, or all others, have written nothing for a while. A writer that is in nobody's way tells nothing, and hears
+only of refusals.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.tasks import spawn
 
-#: Who has nobody in his way for so long stops to listen. To begin again costs one refusal.
+#: A writer that has nobody in its way for so long stops listening. To begin again costs one refusal.
 _QUIET_S = 1.0
-#: A clock may show less than this as no time at all.
+#: A clock may show a shorter time than this as no time at all.
 _AT_ONCE_S = 1e-6
-#: Who tells, its pace, µs, and the last group that it has seen: it wants to write. Where it needs no time, it wants
-#: nothing.
+#: A wish to write: the kind, the writer, its pace in µs, and the last group that it has seen. A writer that needs no
+#: time wants nothing.
 _WISH = struct.Struct(">BIIIQ")
-#: Who tells, its pace, the sequence of its group, and how long the group's body is. The group's header follows, and
-#: where others need it (`_HAS_STORED_WHOLE`) the body.
+#: A stored group: the kind, the writer, its pace in µs, the group's sequence, and the size of the group's body. The
+#: group's header follows, and the body where others need it (`_HAS_STORED_WHOLE`).
 _STORED = struct.Struct(">BIIIQI")
 _WISHES, _HAS_STORED, _HAS_STORED_WHOLE = range(3)
-#: The last this many bits of a group's id tell a writer's groups from each other, those before tell the writers.
+#: How many bits at the end of a group's id tell a writer's groups from each other; those before tell the writers.
 _NUMBER_BITS = 32
 
 
 def writer_of(group_id: int) -> int:
-    """Who wrote a group."""
+    """The writer of the group with this id."""
     return group_id >> _NUMBER_BITS
 
 
@@ -46,7 +47,7 @@ def group_id(writer: int, number: int) -> int:
 
 
 class Listening(Protocol):
-    """What was begun by `Announcements.listen`."""
+    """A subscription that `Announcements.listen` began."""
 
     @property
     def lost(self) -> bool:
@@ -59,14 +60,14 @@ class Listening(Protocol):
 
 
 class Announcements(Protocol):
-    """What writers tell each other, without its being stored. Nothing of it is sure to arrive."""
+    """What writers tell each other. Nothing of this is stored, and nothing is sure to arrive."""
 
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> Listening:
         """Hear what is told on a subject, one's own words included. Raises LogUnavailable."""
         ...
 
     async def tell(self, subject: str, words: bytes) -> None:
-        """Tell all who listen there. Raises nothing when that is not possible."""
+        """Tell all that listen there. Raises nothing when that is not possible."""
         ...
 
 
@@ -82,10 +83,10 @@ class Others:
         seen: Callable[[], int],
         wanting: Callable[[], bool],
     ) -> None:
-        """`hear`: takes note of a group (its sequence, its header, the size of its body, and the body if it is told);
-        gives its id, or None.
+        """`hear`: notes a group (its sequence, its header, the size of its body, and the body if it is told); returns
+        the group's id, or None.
 
-        `seen`: the last group that was seen. `wanting`: whether something waits.
+        `seen`: the last group that was seen. `wanting`: whether this process has something to write.
         """
         self._announcements, self._subjects, self._me = announcements, subjects, me
         self._hear, self._seen, self._wanting = hear, seen, wanting
@@ -93,30 +94,30 @@ class Others:
         #: How long the server takes to answer.
         self._usual = Usual()
         self._listening: Listening | None = None
-        #: Whoever begins or ends to listen.
+        #: Held while this process begins or ends to listen.
         self._one_at_a_time = asyncio.Lock()
         self._closed = False
-        #: That somebody was refused is heard from the first group on, as long as the process lives.
+        #: Hears that somebody was refused: from this process's first group on, as long as the process lives.
         self._refusals: Listening | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()
-        #: When another wrote last, and when this process did.
+        #: When another process last wrote, and when this one did, in the loop's time.
         self._others_at = self._mine_at = float("-inf")
-        #: Who begins to listen waits so long for a place in the order.
+        #: Until when this process waits for a place in the order, after it has begun to listen.
         self._new_until = float("-inf")
-        #: Whether its turn came, and no group of its own was stored since.
+        #: Whether this process's turn came, and no group of its own was stored since.
         self._tried = False
-        #: When it told last that it wants to write.
+        #: When this process last told that it wants to write.
         self._wished_at = float("-inf")
-        #: When it told last that it was refused.
+        #: When this process last told that it was refused.
         self._refused_at = float("-inf")
 
     async def were_first(self) -> None:
-        """Listen from now on: a group of another was in the way. Raises LogUnavailable."""
+        """Listen from now on: another writer's group was first. Raises LogUnavailable."""
         now = asyncio.get_running_loop().time()
         if now - self._refused_at > _QUIET_S / 4:
-            # Who was never too late knows nothing of the others, and would always be first.
+            # A writer that was never too late knows nothing of the others, and would always be first.
             self._refused_at = now
             await self._announcements.tell(self._subjects.refused, self._me.to_bytes(4))
         await self._listen()
@@ -139,14 +140,14 @@ class Others:
             self._spawn(self._join())
 
     async def _join(self) -> None:
-        with contextlib.suppress(BufstoreError):  # then it is refused itself one day
+        with contextlib.suppress(BufstoreError):  # then it begins when it is refused itself
             await self._listen()
 
     async def go_first(self) -> None:
         """Return when it is this process's turn to write."""
         loop = asyncio.get_running_loop()
         if self._tried and self._listening is not None and self._turns.knows(self._me):
-            self._ask()  # who did not wait for it may have heard nothing of it
+            self._ask()  # those that did not wait for this process may have heard nothing of it
         while (
             self._listening is not None
             and not self._listening.lost
@@ -163,27 +164,27 @@ class Others:
 
     def _wait_s(self, now: float) -> float:
         wait_s = self._turns.wait_s(now, self._pace.needs_s)
-        # All who are refused for the first time at the same moment would try again at the same moment.
+        # Else all that are refused for the first time at the same moment would try again at the same moment.
         return wait_s if self._turns.knows(self._me) else max(wait_s, self._new_until - now)
 
     def took(self, took_s: float) -> None:
-        """A group of this process was stored, or refused, after so long."""
+        """Note how long it took until a group of this process was stored, or refused."""
         self._usual.note(took_s)
 
     @property
     def _pace(self) -> Pace:
-        # To hear whose turn it is, and to tell of the group, takes as long as to store it. When its turn comes, the
+        # Hearing whose turn it is, and telling of the group, takes as long as storing it. When the turn comes, the
         # refusal of the last try may still be on its way.
         pace = Pace(2 * self._usual.mean_s, min(3 * self._usual.at_most_s, NEEDS_MAX_S))
         return _paced(*_in_us(pace))  # as the others hear it
 
     async def wrote(self, message: StoredMessage, *, whole: bool) -> None:
-        """A group of this process was stored: tell the others, if they are in each other's way.
+        """Tell the others that a group of this process was stored, if the writers are in each other's way.
 
-        `whole`: they write to the same threads, and need to know what it says.
+        `whole`: the others write to the same threads, and need to know what the group says.
         """
         if self._refusals is None or self._refusals.lost:
-            with contextlib.suppress(BufstoreError):  # the next group will do
+            with contextlib.suppress(BufstoreError):  # the next group tries again
                 self._refusals = await self._announcements.listen(self._subjects.refused, self._heard_of_refusal)
         self._mine_at = now = asyncio.get_running_loop().time()
         self._tried = False
@@ -241,13 +242,13 @@ class Others:
     def _look_whose_turn(self) -> None:
         now = asyncio.get_running_loop().time()
         if not self._turns.knows(self._me):
-            # It is new here, or was too slow. A wish that is not heard soon is lost.
+            # This process is new here, or was too slow. A wish that is not heard soon is lost.
             if self._wanting() and now - self._wished_at > self._pace.needs_s:
                 self._ask()
         elif self._turns.is_first(self._me):
             if self._wanting():
                 self._moved.set()
-            else:  # nobody need wait for it
+            else:  # nobody needs to wait for this process
                 self._turns.passes(self._me)
                 self._spawn(self._wish(0, 0))
 
@@ -271,7 +272,7 @@ class Others:
         self._moved.set()
         if self._listening is not None:
             await self._listening.close()
-            self._listening = None  # not before: who ends this early leaves the rest to `aclose`
+            self._listening = None  # not before: if this is cancelled, `aclose` does the rest
 
     def _look_later(self) -> None:
         if self._timer is not None:
@@ -283,7 +284,7 @@ class Others:
         if self._listening is None:
             return
         now = loop.time()
-        # Of who is far away nothing may be heard for longer while it has its turn, or waits for it.
+        # A writer that is far away may be silent for longer while it has its turn, or waits for it.
         others = self._turns.others or now - self._others_at < _QUIET_S
         mine = self._wanting() or now - self._mine_at < _QUIET_S
         if others and mine:

@@ -2,8 +2,8 @@
 
 The parts stand on a subject of their own, without an expectation: they count for nothing until a group names them.
 A part stays in the log as long as a group that names it. A part whose group never came is purged with everything
-around it, once a group stands behind it (`bufstore.buffer.groups.purging`); until its group is stored it may be so only
-because it is younger than what is purged.
+around it, once a group stands behind it (`bufstore.buffer.groups.purging`). Until its group is stored, a part stays
+only because it is younger than what is purged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 
-#: Bytes and checksum of the whole; behind it the sequence of each part.
+#: The size and the checksum of the whole payload; the sequence of each part follows.
 _WHOLE = struct.Struct(">QI")
 _SEQ = struct.Struct(">Q")
 
@@ -31,18 +31,18 @@ def reference(payload: bytes, seqs: Sequence[int]) -> bytes:
 
 
 def reference_bytes(size: int, bytes_max: int) -> int:
-    """How long the reference is to a payload of this size, in parts of so many bytes."""
+    """How many bytes the reference to a payload of this size has, if its parts have `bytes_max` bytes."""
     return _WHOLE.size + -(-size // bytes_max) * _SEQ.size
 
 
 def first_part(reference_: bytes) -> int:
-    """The sequence of the first of the parts that are named."""
+    """The sequence of the first part that a reference names."""
     found: int = _SEQ.unpack_from(reference_, _WHOLE.size)[0]
     return found
 
 
 def sequences(reference_: bytes) -> list[int]:
-    """The sequences of the parts that are named. Raises MalformedEntry."""
+    """The sequences of the parts that a reference names. Raises MalformedEntry."""
     try:
         return [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
     except struct.error as e:
@@ -50,7 +50,7 @@ def sequences(reference_: bytes) -> list[int]:
 
 
 def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:
-    """The payload that is named, of its parts. Raises MalformedEntry when they are not what was stored."""
+    """Join the parts to the payload that a reference names. Raises MalformedEntry if they are not what was stored."""
     try:
         size, crc = _WHOLE.unpack_from(reference_)
     except struct.error as e:
@@ -62,7 +62,7 @@ def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:
 
 
 def whole_bytes(reference_: bytes) -> int:
-    """How large the payload is whose parts are named. Raises MalformedEntry."""
+    """How many bytes the payload has that a reference names. Raises MalformedEntry."""
     try:
         size: int = _WHOLE.unpack_from(reference_)[0]
     except struct.error as e:
@@ -71,7 +71,7 @@ def whole_bytes(reference_: bytes) -> int:
 
 
 async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
-    """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
+    """Read the payload that a reference names. Raises MalformedEntry if a part is missing or not what was stored."""
     parts = []
     for seq in sequences(reference_):
         part = await read(seq)

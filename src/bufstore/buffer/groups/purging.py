@@ -1,4 +1,4 @@
-"""Purges the groups that nobody needs: not the last one, and no part that a group that stays names."""
+"""Purges the groups that nobody needs, except the last one, and parts that no remaining group names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READ_S = 5.0
 
 
 class Purging:
-    """What `bufstore.buffer.groups.log.GroupLog` does once its owners say what may be purged."""
+    """Purges for `bufstore.buffer.groups.log.GroupLog`, once the owners say what may be purged."""
 
     def __init__(
         self,
@@ -28,18 +28,18 @@ class Purging:
         """`groups`: the messages of all groups above a sequence. `see_all`: sees all that is in the log by now."""
         self._stream, self._subjects, self._heads = stream, subjects, heads
         self._groups, self._decoded, self._see_all = groups, decoded, see_all
-        #: Below which group the log is purged.
+        #: The group below which the log is purged.
         self.purged = 0
-        #: The last group, if nothing but it and parts that it names is needed of what is left; else -1.
+        #: The last group, if nothing is needed any more but that group and parts that it names; else -1.
         self._last_needs_parts = -1
-        #: The part that `is_held_up` found.
+        #: The part that `is_held_up` found last; 0: none.
         self._left = 0
 
     async def purge(self, below: int) -> None:
         """Purge the groups below this sequence."""
         if below <= self.purged:
             return
-        # The last group stays: behind nothing, a late first copy of any group could be stored.
+        # The last group stays: if none stood there, a late first copy of any group could be stored.
         last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
         if last is not None:
             needed = await self._first_needed(below)
@@ -48,14 +48,14 @@ class Purging:
             self._last_needs_parts = last.seq if needed < last.seq <= below else -1
 
     async def is_held_up(self, flushed: int) -> bool:
-        """Whether parts stay for good unless a group follows the last one, the flushed one with this sequence.
+        """Whether parts stay for good unless a group follows the last one, which has this sequence and is flushed.
 
-        The last group is never purged, nor what stands behind it, or between it and parts that it names. When parts
-        that came to nothing fill the log there, no group fits any more, and the last one stays the last. A group
-        without entries fits, and behind it they are purged like what stands before any other group: once all cursors
-        have passed it for a failover window, when a group that names them can no longer be sent (`Sequencer`). So
-        nothing here decides what is needed. Parts behind the last group may be those of one that is on its way: it goes
-        behind the empty one, as behind another writer's. They are seen twice before, to spare it that.
+        The last group is never purged, nor anything behind it, or between it and parts that it names. When parts that
+        came to nothing fill the log there, no group with entries fits any more, and the last one stays the last. A
+        group without entries fits. Parts before that one are purged like anything before any other group: once all
+        cursors have passed it for a failover window, when a group that names the parts can no longer be sent
+        (`Sequencer`). So nothing here decides what is needed. Parts behind the last group may belong to a group on its
+        way, which then goes behind the empty one, as behind another writer's. To spare it that, they are seen twice.
         """
         parts = await self._stream.after(self._subjects.parts, flushed, _READ_S, limit=1)
         before, self._left = self._left, parts[0].seq if parts else 0
@@ -64,16 +64,16 @@ class Purging:
         return not await self._stream.after(self._subjects.groups, flushed, _READ_S, limit=1)
 
     async def _first_needed(self, below: int) -> int:
-        """The first sequence that the groups from this one on need."""
-        # Where this can be trusted, and there are no parts, a process that only flushes need not see all groups, which
-        # is to read the log once more. On replicas who answers may lead no more, and lack the parts.
+        """The first sequence that the groups from `below` on need."""
+        # If the answer can be trusted, and there are no parts, a process that only flushes need not see all groups:
+        # that would read the log once more. On replicas, the node that answers may lead no more, and lack the parts.
         if not self._stream.may_lag and await self._first_part(below) == below:
             return below
         await self._see_all()
         needed = self._heads.first_needed(below)
         if needed is not None:
             return needed
-        # Some group that it has not seen may name parts that stand far below. It looks once: this reads the log.
+        # Some group that this process has not seen may name parts that stand far below. Look once: it reads the log.
         first_part = await self._first_part(below)
         if first_part == below:
             return below
@@ -90,6 +90,6 @@ class Purging:
         return self._heads.first_needed(below) or below
 
     async def _first_part(self, below: int) -> int:
-        """Where the first part of a large entry below a sequence stands; that sequence, if none does."""
+        """The sequence of the first part of a large entry, if it is below `below`; else `below`."""
         parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
         return min(parts[0].seq, below) if parts else below

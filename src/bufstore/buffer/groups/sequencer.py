@@ -1,14 +1,15 @@
 """The writer of groups: one group on its way, and it goes behind the last group that this process has seen.
 
 A group is stored only if nobody stored one since (the expected last sequence of the groups' subject). So its writer
-knew every entry before it, and what it checked against these still holds: the log contains only what counts. What
-comes while a group is on its way is the next one. A second group on its way would be wrong: sent behind one that loses,
-it could still be stored, although it was drafted on the loser.
+knew every entry before it, and what it checked against these still holds: the log contains only what counts. Units that
+come while a group is on its way make the next one. A second group on its way would be wrong: sent behind one that
+loses, it could still be stored, although it was drafted on the loser.
 
-Another writer was first: the units whose threads were touched meanwhile end with Conflict, the rest waits for the next
-group. What the others wrote is heard (`bufstore.buffer.groups.others`), or read. No answer: what stands behind the
-predecessor decides. Ours: stored. Another's: ours can never be. Nothing: the same bytes go out again with the same
-expectation, so at most one copy is stored. Until that is known, nothing else is sent.
+If another writer was first, the units whose threads were touched meanwhile end with Conflict, and the rest goes with
+the next group. What the others wrote is heard (`bufstore.buffer.groups.others`), or read. If no answer comes, what
+stands behind the predecessor decides. If it is ours, it is stored. If it is another's, ours can never be stored. If
+nothing stands there, the same bytes go out again with the same expectation, so at most one copy is stored. Until the
+outcome is known, nothing else is sent.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
-#: Who was overtaken by others within this time on a thread of theirs may be so again.
+#: For how long a writer that others have overtaken on a thread of theirs expects to be overtaken again.
 _SHARED_S = 1.0
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
@@ -84,12 +85,12 @@ class Sequencer:
         timeout_s: float,
         parts_last_s: Callable[[], float],
     ) -> None:
-        """`see`: sees everything that is in the log by now. `behind`: the same; what stands behind this sequence.
+        """`see`: sees everything that is in the log by now. `behind`: does, too, and says what is behind a sequence.
 
         `confirmed`: whether the log is known to be the one that was seen; `confirm`: makes sure of that.
-        `hear`: notes a group that is told of (`Others`). `stored`: told of each group that this process wrote.
-        `timeout_s`: the longest wait for one answer. `parts_last_s`: how long parts of large entries certainly stay in
-        the log that no group names.
+        `hear`: notes a group that is told of (`Others`). `stored`: called with each group that this process wrote.
+        `timeout_s`: the longest wait for one answer. `parts_last_s`: how long the parts of large entries certainly stay
+        in the log while no group names them.
         """
         self._stream, self._subjects, self._heads = stream, subjects, heads
         self._see, self._behind, self._stored = see, behind, stored
@@ -106,9 +107,9 @@ class Sequencer:
         self._loop: asyncio.AbstractEventLoop | None = None
         #: How many bytes of entries fit into one message of the server, as it was last known.
         self.room = BYTES_MAX - HEAD_BYTES_MAX
-        #: Below this place the log may be purged.
+        #: The place below which the log may be purged.
         self._purged = 0
-        #: What tells the groups of this writer from others', and from each other.
+        #: The numbers that tell this writer's groups from others', and from each other.
         self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
         self._others = Others(stream, subjects, self._me, self._heard, lambda: heads.seen, self._is_wanting)
@@ -167,7 +168,7 @@ class Sequencer:
         self._admit(Queued(unit, heads.seen, heads.life, messages, unit.size or sum(map(size_of, messages))))
 
     def _admit(self, queued: Queued) -> None:
-        """Queue it, its large entries in parts if it does not fit into a message otherwise."""
+        """Queue a unit, with its large entries in parts if it does not fit into a message otherwise."""
         messages = queued.messages
         if queued.size <= self.room and len(messages) <= ENTRIES_MAX:
             self._queue(queued)
@@ -187,7 +188,7 @@ class Sequencer:
             self._work_soon()
 
     def _heard(self, seq: int, header: str, size: int, body: bytes | None) -> int | None:
-        """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
+        """Note another writer's group; units that wait, and that it has overtaken, end without waiting for a turn."""
         heard = self._hear(seq, header, size, body)
         overtaken = [queued for queued in self._waiting if self._is_overtaken(queued)]
         if overtaken:
@@ -196,7 +197,7 @@ class Sequencer:
         return heard
 
     def _is_overtaken(self, queued: Queued) -> bool:
-        """Whether it cannot be stored any more, if others write to the same threads."""
+        """Whether a unit cannot be stored any more; asked only while others write to the same threads."""
         if not (queued.messages and self._are_shared()):
             return False
         first = queued.messages[0]
@@ -227,18 +228,18 @@ class Sequencer:
 
     @property
     def oldest(self) -> int | None:
-        """What was seen of the log when the oldest unit came that is not stored; None if there is none."""
-        # A large one is queued when its parts are stored, behind others that came later.
+        """The last group that was seen when the oldest unit came that is not stored; None if there is no such unit."""
+        # A large unit is queued when its parts are stored, behind others that came later.
         return min((q.seen for q in (*self._sending, *self._waiting, *self._large)), default=None)
 
     @property
     def trouble(self) -> str:
         """See `bufstore.buffer.ports.log.Log`."""
         try:
-            self._stream.message_bytes_max  # noqa: B018 - who is not connected does not know it
+            self._stream.message_bytes_max  # noqa: B018 - it raises while the process is not connected
         except BufstoreError as e:
             return str(e)
-        if max(self._unanswered, self._unanswered_parts) < 2:  # once, it may be the connection that was lost
+        if max(self._unanswered, self._unanswered_parts) < 2:  # after one, the connection may have been lost
             return ""
         return "NATS answers no writes; if its disk is full, free it and restart nats-server"
 
@@ -267,10 +268,10 @@ class Sequencer:
         self._look_at_limit()
         count = count_fitting(waiting, self.room + HEAD_BYTES_MAX)
         taken = [waiting.popleft() for _ in range(count)]
-        if taken and taken[0].size > self.room:  # alone: the server takes smaller messages than when it came
+        if taken and taken[0].size > self.room:  # it is alone: the server takes smaller messages than when it came
             self._admit(taken[0])
             return []
-        # Who waited for a large entry was told that it may be stored.
+        # A caller that gave up on a large entry was told that it may be stored, so such a unit goes on.
         given_up = [queued for queued in taken if queued.unit.given_up and not queued.elsewhere]
         if given_up:
             _end_all(given_up, Conflict("it was given up"))
@@ -286,11 +287,12 @@ class Sequencer:
         task.add_done_callback(self._tasks.discard)
 
     async def _with_parts(self, queued: Queued) -> None:
-        """Store the parts of its large entries, then queue what names them."""
+        """Store the parts of a unit's large entries, then queue the unit, which names them."""
         try:
             messages = list(queued.messages)
             async with self._one_large:
-                # What does not fit would fill the log for all until it can be purged, and nothing of it counted.
+                # Parts that do not all fit would fill the log for everyone until they can be purged, and count for
+                # nothing.
                 used, limit = await self._stream.fill()
                 size = sum(len(messages[number].body) for number in queued.elsewhere)
                 if used + size > large_bytes_max(limit):
@@ -299,7 +301,7 @@ class Sequencer:
                 if queued.unit.given_up:
                     end_one(queued.unit, Conflict("it was given up"))
                     return
-                queued.unit.sent()  # what takes longer than a write may goes on: begun anew, it would never end
+                queued.unit.sent()  # it goes on even when a write's time is over: begun anew, it would never end
                 for number in queued.elsewhere:
                     payload = messages[number].body
                     parts = parts_of(self._subjects.parts, payload, self.room)
@@ -332,7 +334,7 @@ class Sequencer:
                 self._large.remove(queued)
 
     async def _guarded(self, units: list[Queued]) -> StoredMessage | None:
-        """Store them, or say how they ended. Returns the group that was stored."""
+        """Store the units, or say how they ended. Returns the message of the group that was stored."""
         self._sending = units
         try:
             return await self._store(units)
@@ -391,7 +393,7 @@ class Sequencer:
             end_one(queued.unit, place(written.group.seq, max(number, 0)))
 
     def _choose(self, units: Sequence[Queued]) -> Chosen:
-        """`choose`, without those whose parts may be gone by now."""
+        """Do as `choose`, without units whose parts may be gone by now."""
         late = [queued for queued in units if queued.elsewhere and self._too_late(queued.parts_at)]
         if late:
             _end_all(late, LogUnavailable("the parts of a large entry were stored too long ago"))
@@ -404,8 +406,8 @@ class Sequencer:
     async def _send(self, draft: Draft, parts_at: float) -> Written | Exception:
         """Store the group behind the last one. `parts_at`: when the first part that it names was stored.
 
-        Returns Conflict when another group stands there, which has been seen then; another error when nothing is
-        stored, or AppendUnknown.
+        Returns Conflict when another group stands there, which this process has then seen; another error when nothing
+        is stored, or AppendUnknown.
         """
         before, before_id = self._heads.seen, self._heads.seen_id
         purged = max(self._purged, self._heads.purged)
@@ -418,7 +420,7 @@ class Sequencer:
             return Written(draft.stored(seq, before_id, before, purged), stored)
 
         def is_gone() -> bool:
-            """Whether what the group is to stand behind is not in the log, as was found meanwhile."""
+            """Whether it was found meanwhile that the log does not have what the group is to stand behind."""
             seen = self._heads.seen
             return seen < before or (seen == before and self._heads.seen_id != before_id)
 
@@ -427,7 +429,7 @@ class Sequencer:
             return AppendUnknown(reason) if unanswered else Conflict(reason)
 
         async def once() -> Written | Exception | None:
-            """None: look again."""
+            """Try once. None: look again."""
             nonlocal unanswered
             refused = too_large = False
             sent_at = asyncio.get_running_loop().time()
@@ -442,9 +444,9 @@ class Sequencer:
                 return written(seq)
             except Conflict as e:
                 self._others.took(asyncio.get_running_loop().time() - sent_at)
-                if not unanswered and self._heads.seen > before:  # it was heard before the refusal
+                if not unanswered and self._heads.seen > before:  # the faster group was heard before the refusal
                     return e
-                refused = True  # else it may be the first copy of ours that was faster
+                refused = True  # else the first copy of our own group may have been faster
             except AppendUnknown:
                 unanswered = True
                 self._unanswered += 1
@@ -462,7 +464,7 @@ class Sequencer:
                 return None
             if found is None and is_gone():
                 return gone()
-            if found is None and too_large:  # an earlier copy was not: it may come, but this one can never follow
+            if found is None and too_large:  # an earlier copy was not: it may still come, but this one never can
                 return AppendUnknown("the server takes smaller messages than when the group was sent first")
             if found is None:
                 return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
@@ -472,7 +474,7 @@ class Sequencer:
                 return AppendUnknown("what stood behind the group before it is purged")
             return Conflict("another group was stored first")
 
-        # Almost always the first try does it, and preparing retries costs more than drafting a small group.
+        # Almost always the first try succeeds, and preparing retries costs more than drafting a small group.
         outcome = await once()
         if outcome is None:
             pause = wait_random_exponential(multiplier=0.005, max=_PAUSE_MAX_S)

@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 #: How many groups are asked for at a time, and about how many bytes of them: at first, at least, at most.
 _AT_ONCE = 1000
 _BYTES, _BYTES_MIN, _BYTES_MAX = 1 << 20, 128 << 10, 8 << 20
-#: Less is asked for when an answer has taken longer: what has not come after a read's time has come for nothing.
+#: When an answer takes longer than this, less is asked for: what has not come within a read's time comes for nothing.
 _ANSWER_S = 1.0
-#: Of the groups seen last, so many bytes are kept: reads of what is not flushed yet want them.
+#: How many bytes of the groups seen last are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
 #: The pause before the same gap is looked at once more.
 _AGAIN_S = 0.1
-#: What a record takes in memory.
+#: How many bytes a record takes in memory.
 _RECORD_BYTES = 256
 
 
@@ -53,19 +53,19 @@ class Tail:
         lost: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`floor`: from where on what is in the log must be known. `lost`: told when `heads` had to begin anew."""
+        """`floor`: the place from which on the log must be known. `lost`: called when `heads` had to begin anew."""
         self._log, self._subject, self._heads = log, subject, heads
         self._floor, self._lost = floor, lost
         self._timeout_s = timeout_s
         self._kept: OrderedDict[int, tuple[Group, bytes]] = OrderedDict()
         self._kept_bytes = 0
-        #: So much is asked for at a time.
+        #: How many bytes of groups are asked for at a time.
         self._bytes = _BYTES
         self.last_seen = LastSeen(log, subject, heads, timeout_s)
-        #: Whether what was seen last is not in the log, so that all is to begin anew.
+        #: Whether the group that was seen last is not in the log, so that everything must begin anew.
         self._anew = False
         self._one_read = asyncio.Lock()
-        #: Calls that come while one is on its way must not rest on what it read before they came.
+        #: Calls that come while a read is on its way must not rest on what it read before they came.
         self._see = SharedCall(self._see_all)
 
     async def see_all(self) -> None:
@@ -73,7 +73,7 @@ class Tail:
         await self._see()
 
     async def confirm(self) -> None:
-        """Make sure that what was seen last is in the log; begin anew if it was removed, or was never there.
+        """Make sure that the group seen last is in the log; begin anew if it was removed, or was never there.
 
         Raises LogRolledBack when the log went back, LogUnavailable.
         """
@@ -95,7 +95,7 @@ class Tail:
         await self._see.aclose()
 
     async def first_behind(self, seq: int) -> Behind | None:
-        """What stands behind the group with this sequence; None if nothing does. Sees everything."""
+        """What stands behind the group with this sequence; None if nothing does. Sees everything first."""
         await self.see_all()
         if self._heads.seen <= seq:
             return None
@@ -118,14 +118,14 @@ class Tail:
         except MalformedEntry as e:  # anybody may tell anything, also a later release
             _log.debug("heard of something that is not a group: %s", e, extra={"action": "group_malformed"})
             return None
-        # The next look shows what is not taken from here: what large entries take is told by the body.
+        # The next look at the log shows a group that is not noted here. Only its body tells what large entries take.
         if self._heads.life and not group.parts and self.last_seen.listens:
             with contextlib.suppress(Gap):
                 if self._heads.observe(group, stored_bytes(group, message) + body_bytes):
                     self.last_seen.hear(group)
                     if body is not None:
                         self._keep(group, body)
-                elif not self.last_seen.fits(message):  # one of the two that told of it was wrong
+                elif not self.last_seen.fits(message):  # two have told of this sequence, and one of them was wrong
                     self.last_seen.doubt()
         return group.id
 
@@ -137,14 +137,14 @@ class Tail:
     async def group(self, seq: int, ahead: int = 0) -> tuple[Group, bytes] | None:
         """The group with this sequence and its body; None if it may be gone by now, and is.
 
-        `ahead`: how many groups before it are wanted next, and are read and kept, too. Who looks for the last entries
-        of idle threads wants groups anywhere, and none in place of those that were seen last.
-        Raises LogUnavailable also if it must be in the log, and nobody shows it.
+        `ahead`: how many groups before it are wanted next, and are read and kept, too. With 0, nothing is kept: a
+        caller that looks for idle threads' last entries wants groups anywhere, and not in place of those seen last.
+        Raises LogUnavailable also if the group must be in the log, and nobody shows it.
         """
         if seq not in self._kept:
             if not ahead:
                 return await self._sure(seq)
-            async with self._one_read:  # many threads may want the same
+            async with self._one_read:  # many threads may want the same group
                 if seq not in self._kept:
                     return await self._read(seq, ahead)
         self._kept.move_to_end(seq)
@@ -166,21 +166,21 @@ class Tail:
         return await self._sure(seq)
 
     async def _sure(self, seq: int) -> tuple[Group, bytes] | None:
-        """A group, from any replica or the leader: which of them does not show it lags, or it is not there any more."""
+        """Read a group from any replica, else from the leader. A node that does not show it lags, or it is gone."""
         found = (await self._log.part(self._subject, seq - 1, self._timeout_s, 1)).messages
         if not found:
             message = await self._log.identity(seq)
             found = [message] if message is not None else []
         if not found and seq >= group_of(await self._floor()):
-            # Who believes that it leads may lag, too.
+            # A node that believes that it leads may lag, too.
             raise LogUnavailable(f"group {seq} must be in the log, and nobody shows it")
-        # A replica has nothing above what it has not had yet.
+        # A replica that shows a later group has had this one, which is gone.
         if not found or found[0].seq > seq or (group := self.decoded(found[0])) is None:
             return None
         return group, found[0].body
 
     async def _some(self, seq: int, limit: int) -> Part:
-        """The first groups above a sequence, as any replica has them: so many as come in a short time."""
+        """The first groups above a sequence, as any replica has them: as many as come in a short time."""
         clock = asyncio.get_running_loop().time
         began, full = clock(), False
         try:
@@ -196,15 +196,15 @@ class Tail:
     async def _see_all(self) -> None:
         if not self._heads.life or self._anew:
             await self._begin()
-        #: Whether it has begun anew since something was missing, as it is for a reader that did not begin well, or that
-        #: a purge has overtaken. What is missing above the floor then is lost, unless it is missing behind a group that
-        #: was only told of.
+        #: Whether this has begun anew because groups were missing. They are missing for a reader that did not begin
+        #: well, or that a purge has overtaken. Groups above the floor that are still missing after that are lost,
+        #: unless they are missing behind a group that was only told of.
         anew = False
-        #: How many of those that were there at the first answer are left. What comes later is for a later call:
-        #: somebody else may write as fast as this process reads.
+        #: How many of the groups that were there at the first answer are left; None: no answer yet. What comes later is
+        #: for a later call: somebody else may write as fast as this process reads.
         left: int | None = None
         while True:
-            heard = self.last_seen.only_heard  # then look whether it is there, too
+            heard = self.last_seen.only_heard  # then look whether that group is there, too
             part = await self._some(self._heads.seen - heard, _AT_ONCE)
             try:
                 if not await self._is_as_told(part.messages, heard=heard):
@@ -222,7 +222,7 @@ class Tail:
                     self._heads.observe_behind_gap(e.group)
                     self.last_seen.is_certain(e.group.seq, e.group.id)
                 else:
-                    if again:  # it was purged or erased since: the floor is above it now
+                    if again:  # what is missing was purged or erased since: the floor is above it now
                         await asyncio.sleep(_AGAIN_S)
                     _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
                     anew = True
@@ -235,7 +235,7 @@ class Tail:
                 return
 
     async def _is_as_told(self, shown: Sequence[StoredMessage], *, heard: bool) -> bool:
-        """Whether what was told agrees with what the log shows. `heard`: the first one shown was to be told of."""
+        """Whether what was told agrees with what the log shows. `heard`: the first group shown should be a told one."""
         return all(map(self.last_seen.fits, shown)) and (bool(shown) or not heard or await self.last_seen.is_there())
 
     async def _begin(self) -> None:
@@ -269,7 +269,7 @@ class Tail:
             self._keep(group, message.body)
 
     def decoded(self, message: StoredMessage) -> Group | None:
-        """The group that a message is; None if it is none."""
+        """The group that a message is; None if it is no group."""
         try:
             return decode_header(message)
         except MalformedEntry as e:
@@ -286,5 +286,5 @@ class Tail:
 
 
 def _memory_of(group: Group, body: bytes) -> int:
-    """About how much memory a group takes: of small entries the records are most."""
+    """About how many bytes of memory a group takes: with small entries, the records take most."""
     return len(body) + _RECORD_BYTES * len(group.records)

@@ -1,15 +1,15 @@
 """Whose group goes next, among processes that write at the same time.
 
-They take turns, and the others hold their groups meanwhile: then nobody's group is refused because another was faster,
-and nobody is always too late because its way is longer. Who is far away needs long for its turn. So who has written
-lets the others write for most of the time that its own turn takes, before it is its turn again: of some that are near
-and one that is far, the far one gets about half of the time, and not nearly all of it.
+Writers take turns, and the others hold their groups meanwhile. Then no group is refused because another was faster, and
+no writer is always too late because its way is longer. A writer that is far away needs long for its turn. So a writer
+that has written lets the others write for most of the time that its own turn takes, before its turn comes again. Of
+some writers that are near and one that is far, the far one gets about half of the time, and not nearly all of it.
 
-All this is a hint. Who knows nothing of turns, or is wrong, loses a try. Who lets its turn pass without a word is
-waited for no more, and of all time only a share is spent on waiting for those who were never seen to write.
+All this is a hint. A writer that knows nothing of turns, or is wrong, loses a try. A writer that lets its turn pass
+without a word is waited for no more. Only a share of all time is spent on waiting for those never seen to write.
 
-Pure: no I/O, no clock. The order rests on what everybody has told last, and on nothing that was told before: so those
-who began to listen at different times have the same order as soon as each writer has told something.
+Pure: no I/O, no clock. The order rests on what each writer has told last, and on nothing that it told before. So those
+that began to listen at different times have the same order as soon as each writer has told something.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: Nobody is waited for longer than this, whatever he says that he needs: a way around the world takes less.
+#: No writer is waited for longer than this, whatever it says that it needs: a way around the world takes less.
 NEEDS_MAX_S = 1.0
-#: Of the time, this share may be spent on waiting for those who did not write, and so much of it at once.
+#: The share of the time that may be spent on waiting for writers that did not write, and how much of it at once.
 _VAIN_SHARE = 1 / 8
 _VAIN_MAX_S = 1.0
-#: Who has written lets others write for this part of what its turn takes.
+#: For which part of its own turn's time a writer that has written lets others write.
 _REST = 3 / 4
-#: What a turn takes at least. Shorter ones would only make those who are far away wait longer.
+#: How long a turn takes at least. Shorter ones would only make those that are far away wait longer.
 _TURN_MIN_S = 0.001
-#: So many groups later all have heard of it.
+#: How many groups later all writers have heard of a wish.
 _HEARD_BY = 2
-#: Of so many who were never seen to write wishes are kept.
+#: How many writers that were never seen to write have their wishes kept.
 _STRANGERS_MAX = 64
 
 
 class Pace(NamedTuple):
     """How fast a writer is."""
 
-    #: From the group before it to its own, as the others see them: usually, s.
+    #: The usual time from the group before to the writer's own, as the others see them, in seconds.
     turn_s: float
-    #: The same, nearly always.
+    #: The time in which the writer's group comes nearly always, in seconds.
     needs_s: float
 
     def within_limits(self) -> Pace:
-        """The same, as far as it is believed."""
+        """This pace, as far as it is believed."""
         return Pace(min(max(self.turn_s, _TURN_MIN_S), NEEDS_MAX_S), min(max(self.needs_s, 0.0), NEEDS_MAX_S))
 
 
@@ -53,7 +53,7 @@ class Usual:
         self._mean_s = self._deviation_s = 0.0
 
     def note(self, took_s: float) -> None:
-        """It took so long now."""
+        """Note how long it took this time."""
         if not self._mean_s:
             self._mean_s, self._deviation_s = took_s, took_s / 2
         else:
@@ -62,46 +62,46 @@ class Usual:
 
     @property
     def mean_s(self) -> float:
-        """0 until anything was noted."""
+        """The mean; 0 until anything was noted."""
         return self._mean_s
 
     @property
     def at_most_s(self) -> float:
-        """0 until anything was noted."""
+        """The time that nearly always suffices; 0 until anything was noted."""
         return self._mean_s + 4 * self._deviation_s
 
 
 class _Place(NamedTuple):
     """Where a writer stands in the order."""
 
-    #: The sequence of the group that it wrote; of who wants to write, of the last one that it had seen then.
+    #: The sequence of the group that it wrote; if it only wants to write, of the last one that it had seen then.
     behind: int
     pace: Pace
-    #: Whether it has written there, and rests.
+    #: Whether the writer has written there, and rests.
     rests: bool
 
 
 class Turns:
-    """The order of those who want to write, as one of them knows it."""
+    """The order of the writers that want to write, as one of them knows it."""
 
     def __init__(self, me: int) -> None:
         self._me = me
         self._places: dict[int, _Place] = {}
-        #: The last group that was stored, whoever's.
+        #: The sequence of the last group that was stored, by any writer.
         self._last = 0
-        #: Who wrote a group, and has missed no turn since.
+        #: The writers that wrote a group, and have missed no turn since.
         self._trusted: set[int] = set()
-        #: When the present turn began: when a group was stored last, or somebody came after nobody was here.
+        #: When the present turn began: when a group was last stored, or a writer came after none was here.
         self._began = float("-inf")
-        #: How long may be waited for others in vain.
+        #: How long others may be waited for in vain.
         self._vain_s = _VAIN_MAX_S
-        #: When a group was stored last, whoever's turn it was.
+        #: When a group was last stored, whoever's turn it was.
         self._stored_at = float("inf")
-        #: What `_in_order` gives; None: something has changed.
+        #: What `_in_order` returned; None: something has changed since.
         self._order: list[int] | None = None
 
     def wants(self, writer: int, pace: Pace, behind: int, now: float) -> None:
-        """A writer wants to write. It is next after the one whose turn it is, and after others who came so.
+        """Note that a writer wants to write. It comes after the one whose turn it is, and others that came like it.
 
         `behind`: the last group that it had seen.
         """
@@ -113,11 +113,11 @@ class Turns:
             self._place(writer, _Place(behind, pace.within_limits(), rests=False))
 
     def passes(self, writer: int) -> None:
-        """A writer wants nothing at the moment."""
+        """Note that a writer wants nothing at the moment."""
         self._place(writer, None)
 
     def wrote(self, writer: int, pace: Pace, seq: int, now: float) -> None:
-        """A group of this writer was stored. It rests for a while; who did not come in time is left out."""
+        """Note that this writer's group was stored. It rests for a while; writers that came too late are left out."""
         if self._in_order()[:1] == [writer]:  # as nearly always: nobody is left out
             self._earn(now)
             first: int | None = writer
@@ -131,7 +131,7 @@ class Turns:
             self._began = now
 
     def _judge(self, writer: int, now: float) -> None:
-        """Leave out those whose time has passed. Whoever another one did not wait for keeps its place."""
+        """Leave out the writers whose time has passed. One that another writer did not wait for keeps its place."""
         elapsed_s = now - self._began if self._places else 0.0
         self._earn(now)
         nobody_came = elapsed_s >= self._patience_s(writer)
@@ -150,7 +150,7 @@ class Turns:
         self._vain_s, self._stored_at = min(self._vain_s + earned_s, _VAIN_MAX_S), now
 
     def _patience_s(self, writer: int) -> float:
-        """After so long without any group those who come before this writer are waited for no more, however many."""
+        """After how long without any group no writer before this one is waited for any more, however many there are."""
         allowed = itertools.takewhile(lambda one: one[0] != writer, self._allowed())
         return 2 * max((allowed_s for _, allowed_s in allowed), default=0.0)
 
@@ -165,17 +165,18 @@ class Turns:
         if self._order is None:
             turns = [(place.behind, place.pace.turn_s, w) for w, place in self._places.items() if place.rests]
             shortest_s = min([turn_s for _, turn_s, _ in turns], default=_TURN_MIN_S)
-            # A rest as so many of the shortest turns, which are groups of others.
+            # A rest is counted in groups of others: in shortest turns.
             order = [w for _, w in sorted([(behind + _REST * turn_s / shortest_s, w) for behind, turn_s, w in turns])]
             new = sorted([(place.behind, w) for w, place in self._places.items() if not place.rests])
-            # Whose turn it was when somebody came, and who followed him before all had heard of that, are on their way.
+            # When a new writer came, one writer had its turn, and others followed before all had heard of the new one:
+            # their groups are on their way.
             early = [w for behind, w in new if behind + _HEARD_BY <= self._last]
             ahead = 0 if early else 1
             self._order = early + order[:ahead] + [w for _, w in new[len(early) :]] + order[ahead:]
         return self._order
 
     def _allowed(self) -> Iterator[tuple[int, float]]:
-        """Who comes one after the other, and how long each is waited for."""
+        """The writers in order, and for how long each is waited for."""
         vain_s = self._vain_s
         for writer in self._in_order():
             needs_s = self._places[writer].pace.needs_s
@@ -201,13 +202,13 @@ class Turns:
 
     def is_first(self, writer: int) -> bool:
         """Whether it is this writer's turn."""
-        mine = (writer, self._me)  # who wants to write does not pass itself over, as others may
+        mine = (writer, self._me)  # a writer does not pass itself over, as others may
         return next((other for other, allowed_s in self._allowed() if other in mine or allowed_s), writer) == writer
 
     def wait_s(self, now: float, needs_s: float) -> float:
-        """How long to wait before the own group, unless others move on meanwhile; 0 or less: it is our turn.
+        """How long to wait before our own group, unless others move on meanwhile; 0 or less: it is our turn.
 
-        `needs_s`: how long a group takes us, which others are given, too.
+        `needs_s`: how long a group takes us; others are given at least that time, too.
         """
         total_s = longest_s = apart_s = 0.0
         for writer, allowed_s in self._allowed():
@@ -217,6 +218,6 @@ class Turns:
                 total_s += max(allowed_s, needs_s)
                 longest_s = max(longest_s, allowed_s, needs_s)
                 apart_s += self._places[writer].pace.turn_s
-        # All who have lost their patience would try at the same moment.
+        # Else all that have lost their patience would try at the same moment.
         total_s = min(total_s, 2 * longest_s + apart_s)
         return self._began + total_s - now if total_s else 0.0
