@@ -169,7 +169,7 @@ class BufferedLineage:
             return receipt
 
     async def _check(self, wanted: LineageChange) -> int | None:
-        """Check the change. Returns a deletion's `_Record.base`. Raises NotFound, LineageError."""
+        """Check the change. Returns the `base` of its `_Record`. Raises NotFound, LineageError."""
         base = None
         if wanted.children is not None:
             base = (await self._joined(wanted.thread_id))[0].watermark.applied_id

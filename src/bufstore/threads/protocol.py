@@ -129,7 +129,7 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
         """
 
     # Edits change one thread without a checkpoint. Repeating one is safe, also after OutcomeUnknown: the repetition
-    # leaves the thread as it is, or raises a Rejected error that says that the edit has been done. The one exception:
+    # leads to the same thread, or raises a Rejected error that says that the edit has been done. The one exception:
     # `append_messages` appends again if the messages have no ids and no `expected_version` is given. Pass one of these.
 
     async def create_run(self, run: Run) -> Receipt:

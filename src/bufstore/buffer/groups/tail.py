@@ -235,7 +235,7 @@ class Tail:
                 return
 
     async def _is_as_told(self, shown: Sequence[StoredMessage], *, heard: bool) -> bool:
-        """Whether what was told agrees with what the log shows. `heard`: the first group shown should be a told one."""
+        """Whether what was told agrees with what the log shows. `heard`: the first shown should be a group told of."""
         return all(map(self.last_seen.fits, shown)) and (bool(shown) or not heard or await self.last_seen.is_there())
 
     async def _begin(self) -> None:

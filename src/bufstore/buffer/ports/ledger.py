@@ -39,7 +39,8 @@ class Decision:
     batch: Sequence[Change] = ()
     watermarks: Mapping[str, Watermark] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
-    #: The entries that wait from now on: of each thread, all from its watermark to the last one that do not wait yet.
+    #: The entries that begin to wait. Every earlier entry of their threads above the watermark begins, too, or waits
+    #: already.
     waiting: Sequence[WaitingEntry] = ()
     #: By thread, the position up to which its entries wait no more.
     left: Mapping[str, int] = field(default_factory=dict)

@@ -88,7 +88,7 @@ class Feed(Protocol):
         ...
 
     def doubt(self, reason: str) -> None:
-        """Declare the feed lost, because nothing arrives although the log goes on; with it all of the same consumer."""
+        """Declare this feed, and all feeds of the same consumer, lost: nothing arrives although the log goes on."""
         ...
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from psycopg.errors import UniqueViolation
 from bufstore.postgres.connection.arrays import Array, blobs, ints, longs, texts
 from bufstore.threads.model import RunStatus, Thread, ThreadChange, encoded_id
 
-#: How many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
+#: About how many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
 STATEMENT_BYTES = 16 << 20
 
 

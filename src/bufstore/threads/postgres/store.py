@@ -160,7 +160,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         )
 
     async def _erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        """See `bufstore.buffer.domain.Backing`: erases rows that a Spark sink has put into this store's schema."""
+        """See `bufstore.buffer.domain.Backing`: erases rows that a Spark sink has set aside in this store's schema."""
         if not (await self._read("has_table", self.schema, "spark_quarantine"))[0][0]:
             return 0
         return len(await self._read("erase_set_aside", arrays.texts(thread_ids)))
