@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-# An error here would be one of every Python source: with a PySpark before 4.2 there is just no such format.
+# An error here would fail every Python source of Spark. With a PySpark before 4.2, only this format is missing.
 with suppress(ImportError):
     from bufstore.spark.sink.bufstore_format import BufstoreFormat as DefaultSource
 

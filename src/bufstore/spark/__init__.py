@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bufstore.spark.tables.held_position import HeldPosition as HeldPosition
     from bufstore.spark.tables.held_position import hold_position as hold_position
 else:
-    # Spark starts a process for each step of planning a read or a write of one of our formats, and each imports this.
+    # Spark starts a process for each step of planning a read or write of our formats, and each process imports this.
     __all__, __getattr__, __dir__ = _lazy.names(
         __name__,
         {

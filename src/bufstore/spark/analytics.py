@@ -1,10 +1,10 @@
 """Common questions to a log and its archive, as functions of DataFrames.
 
-In goes ``spark.read.format("threadlog")``, or `entries`: what an archive holds, alone or with the log behind it. Out
-comes a small table. `messages`, `runs` and `threads` are views of `entries`.
+Each takes ``spark.read.format("threadlog")``, or `entries`: what an archive holds, alone or with the log behind it. It
+returns a small table. `messages`, `runs` and `threads` are views of `entries`.
 
-Of the log they need these columns. Name them in the option ``columns``: the source decodes only what is asked for.
-position, stored_at, thread_id, kind, messages, run_id, run, bytes.
+They need these columns of the log: position, stored_at, thread_id, kind, messages, run_id, run, bytes. Name them in
+the option ``columns``: the source decodes only the columns that are asked for.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ __all__ = [
     "threads",
 ]
 
-#: The columns that all of them need together.
+#: The columns that all these functions need together, for the option ``columns``.
 COLUMNS = "position,stored_at,thread_id,kind,messages,run_id,run,bytes"
 
-#: Characters of a token, roughly: for a comparison of threads and hours, not for a bill.
+#: The number of characters of a token, roughly: good for comparing threads and hours, not for a bill.
 CHARACTERS_PER_TOKEN = 4
 
 
 def messages(entries: DataFrame) -> DataFrame:
-    """A row for each message that `entries` of an archive wrote, with run and agent, and what became of it.
+    """Return a row for each message that `entries` of an archive wrote, with its run, its agent, and its effect.
 
-    `effect`: "applied" (it is in its thread, as far as these entries go), "replaced" (a later entry took it out),
-    "superseded" or "parked" (as its entry).
+    `effect`: "applied" (the message is in its thread, as far as these entries go), "replaced" (a later entry took it
+    out), "superseded" or "parked" (as its entry).
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F
 
-    # What a later entry that is applied keeps; a removal keeps nothing.
+    # How many messages an applied entry keeps; a removal keeps none.
     kept = F.when(F.col("effect") == APPLIED, F.col("keep"))
     later = Window.partitionBy("thread_id").orderBy("position").rowsBetween(1, Window.unboundedFollowing)
     found = entries.withColumn("kept_later", F.min(kept).over(later))
@@ -70,7 +70,7 @@ def messages(entries: DataFrame) -> DataFrame:
 
 
 def runs(entries: DataFrame) -> DataFrame:
-    """The runs that `entries` of an archive wrote, each as it was written last by an entry that is applied."""
+    """Return the runs that `entries` of an archive wrote, each as the last applied entry with it wrote it."""
     from pyspark.sql import functions as F
 
     written = entries.where((F.col("effect") == APPLIED) & F.col("run").isNotNull())
@@ -84,8 +84,8 @@ def runs(entries: DataFrame) -> DataFrame:
 
 
 def threads(entries: DataFrame) -> DataFrame:
-    """The threads that `entries` of an archive wrote: messages, latest run, first and last time, and whether the last
-    entry that is applied removed the thread. `parked`: entries that a flush sets aside."""
+    """Return the threads that `entries` of an archive wrote: messages, latest run, first and last time, and whether the
+    last applied entry removed the thread. `parked`: the number of entries that a flush parks."""
     from pyspark.sql import functions as F
 
     applied = F.col("effect") == APPLIED
@@ -105,7 +105,7 @@ def threads(entries: DataFrame) -> DataFrame:
 
 
 def activity(entries: DataFrame) -> DataFrame:
-    """Per agent and hour: checkpoints, threads, messages, bytes in the log, estimated tokens of the new messages."""
+    """Return, per agent and hour: checkpoints, threads, messages, bytes in the log, new messages' estimated tokens."""
     from pyspark.sql import functions as F
 
     return (
@@ -117,7 +117,7 @@ def activity(entries: DataFrame) -> DataFrame:
 
 
 def by_thread(entries: DataFrame) -> DataFrame:
-    """Per thread: checkpoints, messages, bytes, estimated tokens, first and last time, checkpoints per minute."""
+    """Return, per thread: checkpoints, messages, bytes, estimated tokens, first and last time, checkpoints a minute."""
     from pyspark.sql import functions as F
 
     found = (
@@ -130,14 +130,14 @@ def by_thread(entries: DataFrame) -> DataFrame:
 
 
 def hot_threads(entries: DataFrame, limit: int = 20) -> DataFrame:
-    """The threads with the most checkpoints."""
+    """Return the `limit` threads with the most checkpoints."""
     from pyspark.sql import functions as F
 
     return by_thread(entries).orderBy(F.desc("checkpoints"), "thread_id").limit(limit)
 
 
 def coalescing(entries: DataFrame, window_s: float = 0.5) -> DataFrame:
-    """Per hour: how many entries a flush with this window folds into one change, which is what Postgres saves."""
+    """Return, per hour, how many entries a flush with this window folds into one change: the work Postgres is saved."""
     from pyspark.sql import functions as F
 
     window = (F.unix_micros("stored_at") / F.lit(window_s * 1e6)).cast("long")
@@ -155,11 +155,11 @@ LagBy = Literal["partition", "agent_id", "thread_id", "hour"]
 
 
 def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> DataFrame:
-    """What Postgres does not have yet, per partition, agent, thread or hour: entries, and the age of the oldest in s.
+    """Return what Postgres lacks, per partition, agent, thread or hour: how many entries, and the oldest's age in s.
 
     `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``).
-    What waits in `buffer_waiting` is not counted. Needs the column partition of the entries, too. `agent_id` is null
-    for what is no checkpoint.
+    Entries that wait in `buffer_waiting` are not counted. `entries` must have the column partition, too. `agent_id` is
+    null for an entry without a run.
     """
     from pyspark.sql import functions as F
 
@@ -184,7 +184,7 @@ def _checkpoints(entries: DataFrame) -> DataFrame:
 
 
 def _agent(entries: DataFrame) -> Column:
-    """Of a run as JSON, or with columns of its own."""
+    """Return the column of the run's agent, where the run is JSON or has columns of its own."""
     from pyspark.sql import functions as F
 
     return F.get_json_object("run", "$.agent_id") if dict(entries.dtypes)["run"] == "string" else F.col("run.agent_id")

@@ -1,8 +1,8 @@
 """Options of a table of SQL's catalog: ``CREATE TABLE … USING threadlog OPTIONS (…)``.
 
-Spark (4.3) tells a table's options to a source in Python when the table is made, and not when it is read. What it does
-hand over then is the table's schema, with the metadata of its columns; so the options stand there, too
-(docs/adr/0043). A catalog is read by many, so it takes no login.
+Spark (4.3) gives a table's options to a source in Python when the table is made, but not when it is read. When a table
+is read, Spark gives its schema, with the metadata of its columns; so the options are kept there, too (docs/adr/0043).
+Many people can read a catalog, so it takes no login.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bufstore.spark.connection_options import NATS_VARIABLE, POSTGRES_VARIABLE, 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-#: Among what Spark hands over for a table of a catalog only.
+#: The option that Spark adds for a table of a catalog only.
 _PROVIDER = "provider"
-#: What stands in front of an option there; without it, it might be one of TBLPROPERTIES.
+#: The prefix of an option there; a name without it may be one of TBLPROPERTIES.
 _OPTION = "option."
-#: In the metadata of the first column.
+#: The key, in the first column's metadata, under which the options are kept.
 _KEPT = "bufstore.options"
-#: Each is one question: whoever reads a table may answer it in another of these words.
+#: Options that answer the same question: if a read gives one of them, none of the table's in that set counts.
 _ALTERNATIVES = (
     {"nats", "natsurl"},
     {"postgres", "postgresurl"},
@@ -37,7 +37,10 @@ _ALTERNATIVES = (
 
 
 def of_catalog(given: Mapping[str, str]) -> dict[str, str] | None:
-    """The options of a table that is being made in a catalog; None: it is none. Raises ConfigError for a login."""
+    """Return the options of a table that is being made in a catalog; None for any other call.
+
+    Raises ConfigError for a login.
+    """
     if _PROVIDER not in given:
         return None
     kept = {name.removeprefix(_OPTION).lower(): value for name, value in given.items() if name.startswith(_OPTION)}
@@ -59,12 +62,12 @@ def _has_login(name: str, kept: Mapping[str, str]) -> bool:
 
         return has_secret(kept[name])
     if name == "credentialsfile":
-        return "-----BEGIN" in kept[name]  # the contents, which NatsConfig takes as well as a path
+        return "-----BEGIN" in kept[name]  # the file's contents, which NatsConfig takes in place of a path
     return name in ("password", "token")
 
 
 def schema_of(columns: Mapping[str, Any], kept: Mapping[str, str] | None) -> StructType:
-    """Columns of these types of Arrow, as Spark has them, with the options that a catalog keeps."""
+    """Return Spark's schema of columns with these Arrow types, with the options that a catalog keeps."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
     found = from_arrow_schema(pyarrow.schema(list(columns.items())))
@@ -74,7 +77,7 @@ def schema_of(columns: Mapping[str, Any], kept: Mapping[str, str] | None) -> Str
 
 
 def with_kept(given: Mapping[str, str], schema: StructType) -> dict[str, str]:
-    """The options of a read: its own, and those of its table that they do not replace."""
+    """Return the options of a read: its own, and those of its table that they do not replace."""
     kept = msgspec.json.decode(schema.fields[0].metadata.get(_KEPT, "{}"), type=dict[str, str])
     named = {name.lower() for name in given}
     answered = named.union(*(one for one in _ALTERNATIVES if one & named))

@@ -27,11 +27,11 @@ BadRows = Literal["fail", "quarantine"]
 class Deployment(Secretive):
     """The log and the database of one deployment. The author of a job sets it.
 
-    Goes to the executors as it is; its repr shows no secret. What the log is like (partitions, replicas) is read from
-    the server.
+    Spark sends it to the executors as it is; its repr shows no secret. The log's settings (partitions, replicas) are
+    read from the server.
     """
 
-    #: One URL or several, or a NatsConfig; without an SSLContext, which cannot travel: name a ``tls://`` URL.
+    #: One or several URLs, or a NatsConfig. An SSLContext cannot be sent to executors: use a ``tls://`` URL instead.
     nats: str | Sequence[str] | NatsConfig = field(metadata={"secret": True})
     postgres: str = field(metadata={"secret": True})
     schema: str = "bufstore"
@@ -49,12 +49,12 @@ class Deployment(Secretive):
 
     @property
     def server(self) -> NatsConfig:
-        """How to reach NATS."""
+        """The settings for connecting to NATS."""
         assert isinstance(self.nats, NatsConfig)
         return self.nats
 
     async def find_log(self) -> LogConfig:
-        """The log as it stands on the server, to write into it or a PostgresThreadStore behind it.
+        """Return the log's settings on the server, for writing into the log or the PostgresThreadStore behind it.
 
         Raises NoLog when there is no log, ConfigDrift when it is flushed into another kind of store, LogUnavailable.
         """
@@ -63,19 +63,19 @@ class Deployment(Secretive):
         return found.config
 
     async def look(self) -> FoundLog:
-        """The log as it stands on the server, and where it is flushed to. Raises NoLog, LogUnavailable."""
+        """Return the log's settings on the server, and the store it is flushed into. Raises NoLog, LogUnavailable."""
         found = await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
         if found is None:
             raise NoLog(self.stream)
         return found
 
     def store(self, *, pool_size: int) -> PostgresThreadStore:
-        """The threads' tables, not connected."""
+        """Return the store of the threads' tables, not yet connected."""
         return PostgresThreadStore(self.postgres, schema=self.schema, pool_size=pool_size)
 
     @asynccontextmanager
     async def database(self, log: LogConfig) -> AsyncIterator[tuple[PostgresThreadStore, PostgresLedger]]:
-        """The threads' tables and the ledger of this log for the block, without the log."""
+        """Open the threads' tables and the ledger of this log for the block, but not the log."""
         store = self.store(pool_size=1)
         ledger, _ = store.behind(None, BufferConfig.fitting(log), _TIMEOUT_S)
         async with AsyncExitStack() as stack:
@@ -89,25 +89,25 @@ class Deployment(Secretive):
 class SinkConfig(Deployment):
     """A sink of one streaming query (or backfill). The author of a job sets it."""
 
-    #: Names the source in every thread that it writes to. One query, for as long as its checkpoint folder lives.
+    #: The source's name in every thread that it writes to. One query has it while its checkpoint folder lives.
     app_id: str
-    #: "log": through the log, as any writer. "postgres": past the log, for backfills of threads that have no other
-    #: writer meanwhile (rows that need the log's checks go through it all the same).
+    #: "log": rows go through the log, as from any writer. "postgres": rows go past the log, for backfills of threads
+    #: that have no other writer meanwhile (rows that need the log's checks still go through it).
     mode: Mode = "log"
-    #: What a row that cannot become a checkpoint does: "fail" ends the batch (when all other threads are written),
-    #: "quarantine" puts it into the table ``spark_quarantine`` and goes on.
+    #: What happens to a row that cannot become a checkpoint: "fail" ends the batch (after all other threads are
+    #: written), "quarantine" puts the row into the table ``spark_quarantine`` and goes on.
     bad_rows: BadRows = "fail"
-    #: Tasks that write at the same time; None: Spark's shuffle partitions.
+    #: The number of tasks that write at the same time; None: Spark's number of shuffle partitions.
     tasks: int | None = None
-    #: Checkpoints on their way per task.
+    #: The number of checkpoints that a task has on their way at a time.
     in_flight: int = 4096
-    #: Bytes of rows that a task decodes and has on their way at a time, beside what Spark hands it; one row may be
-    #: larger. Decoded, they take several times as much.
+    #: The bytes of rows that a task decodes and has on their way at a time, beside the rows that Spark hands it; one
+    #: row may be larger. Decoded rows take several times as much memory.
     in_flight_bytes: int = 16 << 20
-    #: How long a write may take. None: 30 s, or as long as the log's failover window allows if that is less.
+    #: How long a write may take, in seconds. None: 30 s, or half of the log's failover window if that is less.
     append_timeout_s: float | None = None
-    #: How long the sink waits for a server that is away or a log that is full, while nothing gets through; then the
-    #: batch fails. Longer: for outages that nobody mends in an hour. Shorter: so that somebody is called sooner.
+    #: How long, in seconds, the sink waits while nothing gets through because a server is away or the log is full; then
+    #: the batch fails. Raise it for outages that take hours to mend. Lower it so that somebody is called sooner.
     outage_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Options of both formats, as strings that Spark hands over: where the log is. No Spark in here."""
+"""The options of both formats that say where the log is, as strings that Spark hands over. No Spark in here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from bufstore.config import LogConfig, NatsConfig, split_url
 from bufstore.errors import ConfigError
 
-#: Option (Spark's are not case-sensitive) → what it says. Where the log is. The plan of a stream shows options, and
-#: Spark masks those whose names end in url, password or token.
+#: Option (Spark's names are not case-sensitive) → what it says. These say where the log is. The plan of a stream shows
+#: options; Spark masks those whose names end in url, password or token.
 CONNECTION = {
     "nats": "URL of a server, or several with commas, without a login",
     "natsUrl": "instead of nats: the same, with a login or without, which Spark masks in plans",
@@ -23,12 +23,13 @@ CONNECTION = {
     "connectTimeout": f"seconds that one attempt to connect takes at most (default {NatsConfig.connect_timeout_s:g})",
     "stream": f"the log (default {LogConfig.stream})",
 }
-#: Spark's own, which it hands over as well.
+#: Spark's own options, which it hands over, too.
 _SPARKS = ("path", "checkpointLocation")
-#: Names the server where no option does; as for the command line.
+#: The environment variable that names the server when no option does, as for the command line.
 NATS_VARIABLE = "BUFSTORE_NATS"
 POSTGRES_VARIABLE = "BUFSTORE_POSTGRES"
-#: Its login. Not for a server that an option names: whoever names it would get the login.
+#: The variables with the login for that server. They do not apply to a server that an option names: whoever sets the
+#: option would get the login.
 _LOGIN_VARIABLES = {
     "credentialsFile": "BUFSTORE_NATS_CREDS",
     "user": "BUFSTORE_NATS_USER",
@@ -38,7 +39,7 @@ _LOGIN_VARIABLES = {
 
 
 def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """The options, spelled as in `names` and CONNECTION; servers that none of them names are the environment's.
+    """Return the options, spelled as in `names` and CONNECTION; where none names a server, add the environment's.
 
     Raises ConfigError for an option that is in neither.
     """
@@ -56,7 +57,7 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
 
 
 def connection(found: Mapping[str, str]) -> NatsConfig:
-    """How to reach NATS. Raises ConfigError."""
+    """Return the settings for connecting to NATS. Raises ConfigError."""
     if ("nats" in found) == ("natsUrl" in found):
         raise ConfigError(
             f"give one of the options nats and natsUrl, or {NATS_VARIABLE} in the driver's environment: the URL of a "
@@ -85,7 +86,7 @@ def check_masked(config: NatsConfig, found: Mapping[str, str]) -> None:
 
 
 def connection_options(config: NatsConfig) -> dict[str, str]:
-    """The options that give this `connection`; a login in them is where Spark masks it."""
+    """Return the options from which `connection` makes `config`; a login stands only where Spark masks it in plans."""
     found: dict[str, object] = {
         "natsUrl": ",".join(url.replace(",", "%2C") for url in config.servers),
         "credentialsFile": config.credentials,

@@ -1,9 +1,9 @@
-"""Drains a huge backlog: the executors of a Spark job are flushers until what is in the log now is in Postgres.
+"""Drains a huge backlog: the executors of a Spark job are flushers until everything in the log now is in Postgres.
 
-A flusher takes whole partitions, and a thread never leaves its partition; so nothing needs to be shuffled, and the
-promises of a flusher (watermarks, cursors, quarantine, fencing) hold as they are: beside the app's flushers, which hand
-over a fair share of the partitions, beside another drain, and after a crash, which costs no more than a lease. Why
-Spark does not merge the entries itself: docs/adr/0016.
+A flusher takes whole partitions, and a thread never leaves its partition. So Spark needs to shuffle nothing, and the
+promises of a flusher (watermarks, cursors, quarantine, fencing) still hold: beside the app's flushers, which hand over
+a fair share of the partitions; beside another drain; and after a crash, which costs no more than a lease.
+docs/adr/0016 says why Spark does not merge the entries itself.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 _OUTCOME = "entries bigint, changes bigint, transactions bigint, parked bigint, late array<string>"
 _LOOK_S = 1.0
-#: On Connect, which does not tell how many cores there are.
+#: The number of tasks on Connect, which does not tell how many cores there are.
 _TASKS = 8
 
 
 class DrainReport(msgspec.Struct, kw_only=True):
     """What a drain did. Entries that the app's own flushers moved meanwhile are not counted."""
 
-    #: Into how many changes of threads the entries were coalesced, in how many transactions.
+    #: The entries, the changes of threads that they were coalesced into, and the transactions that wrote these.
     entries: int
     changes: int
     transactions: int
-    #: Entries that cannot be applied, in quarantine now.
+    #: Entries that cannot be applied, and are in quarantine now.
     parked: int
     tasks: int
     seconds: float
 
 
 class _Late(msgspec.Struct, frozen=True):
-    """A FlushTimeout, as a task tells the driver."""
+    """A FlushTimeout in the form in which a task reports it to the driver."""
 
     thread_id: str | None
     target: int
@@ -76,8 +76,9 @@ def bulk_drain(
 ) -> DrainReport:
     """Return once everything that is in the log now is in Postgres, flushed by `tasks` tasks (default: Spark's cores).
 
-    More tasks than partitions of the log are of no use. `on_lag` is called now and then with the positions that are
-    left. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so), ConfigError when there is no log.
+    More tasks than partitions of the log are of no use. `on_lag` is called now and then with the number of positions
+    that are left. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so), ConfigError when there is
+    no log.
     """
     began, on = time.perf_counter(), loop()
     store = on.run(_store(deployment, flusher=False))
@@ -132,9 +133,9 @@ def _task(
             try:
                 await store.force_flush_all(timeout_s=timeout_s)
             except FlushTimeout as e:
-                # Raised here, Spark would do the task again, for as long.
+                # If it were raised here, Spark would run the task again, for as long.
                 late.append(msgspec.json.encode(_Late.of(e)).decode())
-            # Not `statistics`, which also counts what is not flushed: who has not read the log does it for that.
+            # Not `statistics`: it also counts what is not flushed, and for that it may have to read the log.
             return state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None]), late
 
     for batch in batches:

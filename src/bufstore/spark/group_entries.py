@@ -1,4 +1,4 @@
-"""What jobs make of a group of the log: its entries, each as a message of its thread. No I/O, no Spark in here."""
+"""Takes the entries out of a group of the log, each as a message of its thread. No I/O, no Spark in here."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class EntryMessage(NamedTuple):
     """An entry of a group, as a message of its thread."""
 
     thread_id: str
-    #: With the thread's subject, and the position, header and payload of the entry.
+    #: The thread's subject, and the position, header and payload of the entry.
     message: StoredMessage
-    #: Whether there is only said where the parts of the payload stand.
+    #: Whether the message has, instead of the payload, a reference to the payload's parts.
     elsewhere: bool
 
 
 class Taken(NamedTuple):
     """What stands at one place of a group."""
 
-    #: -1: it is not known.
+    #: The partition; -1 when it is not known.
     partition: int
     what: EntryMessage | Malformed
 
@@ -34,9 +34,9 @@ class Taken(NamedTuple):
 def entries_of(
     message: StoredMessage, subjects: Subjects, wanted: Callable[[int, Record], bool] | None = None
 ) -> Iterator[Taken]:
-    """The entries of a group, and what of it is none; of the entries those that are `wanted` (position, record).
+    """Yield the entries of a group that are `wanted` (position, record), as Malformed when they cannot be decoded.
 
-    A group that cannot be read may hold anything, so it is given in any case.
+    A group whose header cannot be decoded may hold anything, so it is yielded in any case.
     """
     try:
         group = decode_header(message)

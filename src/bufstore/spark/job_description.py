@@ -1,4 +1,4 @@
-"""What jobs tell Spark of themselves, and ask of it."""
+"""What jobs tell Spark about themselves, and what they ask it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DESCRIPTION = "spark.job.description"
 
 
 def context_of(df: DataFrame) -> Any:
-    """The Spark context behind a DataFrame; None on Connect, whose session has none."""
+    """Return the Spark context behind a DataFrame; None on Connect, whose session has none."""
     from pyspark.errors import PySparkException
 
     try:
@@ -23,14 +23,14 @@ def context_of(df: DataFrame) -> Any:
 
 
 def cores_of(spark: SparkSession) -> int | None:
-    """Of all executors; None on Connect, which does not tell."""
+    """Return the number of cores of all executors; None on Connect, which does not tell."""
     context = context_of(spark.range(0))
     return int(context.defaultParallelism) if context is not None else None
 
 
 @contextmanager
 def described(df: DataFrame, what: str) -> Iterator[None]:
-    """Name the jobs of this thread inside the block in Spark's UI, where there is one to tell."""
+    """Describe this thread's jobs inside the block as `what` in Spark's UI; without a context, do nothing."""
     context = context_of(df)
     if context is None:
         yield

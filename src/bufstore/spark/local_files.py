@@ -1,4 +1,4 @@
-"""Files of a task, for what does not fit into memory."""
+"""Files in which a task puts what does not fit into memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import IO
 
 
 def local_file() -> IO[bytes]:
-    """A file that is gone when it is closed, or with its process."""
-    # Spark tells its workers where there is room for such.
+    """Return a file that is gone when it is closed or its process ends."""
+    # Spark tells its workers which folders have room for such files.
     folders = [folder for folder in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if folder]
     return tempfile.TemporaryFile(dir=folders[0] if folders else None)

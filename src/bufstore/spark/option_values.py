@@ -1,4 +1,4 @@
-"""What the values of options say: numbers, times, lists of ids. All raise ConfigError. No Spark in here."""
+"""Parses the values of options: numbers, times, lists of ids. All functions raise ConfigError. No Spark in here."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number(name: str, text: str) -> int:
-    """A number of at least 0."""
+    """Return the number, which is at least 0."""
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"option {name}: {text!r} is not a number of at least 0")
     return int(text)
 
 
 def count(given: Mapping[str, str], name: str) -> int | None:
-    """A number of at least 1; None: the option is not given."""
+    """Return the number, which is at least 1; None when the option is not given."""
     if name not in given:
         return None
     value = number(name, given[name])
@@ -30,7 +30,7 @@ def count(given: Mapping[str, str], name: str) -> int | None:
 
 
 def timestamp_ns(given: Mapping[str, str], name: str) -> int | None:
-    """A time in nanoseconds since 1970."""
+    """Return the time in nanoseconds since 1970; None when the option is not given."""
     if name not in given:
         return None
     try:
@@ -44,7 +44,7 @@ def timestamp_ns(given: Mapping[str, str], name: str) -> int | None:
 
 
 def ids(given: Mapping[str, str], name: str) -> list[str]:
-    """The ids of a JSON list; none where the option is not given."""
+    """Return the ids of a JSON list; an empty list when the option is not given."""
     if name not in given:
         return []
     try:

@@ -1,7 +1,7 @@
-"""An outage slows a query down, and does not end it: what failed is tried again until it gets through.
+"""An outage slows a query down, but does not end it: a call that failed is tried again until it gets through.
 
 The log takes writes while Postgres is away, and a full log has room again when Postgres is back. A batch that failed
-meanwhile would end the query, which somebody would have to start again.
+meanwhile would end the query, and somebody would have to start it again.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: A server that is back is noticed within these seconds.
+#: The longest pause between two tries, in seconds: a server that is back is noticed within this time.
 _PAUSE_MAX_S = 5.0
 _SAY_EVERY_S = 30.0
 
 
 def is_outage(error: BaseException, *, numbered: bool) -> bool:
-    """Whether the same call may succeed later, and trying it again stores nothing twice.
+    """Return whether the same call may succeed later, and trying it again stores nothing twice.
 
-    `numbered`: its rows carry numbers, so what may be stored already is recognized.
+    `numbered`: the call's rows carry numbers, so rows that may already be stored are recognized.
     """
     if isinstance(error, OutcomeUnknown):
         return numbered
     return isinstance(error, (Unavailable, LogFull, ReadNotFresh, FlushTimeout)) and not isinstance(error, Closed)
 
 
-#: What a task tells the driver besides LogUnavailable.
+#: The errors that a task reports to the driver as what they are; every other outage is reported as LogUnavailable.
 _TOLD: tuple[type[BufstoreError], ...] = (LogFull, StoreUnavailable)
 
 
 class GaveUp(msgspec.Struct, frozen=True):
-    """The outage for which a task waited as long as it may, as it tells the driver.
+    """The outage for which a task waited as long as it may, in the form in which the task reports it to the driver.
 
-    A task that fails is begun anew, four times by default, and each try would wait as long again.
+    The task does not fail: Spark would try it again, four times by default, and each try would wait as long again.
     """
 
     error: str
@@ -64,32 +64,32 @@ class GaveUp(msgspec.Struct, frozen=True):
         return cls(kind.__name__, "; ".join([str(error), *getattr(error, "__notes__", ())]))
 
     def as_error(self) -> BufstoreError:
-        """LogFull or StoreUnavailable, if it was that; else LogUnavailable."""
+        """Return the outage as LogFull or StoreUnavailable, if it was one of these; else as LogUnavailable."""
         kinds = {kind.__name__: kind for kind in _TOLD}
         return kinds.get(self.error, LogUnavailable)(self.text)
 
 
 class Patience:
-    """Tries again for as long as nothing gets through, up to a bound; one object for one batch or task."""
+    """Tries again while nothing gets through, up to a time limit; one object for one batch or task."""
 
     def __init__(
         self, timeout_s: float, who: str, *, numbered: bool, stopped: Callable[[], bool] = lambda: False
     ) -> None:
-        """`who`: what waits, for the log of the process. `stopped`: whether nobody waits for the outcome any more."""
-        #: Seconds in which nothing got through.
+        """`who`: the name of the batch or task, for log lines. `stopped`: whether nobody waits for the outcome."""
+        #: The seconds in which nothing got through, in all.
         self.waited_s = 0.0
         self._timeout_s = timeout_s
         self._who = who
         self._numbered = numbered
         self._stopped = stopped
-        #: When something got through last, or the first try began: that one may take long before it fails.
+        #: When something last got through, or when the first try began, which may take long before it fails.
         self._through = float("-inf")
-        #: Since when nothing gets through, and when that was said last.
+        #: When the present outage began (None: there is none), and when a log line last reported it.
         self._since: float | None = None
         self._said = float("-inf")
 
     async def until_through(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`. Raises its error when it is no outage, or nothing got through for `timeout_s`."""
+        """Return the result of `work`. Raises its error if it is no outage, or nothing gets through for `timeout_s`."""
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda e: is_outage(e, numbered=self._numbered)),
             wait=wait_random_exponential(multiplier=0.25, max=_PAUSE_MAX_S),
@@ -105,7 +105,7 @@ class Patience:
         return found
 
     def progressed(self) -> None:
-        """Something got through: the time begins anew."""
+        """Note that something got through: the time limit starts again."""
         self._through = asyncio.get_running_loop().time()
         if self._since is not None:
             waited = self._through - self._since

@@ -1,8 +1,8 @@
-"""One event loop for all that a process does, in a thread of its own, and what is opened on it.
+"""One event loop for all that a process does, in a thread of its own, and the objects that are opened on it.
 
-A driver needs it because a notebook's own loop is already running. A Python worker of Spark keeps it between tasks:
-Spark ends idle workers without notice. So what a task writes is durable before the task ends, and nothing is lost with
-what was opened.
+A driver needs it because a notebook's own loop is already running. A Python worker of Spark keeps it between tasks.
+Spark ends idle workers without notice. So everything a task writes is durable before the task ends, and nothing is lost
+with the open objects.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Loop:
-    """An event loop in a thread of its own, and what was opened on it.
+    """An event loop in a thread of its own, and the objects that were opened on it.
 
-    Not shared with `bufstore.blocking`: most of the code there ends a loop and the calls that still run on it, and this
-    loop never ends. All that both would share is one call of `asyncio.run_coroutine_threadsafe`.
+    `bufstore.blocking` has a class of its own: most of the code there ends a loop and the calls that still run on it,
+    but this loop never ends. All that both could share is one call of `asyncio.run_coroutine_threadsafe`.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def opened(self, key: Hashable, open_: Callable[[], Awaitable[T]]) -> T:
-        """What `open_` made for this key, now or for an earlier task of this process."""
+        """Return the object that `open_` made for this key, now or for an earlier task of this process."""
         task = self._opened.get(key)
         if task is None or (task.done() and task.exception() is not None):
 
@@ -56,7 +56,7 @@ class Loop:
 
 
 _lock = threading.Lock()
-#: By process: a fork must not use its parent's.
+#: The loop of each process, by process id: a fork must not use its parent's loop.
 _loops: dict[int, Loop] = {}
 
 

@@ -1,4 +1,4 @@
-"""Metrics of streaming queries: what Spark tells of each micro-batch, as numbers that a monitoring system takes."""
+"""Metrics of streaming queries: what Spark reports of each micro-batch, as numbers for a monitoring system."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     rows_per_second: float
     seconds: float
-    #: Messages of the stream between what was read and its end; None when the source is another one.
+    #: The number of messages of the stream that are not read yet; None when no source is a log.
     lag: int | None
-    #: About how many bytes these are, and when the oldest of them was stored (ISO 8601; None: all is read).
+    #: About how many bytes these messages have; None when the source does not say.
     lag_bytes: int | None = None
+    #: When the oldest of these messages was stored (ISO 8601); None when all are read, or the source does not say.
     unread_since: str | None = None
-    #: Messages that retention may still remove before it takes one that was not read: at 0, the next is lost.
+    #: How many messages retention may still remove before it removes an unread one: at 0, it loses the next one.
     headroom: int | None = None
-    #: What the query's own ``df.observe(name, …)`` counted: name → column → value.
+    #: The values that the query's own ``df.observe(name, …)`` counted: name → column → value.
     observed: Mapping[str, Mapping[str, Any]] = {}
-    #: What `checkpoint_sink` made of the rows, and how long it waited for servers (``waited_ms``); None where another
-    #: sink writes them, or ours does so in another process (Connect).
+    #: What `checkpoint_sink` made of the rows, and how long it waited for servers (``waited_ms``); None when another
+    #: sink writes the rows, or ours writes them in another process (Connect).
     sink: RowCounts | None = None
 
 
 class ProgressListener(StreamingQueryListener):
-    """``spark.streams.addListener(ProgressListener(report))``; without `report` each batch is a line of the log."""
+    """``spark.streams.addListener(ProgressListener(report))``; without `report`, each batch is logged as a line."""
 
     def __init__(self, report: Callable[[QueryProgress], None] | None = None) -> None:
         self._report = report or _say
 
     def onQueryStarted(self, event: Any) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def onQueryProgress(self, event: Any) -> None:
-        """A micro-batch is done."""
+        """Report the micro-batch that is done."""
         found = event.progress
         offsets = [(source.endOffset, source.latestOffset) for source in found.sources]
         behind = [log for _, newest in offsets if (log := _log_of(newest))]
@@ -71,14 +72,17 @@ class ProgressListener(StreamingQueryListener):
         )
 
     def onQueryIdle(self, event: Any) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def onQueryTerminated(self, event: Any) -> None:
-        """A query that failed says so itself."""
+        """Do nothing: a query that failed says so itself."""
 
 
 def lag_of(offsets: list[tuple[str | None, str | None]]) -> int | None:
-    """How far the sources' offsets (as text: read, newest) are behind; None if no source is a log."""
+    """Return how many messages the sources are behind, by their offsets (as text: read, newest).
+
+    None when no source is a log.
+    """
     total = None
     for read, newest in offsets:
         try:
@@ -94,7 +98,7 @@ def _position(offset: str | None) -> int:
 
 
 def _log_of(newest: str | None) -> Mapping[str, Any] | None:
-    """What the source `threadlog` adds to its newest offset."""
+    """Return what the source `threadlog` adds to its newest offset; None for another source."""
     try:
         found = msgspec.json.decode(newest or "null", type=dict[str, Any])
     except msgspec.MsgspecError:

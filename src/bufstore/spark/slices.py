@@ -1,4 +1,4 @@
-"""A batch of Arrow, which may hold ten thousand large rows, a piece at a time."""
+"""Cuts a batch of Arrow, which may hold ten thousand large rows, into pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def slices_of(batch: pyarrow.RecordBatch, bytes_max: int) -> Iterator[pyarrow.RecordBatch]:
-    """The batch in pieces of at most so many bytes as Arrow counts them; a larger row is a piece of its own."""
+    """Yield the batch in pieces of at most `bytes_max`, as Arrow counts bytes; a larger row is a piece of its own."""
     left = [batch]
     while left:
         piece = left.pop()

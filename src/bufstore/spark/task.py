@@ -1,4 +1,4 @@
-"""What the tasks of all jobs share, in Spark's Python workers, and how their results add up."""
+"""What the tasks of all jobs share in Spark's Python workers, and how their results add up."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import msgspec
 if TYPE_CHECKING:
     import pyarrow
 
-#: With Python's own 700, a third of a task's time goes into collections that look through rows still in use.
+#: With Python's default of 700, a third of a task's time goes into collections that look through rows still in use.
 _OBJECTS_BETWEEN_COLLECTIONS = 20_000
-#: Reasons that a report has room for.
+#: How many items of a list, such as reasons, a report has room for.
 _SHOWN = 10
 
 
 class Counts(msgspec.Struct):
-    """What became of a task's items; a job's report adds up those of its tasks. Fields are numbers and lists."""
+    """What became of a task's items; a job's report adds up its tasks' counts. Fields are numbers and lists."""
 
     def add(self, other: Counts) -> None:
-        """Add what became of other items. Of lists, the first ten items stay."""
+        """Add what became of other items. Each list keeps its first ten items."""
         for name in other.__struct_fields__:
             both = getattr(self, name) + getattr(other, name)
             setattr(self, name, both[:_SHOWN] if isinstance(both, list) else both)
@@ -30,7 +30,7 @@ class Counts(msgspec.Struct):
 
 @contextmanager
 def in_task() -> Iterator[None]:
-    """Around what a task does, in a Python worker of Spark, which has one task at a time."""
+    """Collect garbage less often during the block, the work of one task: a Python worker has one task at a time."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
     try:
@@ -40,7 +40,7 @@ def in_task() -> Iterator[None]:
 
 
 def outcome(**values: int | Sequence[str]) -> pyarrow.RecordBatch:
-    """The one row with which a task reports its results to the driver: numbers, and lists of texts."""
+    """Return the one row in which a task reports its results to the driver: numbers, and lists of texts."""
     import pyarrow
 
     types = [

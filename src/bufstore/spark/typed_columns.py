@@ -1,4 +1,4 @@
-"""Runs and messages as columns with types, as people query them: what all tables of ours have in common. No I/O."""
+"""Runs and messages as typed columns that people query: what all our tables have in common. No I/O."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ RUN = {
     "steps": NUMBER,
     "input_tokens": NUMBER,
     "output_tokens": NUMBER,
-    #: All of the run.
+    #: The whole run, as JSON.
     "json": TEXT,
 }
 MESSAGE = {
-    #: Its place in the thread, from 0. (`index` is a method of Spark's rows.)
+    #: The message's index in the thread, from 0. (Not named `index`, which is a method of Spark's rows.)
     "number": NUMBER,
     "id": TEXT,
     "role": TEXT,
     "name": TEXT,
-    #: What it says in plain text; null where that is not known.
+    #: The message's plain text; null when it is not known.
     "text": TEXT,
-    #: All of the message.
+    #: The whole message, as JSON.
     "json": TEXT,
 }
 _DDL = {TEXT: "string", NUMBER: "bigint", TIME: "timestamp", pyarrow.int32(): "int", pyarrow.date32(): "date"}
 
 
 def ddl_of(columns: Mapping[str, Any]) -> str:
-    """Columns of these types, as Spark writes them."""
+    """Return columns of these types as Spark's DDL."""
     return ", ".join(f"{name} {_ddl(type_)}" for name, type_ in columns.items())
 
 
@@ -62,12 +62,12 @@ def run_columns(run: Run) -> dict[str, Any]:
 
 
 def _bigint(number: int | None) -> int | None:
-    """A number that Spark can hold."""
+    """Return the number; None when it does not fit into Spark's bigint."""
     return number if number is not None and -(1 << 63) <= number < 1 << 63 else None
 
 
 def microseconds(seconds: float | None) -> int | None:
-    """Microseconds, of a time that Spark can hold."""
+    """Return the time in microseconds; None when Spark cannot hold it."""
     if seconds is None or not abs(seconds) < 2e11:
         return None
     return round(seconds * 1e6)
@@ -90,7 +90,7 @@ def _text_of(value: Any) -> str | None:
 
 
 def _said(content: Any) -> str | None:
-    """The text of a message's content: as such, or in parts, as providers of models write it."""
+    """Return the text of a message's content, which is text or, as model providers write it, a list of parts."""
     if not isinstance(content, list):
         return _text_of(content)
     parts = [part.get("text") if isinstance(part, dict) else part for part in content]
