@@ -1,8 +1,8 @@
-"""Before and after a batch: which query may write under an app id, and whether a repeated batch is the same one.
+"""Checks, before and after a batch, which query may write under an app id, and whether a repeated batch is the same.
 
-A repeated row is recognized by its number (docs/adr/0014). Other rows under old numbers are not: a query with a new
-checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch. Both would
-be dropped silently; both are found here, because each task notes a sum over its rows before it writes the first one.
+A repeated row is recognized by its number (docs/adr/0014), so new rows under old numbers would be dropped silently. Two
+things lead to such rows: a query with a new checkpoint folder begins at batch 0 again, and a source that cannot be
+replayed gives other rows for a batch. Both are found here: each task notes a sum over its rows before it writes one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Of one try.
+#: How long one try to reach Postgres may take, in seconds.
 _TRY_S = 5.0
-#: Where the batch need not wait for Postgres.
+#: The same, when the batch need not wait for Postgres.
 _SHORT_S = 2.0
-#: Where it did not answer when the batch began.
+#: The same, when Postgres did not answer when the batch began.
 _AWAY_S = 0.5
 
 
@@ -61,27 +61,27 @@ def check_rows(holder: Holder, app_id: str, present: Mapping[int, int], of: int)
 
 
 class AppId:
-    """The app id of one sink, in the process that runs its batches; needs Postgres for the first one.
+    """The app id of one sink, in the process that runs its batches; needs Postgres for the first batch.
 
     Later batches of the same run go on without Postgres: what this process knows of the app id is still true.
     """
 
     def __init__(self, config: SinkConfig) -> None:
         self._config = config
-        #: Of the present run, and what it did last.
+        #: The query in its present run, and what is known of its last batch (None: nothing).
         self._query = Query()
         self._holder: Holder | None = None
-        #: Seconds that the present batch waited here.
+        #: The seconds that the present batch has waited for Postgres here.
         self.waited_s = 0.0
-        #: Whether rows of the present batch may have been tried before: not of one behind others of the same run.
+        #: Whether rows of the present batch may have been tried before: not if it follows a batch of the same run.
         self.again = False
         self._away = False
 
     @property
     def away(self) -> bool:
-        """Whether the present batch began without Postgres: then its parts are not noted, which would only take time.
+        """Whether the present batch began without Postgres.
 
-        Nor is anything of an earlier try known.
+        Then its parts are not noted, because that would only take time, and nothing is known of an earlier try.
         """
         return self._away
 
@@ -89,7 +89,7 @@ class AppId:
         """Take the app id for a batch. Returns what was known of the batch.
 
         Raises ConfigError when the batch may not be written under this app id. `stopped`: whether nobody waits for the
-        batch any more. Waits for Postgres when only that can tell.
+        batch any longer. Waits for Postgres when only Postgres can tell.
         """
         known = self._known(query, batch_id)
         self.again = known is None or known is self._holder
@@ -115,7 +115,7 @@ class AppId:
         return holder
 
     def done(self, batch_id: int, planned: int, counts: RowCounts) -> None:
-        """Note that a batch is done, if Postgres is there now."""
+        """Note that a batch is done, if Postgres answers now."""
         app_id, rows = self._config.app_id, counts.written + counts.repeated + counts.bad
 
         async def noting(ledger: SparkLedger) -> None:
@@ -132,7 +132,7 @@ class AppId:
             _log.warning("batch %d of %s is done, which could not be noted: %s", batch_id, app_id, e)
 
     def stopped(self, batch_id: int, settled: bytes, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Note which rows of a batch are written that ends with bad rows. Waits for Postgres."""
+        """Note which rows are written of a batch that ends with bad rows. Waits for Postgres."""
 
         async def noting(ledger: SparkLedger) -> None:
             await ledger.stop(self._config.app_id, self._query, batch_id, settled)
@@ -141,14 +141,14 @@ class AppId:
         self._with_ledger(noting, batch_id, stopped)
 
     def setup(self) -> None:
-        """For a batch without a number: the tables exist."""
+        """Make sure that the tables exist, for a batch without a number."""
 
         async def nothing(_: SparkLedger) -> None: ...
 
         self._with_ledger(nothing, None)
 
     def _known(self, query: Query, batch_id: int) -> Holder | None:
-        """What this process knows of the batch from earlier ones of the same run."""
+        """Return what this process knows of the batch from earlier ones of the same run; None: nothing."""
         if self._holder is None or query != self._query or batch_id < self._holder.batch_id:
             return None
         return self._holder if batch_id == self._holder.batch_id else Holder(query.query_id, batch_id)
@@ -194,7 +194,7 @@ class AppId:
 
 
 def check_bad(config: SinkConfig, outcome: RowCounts) -> None:
-    """Raise InvalidRecord for bad rows, when they fail the batch."""
+    """Raise InvalidRecord when there are bad rows and they fail the batch."""
     if outcome.bad and config.bad_rows == "fail":
         raise InvalidRecord(
             f"{outcome.bad} rows cannot become checkpoints ({outcome.behind} rows behind them in their threads wait, "

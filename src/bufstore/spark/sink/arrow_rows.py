@@ -1,4 +1,4 @@
-"""Rows of Arrow as Python's, also those with text that is none, or with times that Python does not have."""
+"""Converts Arrow's rows to Python's, even rows with text that is not UTF-8, or with times that Python does not have."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def rows_of(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
-    """The rows, each with its position as a number or a time of UTC; one with text that is not UTF-8 is marked."""
+    """Return the rows, each with its position as a number or a UTC time; mark those with text that is not UTF-8."""
     import pyarrow
 
     at = batch.schema.get_field_index("position")
     timed = at >= 0 and pyarrow.types.is_timestamp(batch.schema.field(at).type)
-    if timed:  # not as times of the session's zone, which Python may not know, and in which its first year begins late
+    if timed:  # as numbers: Python may not know the session's time zone, in which Python's first year may begin late
         batch = batch.set_column(at, "position", batch.column(at).cast(pyarrow.int64()))
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
@@ -33,7 +33,7 @@ def rows_of(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _moment(us: int | None) -> datetime | int | None:
-    """A time; of one that Python does not have, the microseconds since 1970."""
+    """Return the time; if Python does not have it, return the microseconds since 1970."""
     try:
         return _EPOCH + timedelta(microseconds=us) if us is not None else None
     except OverflowError:
@@ -55,13 +55,13 @@ def _decoded(row: dict[str, Any]) -> dict[str, Any]:
     wrong = [name for name, value in row.items() if value is not None and found[name] is None]
     if not wrong:
         return found
-    # Bytes are shown, and not replaced: else two ids could become the same one, and a replay write what nobody sent.
+    # Show the bytes, do not replace them: else two ids could become one, and a replay could write what nobody sent.
     shown = {name: _text(row[name], "backslashreplace") for name in wrong}
     return found | shown | {UNREADABLE: f"not UTF-8, what is shown as \\x… in {' and '.join(wrong)}"}
 
 
 def _text(value: Any, errors: str) -> Any:
-    """Bytes, or a list of them, as text; None: they are none."""
+    """Return bytes, or a list of them, as text; None when they are not text."""
     try:
         if isinstance(value, list):
             return [one.decode(errors=errors) if one is not None else None for one in value]

@@ -1,9 +1,10 @@
 """``mode="postgres"``: rows go past the log, straight into Postgres, under the same guarantee; for backfills.
 
-One transaction a part: lock the threads' rows of the ledger, leave out what their sources have already
-(`bufstore.buffer.producers`), fold the rest into one change a thread, write the changes as a flush does, advance the
-rows. What needs the log's own checks goes through the log instead: threads that the log shows, whose entries expect
-what is in Postgres; threads whose chain is broken; runs with a parent; new messages with ids for a thread that exists.
+Each part is one transaction: lock the threads' rows in the ledger, leave out what their sources have written already
+(`bufstore.buffer.producers`), fold the rest into one change per thread, write the changes as a flush does, and advance
+the ledger's rows. Writes that need the log's own checks go through the log instead: those to threads that the log
+shows, because the entries there expect what Postgres has now; those to threads whose chain is broken; those of runs
+with a parent; and new messages with ids for a thread that exists.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TIMEOUT_S = 30.0
 class Prepared(msgspec.Struct, frozen=True, gc=False):
     """A row, checked and encoded."""
 
-    #: The source's number of it; None: a repeat is not recognized.
+    #: The source's number of the row; None: a repeat is not recognized.
     mark: bytes | None
     whole: bool
     messages: Sequence[bytes]
@@ -46,9 +47,9 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
 
 
 class Folded(NamedTuple):
-    """What a thread's rows come to."""
+    """What a thread's rows amount to."""
 
-    #: None: nothing that was not there.
+    #: The change that they make; None: the thread has all of them already.
     change: ThreadChange | None
     watermark: Watermark
     written: int
@@ -83,7 +84,7 @@ def prepare(thread_id: str, wanted: Sequence[tuple[CheckpointRow, bytes | None]]
 
 
 def fold(thread_id: str, watermark: Watermark, version: int, writes: Sequence[Prepared], new_id: int) -> Folded:
-    """One change that equals `writes`, of one source, in order, without what the thread has of them already.
+    """Return one change that equals `writes` (of one source, in order) without those that the thread has already.
 
     `version`: how many messages Postgres holds of the thread. Raises NeedLog when only the log can tell what to do.
     """
@@ -98,7 +99,7 @@ def fold(thread_id: str, watermark: Watermark, version: int, writes: Sequence[Pr
         if write.save.parent_thread_id is not None or (write.has_ids and not write.whole and version):
             raise NeedLog([thread_id])
         keep = 0 if write.whole else version
-        # The number stands for the place in the log, by which runs are put in order.
+        # `number` stands for a position in the log, by which the fold orders runs.
         folded.add(Payload(keep, write.messages, write.run, write.save), number, self_contained=write.whole)
         version = keep + len(write.messages)
         written += 1
@@ -113,22 +114,22 @@ class BackfillWriter:
     """Writes into one deployment's database."""
 
     def __init__(self, store: PostgresThreadStore, buffer: ThreadBuffer) -> None:
-        """`store`: what `buffer`, which is open, flushes into."""
+        """`buffer` is open, and flushes into `store`."""
         self._store = store
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
         self._appender, self._shared = buffer.appender, buffer.shared
 
     async def in_log(self, threads: Collection[str]) -> set[str]:
-        """Those with entries that may not be applied yet. Raises LogUnavailable, StoreUnavailable."""
+        """Return the threads with entries that may not be applied yet. Raises LogUnavailable, StoreUnavailable."""
         ends = await self._log.ends([self._subjects.of(thread_id) for thread_id in threads], _TIMEOUT_S)
-        # In this order: what has left the log is applied, or waits in the ledger.
+        # The log is asked first: an entry that has left it is applied, or waits in the ledger.
         waiting = await self._ledger.waiting.among(list(threads))
         return waiting | {thread_id for thread_id, end in zip(threads, ends, strict=True) if end}
 
     async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
-        """Write all rows in one transaction: how many were written, and how many were there.
+        """Write all rows in one transaction. Returns how many it wrote, and how many were written before.
 
-        Raises NeedLog, when nothing was written, for threads that must go the other way; StoreUnavailable.
+        Raises NeedLog, and writes nothing, when threads must go through the log; StoreUnavailable.
         """
         written = repeated = 0
         names, probing = sorted(threads), False
@@ -143,7 +144,7 @@ class BackfillWriter:
             changed = []
             written = repeated = 0
             if probing and len(rows) < len(names):
-                # The log's checks say of each row what is wrong with it.
+                # The probe left these threads out. The log's checks say what is wrong with each of their rows.
                 raise NeedLog(sorted(set(names) - rows.keys()))
             need_all(names, rows)
             for thread_id, writes in threads.items():
@@ -156,7 +157,7 @@ class BackfillWriter:
                     continue
                 written += found.written
                 repeated += found.repeated
-                if watermark.applied_id:  # also of a repeat: the first time it may have ended before anybody was told
+                if watermark.applied_id:  # also for a repeat: the first try may have ended before it told anybody
                     changed.append(thread_id)
                 if found.change is not None:
                     batch.append(found.change)
@@ -176,10 +177,11 @@ class BackfillWriter:
         except FlushFailed as e:
             raise StoreUnavailable(f"Postgres does not accept the backfill now: {e}") from e
         finally:
-            # What this process remembers of them is behind now, and the log does not show it.
+            # What this process remembers of these threads is out of date now, and the log does not show that.
             for thread_id in names:
                 self._appender.forget(thread_id)
         for thread_id in changed:
-            with suppress(BufstoreError):  # it is done, whoever hears of it
-                await self._shared.tell_parked(thread_id)  # others remember, too: as when an operator changes a thread
+            # Others remember the thread, too, so they are told, as when an operator changes it.
+            with suppress(BufstoreError):  # the write is done, whoever hears of it
+                await self._shared.tell_parked(thread_id)
         return written, repeated

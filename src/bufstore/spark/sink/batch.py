@@ -1,4 +1,4 @@
-"""One batch, from the app id to the note that it is done; the same for both ways into the sink."""
+"""Writes one batch, from taking the app id to noting that it is done; the same code for both ways into the sink."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Rows(Protocol):
     """The rows of a batch, the same each time they are asked for."""
 
     def divide(self, of: int | None) -> int:
-        """Have so many parts, as when the batch was begun (None: it was not). Returns how many there are."""
+        """Divide into `of` parts, as when the batch was begun (None: it was not). Returns how many parts there are."""
         ...
 
     def sums(self) -> Mapping[int, int]:
-        """A sum over the rows of each part that has any."""
+        """Return, for each part that has rows, a sum over them."""
         ...
 
     def write(
         self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
     ) -> Written:
-        """See `bufstore.spark.sink.row_writer.write_rows`. `noting`: of each part it is noted what it is."""
+        """See `bufstore.spark.sink.row_writer.write_rows`. `noting`: note each part before its first row is written."""
         ...
 
     def keys(self) -> Sequence[RowKey]:
-        """Of all rows."""
+        """Return the keys of all rows."""
         ...
 
 
@@ -44,7 +44,7 @@ class BatchReport(NamedTuple):
 
     batch_id: int
     counts: RowCounts
-    #: It had been done before.
+    #: Whether the batch had been done before.
     repeated: bool
 
 
@@ -56,10 +56,10 @@ def write_batch(
     rows: Rows,
     stopped: Callable[[], bool] = lambda: False,
 ) -> BatchReport:
-    """Write what is not written of a batch; on return all of it is durable.
+    """Write the rows of a batch that are not written yet; on return the whole batch is durable.
 
-    Raises ConfigError when the batch may not be written under the app id, or is not the one that it was; InvalidRecord
-    for bad rows that fail it.
+    Raises ConfigError when the batch may not be written under the app id, or has other rows than before; InvalidRecord
+    for bad rows that fail the batch.
     """
     app.waited_s = 0.0
     holder = app.begin(query, batch_id, stopped)
@@ -86,9 +86,9 @@ def write_batch(
 
 
 def in_passes(rows: Rows, settled: Settled, *, noting: bool, again: bool = False) -> Written:
-    """Write all rows; those that wait for a parent among the rows of other tasks in passes of their own.
+    """Write all rows. Those that wait for a parent among the rows of other tasks are written in passes of their own.
 
-    When a pass brings nothing further, the rows that still wait have no parent, and are bad.
+    When a pass makes no progress, the rows that still wait have no parent, and are bad.
     """
     whole = Written()
     only: Collection[str] | None = None
@@ -102,7 +102,7 @@ def in_passes(rows: Rows, settled: Settled, *, noting: bool, again: bool = False
         whole.counts.add(found.counts)
         whole.left += found.left
         if not found.deferred:
-            # What earlier passes wrote of deferred threads, the last one has found there.
+            # The last pass found the rows of deferred threads that earlier passes wrote, and counted them as repeated.
             whole.counts.written += ahead
             whole.counts.repeated -= ahead
             return whole

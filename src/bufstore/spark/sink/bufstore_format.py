@@ -1,13 +1,13 @@
-"""``format("bufstore")``: for ``df.write`` and ``df.writeStream`` the declarative twin of the foreachBatch sink.
+"""``format("bufstore")``: for ``df.write`` and ``df.writeStream``, the declarative twin of the foreachBatch sink.
 
-For ``spark.read`` it is what the deployment holds: `bufstore.spark.tables`.
+For ``spark.read``, it reads what the deployment holds: `bufstore.spark.tables`.
 
-A writer of Spark cannot ask for a thread's rows in one task and in order, as the sink does. So tasks only check and
-hand over their rows, and the commit, which Spark calls once with those of the winning attempts, writes them, sorted,
-from one process. For batches that do not fit into the driver's memory there is `bufstore.spark.checkpoint_sink`.
+A writer of Spark cannot ask for a thread's rows in one task and in order, as the sink does. So tasks only pack and hand
+over their rows. Spark calls the commit once, with the rows of the winning attempts, and the commit writes them, sorted,
+from one process. For batches that do not fit into the driver's memory, use `bufstore.spark.checkpoint_sink`.
 
-Exactly once for streams (``appId`` is needed), and for batches with ``appId`` and ``batchId``; else a batch is written
-once per job that commits.
+Streams (which need ``appId``), and batches with ``appId`` and ``batchId``, are written exactly once. Any other batch is
+written once per job that commits.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from bufstore.spark.tables.table_options import postgres_of, table_options
 from bufstore.spark.tables.table_reader import reader_of
 from bufstore.spark.tables.table_rows import TABLES
 
-#: What one task may hand over, packed: all of it passes through the driver.
+#: How many bytes of packed rows one task may hand over: all of them pass through the driver.
 _TASK_BYTES_MAX = 64 << 20
 _AT_ONCE = 1000
 
-#: Option → what it says; beside those of the connection.
+#: Option → what it says; these come beside the options of the connection.
 NAMES = {
     "postgresUrl": "the database, as URL or key=value; Spark masks it in plans",
     "postgres": "instead of postgresUrl: the same without a password",
@@ -130,7 +130,7 @@ class _Rows(WriterCommitMessage):
 
 
 class _Writes:
-    """What both writers do."""
+    """What both writers have in common."""
 
     def __init__(self, config: SinkConfig, schema: StructType) -> None:
         check_columns((field.name, field.dataType.simpleString()) for field in schema.fields)
@@ -201,7 +201,7 @@ class _InMemory:
 
 
 def cut(rows: Iterable[dict[str, Any]], bytes_max: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows in order, in parts of at most 1000 and about so many bytes; a larger row is a part of its own."""
+    """Yield the rows in order, in parts of at most 1000 and about `bytes_max`; a larger row is a part of its own."""
     part: list[dict[str, Any]] = []
     size = 0
     for row in rows:
@@ -221,7 +221,7 @@ def _unpacked(part: bytes) -> list[dict[str, Any]]:
 
 
 def _order(row: Mapping[str, Any]) -> tuple[bool, bytes, bytes, Sequence[bytes]]:
-    """By thread and position, then by what the row holds: the same in every repeat."""
+    """Return the key to sort by: thread, position, then all that the row holds. It is the same in every repeat."""
     thread_id = row["thread_id"]
     number = (position_of(row) + (1 << 63)).to_bytes(9)
     rest = [msgspec.json.encode(row.get(name)) for name in COLUMNS if name not in ("thread_id", "position")]

@@ -1,4 +1,4 @@
-"""Rows of a job as checkpoints: which columns there are, and what a row says. No Spark in here."""
+"""Reads a job's rows as checkpoints: which columns there are, and what a row asks for. No Spark in here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bufstore.types import Message
 COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
     "thread_id": (("string",), True),
     "run_id": (("string",), True),
-    #: The whole list, or what is appended: each message as JSON. In a row, the one of the two that is not null.
+    #: The thread's whole list of messages, or the messages to append, each as JSON. In a row, one of the two is null.
     "messages": (("array<string>",), False),
     "delta": (("array<string>",), False),
     #: The order of a thread's rows within a batch. Without it, rows of one thread go in the order of their contents.
@@ -33,20 +33,20 @@ COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
     #: In place of messages and delta: an edit of the thread, as the JSON of an `EditRow`.
     "edit": (("string",), False),
 }
-#: Column of a row that cannot be read, beside those of a checkpoint: why.
+#: The column, beside a checkpoint's, that says why a row cannot be read.
 UNREADABLE = "bufstore_unreadable"
-#: A row that comes as JSON, where Spark has not checked the types.
+#: A row that comes as JSON, whose types Spark has not checked.
 _JsonRow = msgspec.defstruct(
     "_JsonRow",
     [
         (name, list[str] | None if types[0] == "array<string>" else str | None, None)
         for name, (types, _) in COLUMNS.items()
-        if name != "position"  # a batch's own order
+        if name != "position"  # it only orders the rows of a batch
     ],
 )
-#: So many rows of one thread a batch may have: the lower bits of a source's number.
+#: How many rows of one thread a batch may have: a row's place is the lower 24 bits of the source's number.
 ROWS_MAX = 1 << 24
-#: And so many batches a source: with their rows, what a number has (63 bits).
+#: How many batches a source may have: the batch is the upper 39 of the number's 63 bits.
 BATCHES_MAX = 1 << 39
 
 
@@ -66,7 +66,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
 
 
 def row_of_json(row: str) -> dict[str, Any]:
-    """A row that is a JSON object. Raises InvalidRecord, naming the column, where it has not the types of COLUMNS."""
+    """Return the row of a JSON object. Raises InvalidRecord, naming the column, when a type is not as in COLUMNS."""
     found: Any = None
     with suppress(msgspec.MsgspecError, RecursionError):
         found = msgspec.json.decode(row)
@@ -89,17 +89,17 @@ class CheckpointRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class EditRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The column ``edit``: one of these."""
+    """The column ``edit``: exactly one of these fields."""
 
-    #: The thread's metadata from now on; makes the thread if there is none.
+    #: The thread's new metadata. The thread is made if it does not exist.
     metadata: ThreadMetadata | None = None
-    #: Ids of messages to delete.
+    #: The ids of messages to delete.
     delete_messages: list[str] | None = None
-    #: The thread is deleted, if it is there; what happens to its children.
+    #: Deletes the thread, if it exists; the value says what happens to its children.
     delete_thread: Children | None = None
 
     def wanted(self, thread_id: str) -> WantedEdit | LineageChange:
-        """Raises InvalidRecord, InvalidId."""
+        """Return the edit of this thread. Raises InvalidRecord, InvalidId."""
         if sum(one is not None for one in (self.metadata, self.delete_messages, self.delete_thread)) != 1:
             raise InvalidRecord("an edit has one of metadata, delete_messages and delete_thread")
         if self.metadata is not None:
@@ -110,7 +110,7 @@ class EditRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def wanted_of(row: Mapping[str, Any]) -> CheckpointRow | WantedEdit | LineageChange:
-    """What a row asks for. Raises InvalidRecord, InvalidId."""
+    """Return what a row asks for. Raises InvalidRecord, InvalidId."""
     if UNREADABLE in row:
         raise InvalidRecord(f"a row of thread {row['thread_id']!r} is unreadable: {row[UNREADABLE]}")
     edit = row.get("edit")
@@ -125,7 +125,7 @@ def wanted_of(row: Mapping[str, Any]) -> CheckpointRow | WantedEdit | LineageCha
 
 
 def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
-    """The checkpoint of a row. Raises InvalidRecord for a row that has none, and says why; the store checks ids."""
+    """Return a row's checkpoint. Raises InvalidRecord, saying why, for a row that has none; the store checks ids."""
     whole, delta = row.get("messages"), row.get("delta")
     if (whole is None) == (delta is None):
         raise InvalidRecord("a row needs either messages or delta, not both")
@@ -141,7 +141,7 @@ def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
     return CheckpointRow(row["thread_id"], whole is not None, messages, run)
 
 
-#: Longer JSON of a run is not remembered: it mostly differs in each row.
+#: The longest JSON of a run that is remembered: longer JSON mostly differs from row to row.
 _REMEMBERED_CHARS = 4096
 _decode = msgspec.json.Decoder().decode
 
@@ -154,7 +154,7 @@ def _run_of_row(row: Mapping[str, Any]) -> Run:
     )
 
 
-# The rows of a thread mostly say the same of their run.
+# A thread's rows mostly say the same about their run.
 @lru_cache(maxsize=1024)
 def _run_of(
     run_id: Any, thread_id: Any, agent_id: str | None, status: str | None, parent: str | None, rest: str | None
@@ -170,7 +170,7 @@ def _run_of(
 
 
 def check_batch_id(batch_id: int) -> None:
-    """Raise ConfigError for a batch whose rows can have no numbers."""
+    """Raise ConfigError for a batch number from which no row numbers can be made."""
     if not 0 <= batch_id < BATCHES_MAX:
         raise ConfigError(
             f"a batch's number is at least 0 and below {BATCHES_MAX}, and this is {batch_id}: count batches, or take "
@@ -179,7 +179,7 @@ def check_batch_id(batch_id: int) -> None:
 
 
 def number_of(batch_id: int, rank: int) -> int:
-    """The source's number of a thread's row: its batch, and its place among the thread's rows in it."""
+    """Return the source's number of a row: its batch, and its place among its thread's rows in the batch."""
     if not 0 <= rank < ROWS_MAX:
         raise InvalidRecord(f"a batch has more than {ROWS_MAX} rows of one thread")
     return batch_id << 24 | rank

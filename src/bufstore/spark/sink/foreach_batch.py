@@ -1,13 +1,13 @@
 """The foreachBatch sink: a stream's rows become checkpoints, each exactly once.
 
-A batch may be done again, in part or whole, at any time: a task that failed after it wrote, a copy that speculation
-started, a driver that was killed before Spark noted the batch. So each row carries a number (its batch, and its place
-among its thread's rows in it), and the store knows for each thread how far this source has come
-(`bufstore.buffer.producers`, docs/adr/0014); there is no window of time. For that a row must get the same number again:
-the batch is the same rows (Spark's part, with a source that can be replayed; a sum over a task's rows, noted before the
-first one is written, tells when it is not), and they are sorted by what they hold.
+A batch may be written again, in part or as a whole, at any time: when a task failed after it wrote, when speculation
+started a copy of it, or when the driver was killed before Spark noted the batch. So each row carries a number (its
+batch, and its place among its thread's rows in the batch), and the store knows for each thread how far this source has
+come (`bufstore.buffer.producers`, docs/adr/0014); there is no window of time. A repeated row must get the same number.
+For that, a repeated batch must have the same rows: this is Spark's part, with a source that can be replayed, and a sum
+over a task's rows, noted before the first one is written, shows when they are others. And rows are sorted by content.
 
-One task owns a thread in a batch, so its rows go in order and no other task competes for it.
+One task owns a thread in a batch, so the thread's rows go in order and no other task competes for the thread.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary, part int, planned bigint, gave_up string"
-#: The stage of which a task in this process has waited as long as it may.
+#: The stage in which a task of this process has waited as long as it may; None: there is none.
 _gave_up_in: int | None = None
-#: Columns by which a row may name a thread for which it waits.
+#: The columns in which a row may name a thread that it waits for.
 _WAITING = {"parent_thread_id", "run", "edit"}
-#: So many times `SinkConfig.in_flight_bytes` of a task's rows stay in memory, as Arrow has them: fewer bytes than one
-#: portion takes once it is decoded.
+#: A task keeps this many times `SinkConfig.in_flight_bytes` of its rows in memory, as Arrow has them: fewer bytes than
+#: one portion takes once it is decoded.
 _KEPT = 4
 
 
 def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
-    """What ``df.writeStream.foreachBatch(checkpoint_sink(config))`` takes.
+    """Make the sink for ``df.writeStream.foreachBatch(checkpoint_sink(config))``.
 
     Columns: `bufstore.spark.sink.checkpoint_rows.COLUMNS`.
     """
@@ -60,11 +60,11 @@ def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
 
 
 class CheckpointSink:
-    """Travels as its configuration only: Spark runs it elsewhere (on Connect, on the server)."""
+    """Writes batches. Only its configuration is pickled, for Spark to run it elsewhere (on Connect, on the server)."""
 
     def __init__(self, config: SinkConfig) -> None:
         self.config = config
-        #: What became of the last batch; None before the first, and where the sink runs in another process.
+        #: What became of the last batch; None before the first batch, and when the sink runs in another process.
         self.last: BatchReport | None = None
         self._app = AppId(config)
 
@@ -75,13 +75,13 @@ class CheckpointSink:
         return type(self), (self.config,)
 
     def __call__(self, df: DataFrame, batch_id: int) -> None:
-        """Write a batch; on return all of it is durable in the log.
+        """Write a batch; on return all of it is durable, in the log or (``mode="postgres"``) in Postgres.
 
-        Waits for servers that are away and for a full log (`SinkConfig.outage_timeout_s`). Raises ConfigError for a
-        number of the batch that is negative or 2**39 and more, for a column that is missing or of another type, when
-        another query has the app id, or when the batch came before with other rows; InvalidRecord for rows that cannot
-        become checkpoints (``bad_rows="fail"``), when all other threads are written; LogFull, LogUnavailable or
-        StoreUnavailable when it has waited as long as it may: the same batch may come again.
+        Waits for servers that are away and for a full log (`SinkConfig.outage_timeout_s`). Raises ConfigError when the
+        batch's number is negative or at least 2**39, when a column is missing or has another type, when another query
+        has the app id, or when the batch came before with other rows; InvalidRecord, after all other threads are
+        written, when rows cannot become checkpoints (``bad_rows="fail"``); LogFull, LogUnavailable or StoreUnavailable
+        after it has waited as long as it may: then the same batch may come again.
         """
         check_batch_id(batch_id)
         check_columns(df.dtypes)
@@ -103,7 +103,7 @@ class _Rows:
 
         self._config, self._batch_id = config, batch_id
         order = _order(df)
-        # Nulls leave a sum as it is: whether there is one counts, too.
+        # A null leaves the hash as it is, so the hash also takes in which columns are null.
         row = F.xxhash64(*order, *(F.isnull(name) for name in order))
         self._order, self._given = order, df.withColumns({THREAD: F.xxhash64("thread_id"), ROW: row})
         self._of = config.tasks or int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
@@ -124,7 +124,7 @@ class _Rows:
     def sums(self) -> Mapping[int, int]:
         from pyspark.sql import functions as F
 
-        # As decimals the sum does not overflow.
+        # A sum of decimals does not overflow.
         numbered = self._owned.select(F.spark_partition_id().alias("part"), F.col(ROW).cast("decimal(38,0)"))
         return {part: sum_of([int(found)]) for part, found in numbered.groupBy("part").agg(F.sum(ROW)).collect()}
 
@@ -150,31 +150,31 @@ class _Rows:
     def forget(self) -> None:
         from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 
-        # Of a query that was stopped, Spark forgets them itself; the error that ends the batch says more.
+        # Spark itself forgets the rows of a query that was stopped, and the error that ends the batch says more.
         with suppress(Py4JError):
             self._owned.unpersist()
 
 
 def _order(df: DataFrame) -> list[str]:
-    """The place of a row must be the same in a repeat: by position where there is one, then by everything it holds."""
+    """Return the sort columns: thread, position if there is one, all others. A repeated row gets the same place."""
     order = [name for name in COLUMNS if name in df.columns]
     return sorted(order, key=lambda name: (name != "thread_id", name != "position"))
 
 
 def _query_of(df: DataFrame) -> Query:
-    """Spark's ids of the streaming query and its run; empty on Connect, which does not tell, and outside of a query."""
+    """Return Spark's ids of the query and its run; empty on Connect, which does not tell, and outside of a query."""
     context = context_of(df)
     query_id = (context.getLocalProperty("sql.streaming.queryId") or "") if context is not None else ""
     return Query(query_id, context.getLocalProperty("spark.jobGroup.id") or "") if query_id else Query()
 
 
 def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:
-    """Whether somebody has stopped the query, which waits for us until then."""
+    """Return a function that says whether somebody has stopped the query, so that it waits for the batch no longer."""
     from pyspark.sql import SparkSession
 
     if not query.query_id:
         return lambda: False
-    # The session of a batch is a copy, which knows no queries: they are known where the program began.
+    # The session of a batch is a copy that knows no queries. The session with which the program began knows them.
     began = SparkSession.builder.getOrCreate()
 
     def stopped() -> bool:
@@ -235,7 +235,7 @@ def _written(
     again: bool,
     judging: bool,
 ) -> Written:
-    """What a task of a stage wrote, also when it gave up: then those behind it in this process do not wait again."""
+    """Return what a task of a stage wrote. Once one gave up, the stage's next tasks in this process do not wait."""
     global _gave_up_in
     if stage == _gave_up_in:
         config = replace(config, outage_timeout_s=0.0)
@@ -261,7 +261,7 @@ def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.Record
 
 
 def parts_of(batches: Iterable[pyarrow.RecordBatch], bytes_max: int) -> Iterator[Sequence[Row]]:
-    """The rows in order, in parts of at most `bytes_max` as Arrow counts them; a larger row is a part of its own."""
+    """Yield the rows in order, in parts of at most `bytes_max` as Arrow counts; a larger row is a part of its own."""
     for batch in batches:
         for piece in slices_of(batch, bytes_max):
             yield rows_of(piece)

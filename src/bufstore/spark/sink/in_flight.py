@@ -1,4 +1,4 @@
-"""How many rows of a task are on their way at a time."""
+"""Bounds how many rows of a task are on their way at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 
 class InFlight:
-    """Bounds the rows on their way. A thread takes them in portions, so that no thread takes them all."""
+    """Bounds the rows on their way. A thread takes at most `share` rows at a time, so that no thread takes them all."""
 
     def __init__(self, rows: int) -> None:
         self.share = max(rows // 4, 1)
         self._free = asyncio.Semaphore(rows)
-        # Two threads that each hold a part of what they need would wait for each other.
+        # Without this lock, two threads that each hold a part of what they need would wait for each other.
         self._taking = asyncio.Lock()
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
-"""What a task was given, kept until all of it is there: the sum over its rows is noted before one of them is written.
+"""Keeps a task's rows until all of them are there: the sum over the rows is noted before one of them is written.
 
-Up to a bound it is kept in memory, what is more in a file, which is gone with the task, however that ends.
+Rows are kept in memory up to a bound, and the rest in a file. The file is gone with the task, however the task ends.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class KeptBatches:
-    """Batches of Arrow, in order; they can be taken out once."""
+    """Batches of Arrow, in order, which can be taken out once."""
 
     def __init__(self, batches: Iterable[pyarrow.RecordBatch], bytes_max: int) -> None:
-        """Takes all `batches`."""
+        """Take in all `batches`. `bytes_max`: how many bytes of them stay in memory."""
         self._in_memory: list[pyarrow.RecordBatch] = []
         self._file: IO[bytes] | None = None
         #: A sum over all rows.
@@ -39,7 +39,7 @@ class KeptBatches:
                 continue
             if writer is None:
                 writer = self._new_file(batch.schema)
-            for piece in slices_of(batch, bytes_max):  # which are read back one by one
+            for piece in slices_of(batch, bytes_max):  # the pieces are read back one by one
                 writer.write_batch(piece)
         if writer is not None:
             writer.close()

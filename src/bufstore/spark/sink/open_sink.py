@@ -14,7 +14,7 @@ from bufstore.spark.sink.spark_ledger import SparkLedger
 from bufstore.threads.buffered import BufferedThreadStore
 
 _POOL = 4
-#: No user waits for a task, so its writes may take long, within the log's failover window.
+#: How long a write may take, within the log's failover window: long, because no user waits for a task.
 _APPEND_TIMEOUT_S = 30.0
 
 
@@ -28,7 +28,7 @@ class OpenSink(NamedTuple):
 
 
 async def open_sink(config: SinkConfig) -> OpenSink:
-    """On the process's loop: what is open already, or opened now. Raises as `BufferedThreadStore.open` does."""
+    """Return what is open on the process's loop already, or open it now. Raises as `BufferedThreadStore.open` does."""
 
     async def open_() -> OpenSink:
         log = await config.find_log()
@@ -41,8 +41,8 @@ async def open_sink(config: SinkConfig) -> OpenSink:
         direct = BackfillWriter(inner, store.buffer) if len(store.lanes.all) == 1 else None
         return OpenSink(store, ledger, direct)
 
-    # Whoever signs in as somebody else, or finds the log elsewhere, has a connection of its own. Both modes share one:
-    # each that is open hears all that is written.
+    # A config with another login or another log gets a store of its own. Both modes share one store, because each open
+    # store hears all that is written.
     c = config
     server = replace(c.server, servers=tuple(c.server.servers))
     opened = await loop().opened((server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s), open_)

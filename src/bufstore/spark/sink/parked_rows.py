@@ -1,8 +1,8 @@
 """The way back for rows that were set aside (`bad_rows="quarantine"`): list, correct, replay or discard them. No Spark.
 
-A replay writes a row's checkpoint behind whatever its thread holds by then, once. Each row gets a number among all
-replays before it is written (docs/adr/0014), and is removed behind that; so a replay that died in between is finished
-by the next one of its thread, which knows the number.
+A replay writes a row's checkpoint, once, behind whatever its thread holds by then. Each row gets a number among all
+replays before it is written (docs/adr/0014), and is removed after it is written. So if a replay dies in between, the
+next replay of its thread, which knows the number, finishes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence
 
 _TIMEOUT_S = 60.0
-#: The producer of all replays.
+#: The name of the producer of all replays.
 PRODUCER = "bufstore spark quarantine"
 
 
@@ -47,12 +47,12 @@ class RowReplay(msgspec.Struct, frozen=True):
 
     id: int
     thread_id: str
-    #: Why it stays; None: it is written.
+    #: Why the row stays in quarantine; None: it is written.
     refused: str | None = None
 
 
 class ParkedRows:
-    """Raises StoreUnavailable when Postgres does not answer."""
+    """The rows that sinks set aside. Raises StoreUnavailable when Postgres does not answer."""
 
     def __init__(self, conninfo: str, schema: str) -> None:
         self._pool: Pool = new_pool(conninfo, size=2)
@@ -67,7 +67,7 @@ class ParkedRows:
         await self._pool.close()
 
     async def there(self) -> bool:
-        """Whether a sink has made its tables here."""
+        """Return whether a sink has made its tables here."""
         return bool((await self._fetch("tables", self._schema))[0][0])
 
     async def count(self) -> int:
@@ -76,15 +76,15 @@ class ParkedRows:
     async def page(
         self, *, thread_id: str | None = None, app_id: str | None = None, after: int = 0, limit: int = 100
     ) -> list[ParkedRow]:
-        """Rows behind `after`, oldest first."""
+        """Return the next rows behind id `after`, oldest first."""
         return [ParkedRow(*found) for found in await self._fetch("page", after, thread_id, app_id, limit)]
 
     async def threads_of(self, ids: Sequence[int]) -> list[str]:
-        """The threads of these rows."""
+        """Return the threads of these rows."""
         return [thread_id for (thread_id,) in await self._fetch("threads_of", arrays.longs(ids))]
 
     async def threads(self, after: str) -> list[str]:
-        """Threads of which rows are set aside, a page of them."""
+        """Return a page of the threads of which rows are set aside, those behind thread `after`."""
         return [thread_id for (thread_id,) in await self._fetch("next_threads", after)]
 
     async def discard(self, ids: Sequence[int]) -> int:
@@ -94,8 +94,8 @@ class ParkedRows:
     async def correct(self, id_: int, row: str) -> None:
         """Put another row (JSON) in the place of this one.
 
-        Raises InvalidRecord when the JSON is no checkpoint; NotFound when there is no such row, or a replay of it was
-        begun, which may have written it.
+        Raises InvalidRecord when the JSON is no checkpoint; NotFound when there is no such row, or when a replay of it
+        has begun and so may have written it.
         """
         found = row_of_json(row)
         unknown = found.keys() - COLUMNS.keys()
@@ -106,10 +106,10 @@ class ParkedRows:
             raise NotFound(f"no row {id_} waits in spark_quarantine (or a replay of it has begun: replay it first)")
 
     async def replay(self, store: BufferedThreadStore, thread_id: str, ids: Sequence[int] | None) -> list[RowReplay]:
-        """Write rows of a thread (`ids`, or all), and those whose replay was begun before. Each is written once.
+        """Write rows of a thread (`ids`, or all), and those whose replay had begun before. Each is written once.
 
-        A refused row stays, with its new cause. Raises what `BufferedThreadStore.checkpoint` does when nothing is
-        wrong with the row.
+        A refused row stays, with its new cause. Raises the errors of `BufferedThreadStore.checkpoint` that are not the
+        row's fault.
         """
         async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
             await self._execute(connection, "lock_replays", self._schema, thread_id)
@@ -123,8 +123,8 @@ class ParkedRows:
     async def _replay_one(self, store: BufferedThreadStore, thread_id: str, new: Container[int]) -> RowReplay | None:
         """Write the thread's first row that has a number; None: there is none. `new`: rows that had none before.
 
-        That a row is refused, and its number used for nothing, must be durable before a higher number is written:
-        behind that, the number would be taken for one that was written.
+        A refusal must be durable before a higher number is written: after that, the refused row's number, which was
+        never written, would be taken for a written one.
         """
         async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
             await self._execute(connection, "lock_replays", self._schema, thread_id)
@@ -153,12 +153,12 @@ class ParkedRows:
 
 
 async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> bool:
-    """Returns whether it was written before."""
+    """Write the row. Returns whether it was written before."""
     wanted = wanted_of(row_of_json(row))
     if isinstance(wanted, WantedEdit):
         return (await store.bulk.edit(wanted, number)).repeated
     if isinstance(wanted, LineageChange):
         await store.bulk.delete(wanted, number)
-        return False  # or the thread is not there, as it is to be
+        return False  # `delete` does not tell a repeat from a thread that is not there, as it should be
     write = store.checkpoint if wanted.whole else store.checkpoint_append
     return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated

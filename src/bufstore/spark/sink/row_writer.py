@@ -1,4 +1,4 @@
-"""Writes a task's rows, in a Python worker, in order within a thread: as any writer does, or past the log."""
+"""Writes a task's rows in a Python worker, each thread's in order: into the log, as any writer does, or past it."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class RowCounts(Counts):
     """What became of rows."""
 
     written: int = 0
-    #: Were there already, from an earlier try.
+    #: Rows that an earlier try had written or set aside.
     repeated: int = 0
-    #: Cannot become checkpoints.
+    #: Rows that cannot become checkpoints.
     bad: int = 0
-    #: Not tried, because a row before them in their thread is bad and the batch fails.
+    #: Rows that were not tried, because a row before them in their thread is bad and the batch fails.
     behind: int = 0
-    #: Milliseconds in which nothing got through, of all tasks together.
+    #: The milliseconds in which nothing got through, of all tasks together.
     waited_ms: int = 0
-    #: What is wrong with the first of the bad ones.
+    #: What is wrong with the first bad rows.
     reasons: list[str] = msgspec.field(default_factory=list)
 
 
@@ -71,15 +71,15 @@ class Written:
     """What a task did."""
 
     counts: RowCounts = field(default_factory=RowCounts)
-    #: Threads whose rows wait for a parent that another task may write. Their rows are in no count,
+    #: Threads whose rows wait for a parent that another task may write. `counts` leaves these threads' rows out.
     deferred: set[str] = field(default_factory=set)
-    #: but here, as far as they were written now.
+    #: How many rows of the deferred threads this task wrote.
     ahead: int = 0
     #: Bad rows that fail the batch, and those behind them.
     left: list[RowKey] = field(default_factory=list)
-    #: Of each part that has rows, a sum over them.
+    #: For each part that has rows, a sum over them.
     sums: dict[int, int] = field(default_factory=dict)
-    #: Why the task has ended before its last row.
+    #: The outage because of which the task ended before its last row; None: it did not.
     gave_up: GaveUp | None = None
 
 
@@ -96,14 +96,14 @@ def write_rows(
 ) -> Written:
     """Write rows that are sorted by thread, part by part.
 
-    `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. `noted`: what the rows are, which
-    is noted before the first one is written. `again`: an earlier try may have set rows aside, and only Postgres knows
-    which. `settled`: rows that an earlier try has written, for rows with `bufstore.spark.sink.settled`'s columns.
-    `only`: leave out all other threads. `judging`: a row whose thread cannot have the parent that it names is bad; else
-    its thread is deferred.
+    `batch_id`: part of the rows' numbers; without it, a repeat is not recognized. `noted`: the part that the rows are,
+    which is noted before the first one is written. `again`: an earlier try may have set rows aside, and only Postgres
+    knows which. `settled`: the rows that an earlier try has written; then all rows have the columns of
+    `bufstore.spark.sink.settled`. `only`: the threads to write; all others are left out. `judging`: whether a row is
+    bad when its thread cannot have the parent that it names; else the thread is deferred.
 
-    Waits for servers that are away (`SinkConfig.outage_timeout_s`). Raises BufstoreError when it is not the rows'
-    fault: Spark tries the task again; ConfigError when the rows contradict `settled`, or what was noted of them before.
+    Waits for servers that are away (`SinkConfig.outage_timeout_s`). Raises BufstoreError when the rows are not at fault
+    (Spark tries the task again), ConfigError when they contradict `settled` or what was noted of them before.
     """
     task = _Task(config, batch_id, noted, settled or Settled(), only, again=again, judging=judging)
     for part in parts:
@@ -130,24 +130,24 @@ class _Task:
         self._written = Written()
         self._config = config
         self._batch_id = batch_id
-        #: Until it is noted.
+        #: The part that is still to be noted; None: it was noted, or need not be.
         self._to_note = noted
         self._again = again
         self._settled = settled
-        #: Rows that an earlier try set aside: they come back as people want it, or not at all.
+        #: The keys of rows that an earlier try set aside: people decide whether and how these rows come back.
         self._set_aside: set[bytes] = set()
         self._only = only
         self._judging = judging
         self._in_flight = InFlight(config.in_flight)
         who = f"batch {batch_id} of {config.app_id}"
         self._patience = Patience(config.outage_timeout_s, who, numbered=batch_id is not None)
-        #: Of the last thread: it may go on in the next part.
+        #: How far the last thread's rows have come: the next part may have more of them.
         self._places: dict[str | None, _Place] = {}
-        #: Threads of which a row is bad, when that fails the batch.
+        #: Threads with a bad row, when bad rows fail the batch.
         self._failed: set[str] = set()
-        #: Threads that were written through the log: it may not show them at once.
+        #: Threads that were written through the log, which may not show them at once.
         self._logged: set[str] = set()
-        #: Without a number of the batch, what is written is known here only: so are the rows that wait for a parent.
+        #: Rows that wait for a parent, in a batch without a number: only this task knows which rows are written.
         self._kept: dict[str, _Todo] = {}
 
     def outcome(self) -> Written:
@@ -182,7 +182,7 @@ class _Task:
         except StoreUnavailable as e:
             if self._again:
                 raise
-            # As a batch that begins without Postgres: a running query does not wait for it.
+            # As for a batch that begins without Postgres: a running query does not wait for Postgres.
             _log.warning(
                 "part %d of batch %d of %s goes on without Postgres: %s", part.number, batch_id, self._config.app_id, e
             )
@@ -194,7 +194,7 @@ class _Task:
             )
 
     def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[_Line]]:
-        """The rows that are to be written, by thread."""
+        """Return the rows that are to be written, by thread."""
         threads: dict[str, list[_Line]] = {}
         line, places, last = self._line if self._set_aside else _line, self._places, None
         for last, found in groupby(rows, itemgetter("thread_id")):
@@ -220,7 +220,7 @@ class _Task:
 
     def _line(self, rank: int, row: Row) -> _Line:
         if row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
-            # It may be written by now (a replay), or become good meanwhile and be replayed later.
+            # A replay may have written the row by now, or the row has become good meanwhile and is replayed later.
             return _Line(rank, row, _SetAside("an earlier try of the batch has set this row aside"))
         return _line(rank, row)
 
@@ -228,7 +228,7 @@ class _Task:
         await self._write_in_rounds(opened, {thread_id: _Todo(lines) for thread_id, lines in threads.items()})
 
     async def finish(self) -> None:
-        """Write the rows that waited for a parent, and judge those that still do."""
+        """Write the rows that waited for a parent, and judge those that still wait."""
         for judging in (False, True):
             if self._kept:
                 self._judging = judging
@@ -245,7 +245,7 @@ class _Task:
         if self._batch_id is None:
             self._kept |= todo
             return
-        # Their parents may be among the rows of other parts and tasks.
+        # The parents of these threads may be among the rows of other parts and tasks.
         self._written.deferred |= todo.keys()
         self._written.ahead += sum(found.counts.written for found in todo.values())
 
@@ -267,13 +267,13 @@ class _Task:
             raise outage
 
     async def _learn_new(self, opened: OpenSink, threads: Sequence[str], round_: _Round) -> set[str]:
-        """Find out which threads are new. While only Postgres could tell: those that must wait for it."""
+        """Find out which threads are new. Returns those that must wait, as only Postgres can tell and it is away."""
         lanes = opened.store.lanes
         asked = [t for t in threads if lanes.of(t).appender.tip(t) is None]
         if not asked:
             return set()
         try:
-            # The look-up of many threads may take long: whether anybody answers is known sooner.
+            # Looking up many threads may take long. A ping shows sooner whether Postgres answers.
             await opened.ledger.ping(_PING_S)
             await opened.store.bulk.learn_new(threads)
             return set()
@@ -296,7 +296,7 @@ class _Task:
             some = todo.lines[: self._in_flight.share]
             async with self._in_flight.taken(len(some)):
                 if isinstance(round_.outage, (LogFull, LogUnavailable)):
-                    return  # so it would fail here, too
+                    return  # this thread's write would fail, too
                 error = await self._write_series(opened, thread_id, some, todo)
                 if isinstance(error, LineageError) and not self._judging:
                     round_.deferred[thread_id] = round_.todo.pop(thread_id)
@@ -315,7 +315,7 @@ class _Task:
     async def _write_series(
         self, opened: OpenSink, thread_id: str, lines: Sequence[_Line], todo: _Todo
     ) -> BufstoreError | None:
-        """Write rows up to the first one that cannot be written now, or is bad; the error of that one.
+        """Write rows up to the first one that cannot be written now, or is bad. Returns the error of that row.
 
         An edit is written alone.
         """
@@ -367,7 +367,7 @@ class _Task:
         )
 
     async def _refuse(self, opened: OpenSink, thread_id: str, todo: _Todo, error: Rejected) -> BufstoreError | None:
-        """Set the first row aside, or stop its thread there. Returns the outage that keeps it from being set aside."""
+        """Set the first row aside, or stop its thread there. Returns the outage that prevents setting the row aside."""
         line = todo.lines[0]
         if isinstance(error, _SetAside):
             todo.lines = todo.lines[1:]
@@ -390,7 +390,7 @@ class _Task:
         self._written.left += [key_of(line.row) for line in lines if ROW in line.row]
 
     async def _write_direct(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> set[str]:
-        """Write straight into Postgres what may go there; the threads that remain."""
+        """Write the threads that may go straight into Postgres. Returns the threads that remain."""
         direct = opened.direct
         assert direct is not None
         remaining = {t for t in threads if t in self._logged or t in self._failed}
@@ -417,7 +417,7 @@ class _Task:
             self._written.counts.repeated += repeated
             break
         if refused:
-            # It may have been for a run's id, which is that of a thread that was written: the log's checks ask whose.
+            # The reason may be a run id that a thread that was written has, too. The log's checks ask whose id it is.
             wanted = (line.wanted for thread_id in prepared for line in threads[thread_id])
             await opened.store.bulk.claim(one.run for one in wanted if isinstance(one, CheckpointRow))
         return remaining
@@ -431,7 +431,7 @@ class _Task:
 
 
 class _SetAside(InvalidRecord):
-    """A row that people have, whatever it says by now."""
+    """A row that was set aside, so people decide about it, whatever it says by now."""
 
 
 class _Line(msgspec.Struct, frozen=True, gc=False):
@@ -443,12 +443,12 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
 
 
 def _shown(row: Row) -> Row:
-    """Without the columns that are ours, but with what made it unreadable: a replay must not take it as it is shown."""
+    """Return the row without our own columns, but with what made it unreadable: no replay may write it as shown."""
     return {name: value for name, value in row.items() if name not in (THREAD, ROW)}
 
 
 async def _not_in_log(buffer: ThreadBuffer, threads: Sequence[str]) -> set[str]:
-    """The ones of these threads of which the log shows nothing."""
+    """Return those of these threads of which the log shows nothing."""
     subjects = {buffer.subjects.of(thread_id): thread_id for thread_id in threads}
     shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
     return {thread_id for subject, thread_id in subjects.items() if subject not in shown}
@@ -465,7 +465,7 @@ def _line(rank: int, row: Row) -> _Line:
 class _Place:
     """How far the rows of a thread have come."""
 
-    #: Its rows from an earlier try.
+    #: The thread's rows that an earlier try has written; None: none.
     before: SettledThread | None
     next_rank: int
 
@@ -484,9 +484,9 @@ class _Round:
 
     todo: MutableMapping[str, _Todo]
     deferred: dict[str, _Todo] = field(default_factory=dict)
-    #: Why some rows wait.
+    #: The outage for which some rows wait; None: none waits.
     outage: BufstoreError | None = None
-    #: Whether any row was.
+    #: Whether any row was written or refused.
     settled: bool = False
 
 

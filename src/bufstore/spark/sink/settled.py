@@ -1,8 +1,8 @@
-"""Which rows of a batch are written, when it ended with bad rows: somebody corrects these, and it comes again changed.
+"""Which rows of a batch are written that ended with bad rows: once these are corrected, the batch comes again changed.
 
-A row's number in the store is its batch and its place among its thread's rows (docs/adr/0014). Places shift when rows
-in front of it are taken away at the source, and then a new row would be taken for a repeat. So a batch that comes again
-after it ended with bad rows is compared row by row: what is written is left out, and what is new gets the next places.
+A row's number in the store is its batch and its place among its thread's rows (docs/adr/0014). When somebody takes rows
+away at the source, the places behind them shift, and a new row would be taken for a repeat. So a batch that comes again
+after it ended with bad rows is compared row by row: written rows are left out, and new rows get the next places.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import msgspec
 
 from bufstore.errors import ConfigError
 
-#: Columns beside those of a checkpoint: sums over the thread's id and over the row.
+#: Two columns beside those of a checkpoint: a sum over the thread's id, and a sum over the row.
 THREAD, ROW = "bufstore_thread", "bufstore_row"
 
-#: Where no position is given.
+#: The position of a row that gives none.
 NO_POSITION = -(1 << 63)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class RowKey(NamedTuple):
-    """What tells a row from others, in three numbers."""
+    """Three numbers that tell a row from others."""
 
     thread: int
     row: int
@@ -36,12 +36,12 @@ class RowKey(NamedTuple):
 
 
 def key_of(row: Mapping[str, Any]) -> RowKey:
-    """Of a row with the columns THREAD and ROW."""
+    """Return the key of a row that has the columns THREAD and ROW."""
     return RowKey(row[THREAD], row[ROW], position_of(row))
 
 
 def position_of(row: Mapping[str, Any]) -> int:
-    """The row's position as a number; of a time, microseconds since 1970."""
+    """Return the row's position as a number; a time becomes microseconds since 1970."""
     found = row.get("position")
     if found is None:
         return NO_POSITION
@@ -52,7 +52,7 @@ def position_of(row: Mapping[str, Any]) -> int:
 
 
 def summed(row: Mapping[str, Any]) -> dict[str, int]:
-    """The columns THREAD and ROW, where Spark does not compute them."""
+    """Return the columns THREAD and ROW of a row for which Spark does not compute them."""
     return {THREAD: _sum(row.get("thread_id")), ROW: _sum(row)}
 
 
@@ -71,25 +71,25 @@ def unpack(packed: bytes) -> list[RowKey]:
 
 
 def settled_after(before: Iterable[RowKey], present: Iterable[RowKey], left: Iterable[RowKey]) -> list[RowKey]:
-    """What is written after a try: what was `before`, and what was `present` without what was `left`."""
+    """Return the rows that are written after a try: those `before`, and those `present` without those `left`."""
     written = Counter(present)
     written.subtract(left)
     return list((Counter(before) | +written).elements())
 
 
 class SettledThread:
-    """The written rows of one thread, while its present rows go by in order."""
+    """The written rows of one thread, to which its present rows are compared in order."""
 
     def __init__(self, rows: Iterable[RowKey]) -> None:
         found = list(rows)
         self._left = Counter(row.row for row in found)
         self._last = max((row.position for row in found), default=NO_POSITION)
-        #: The place of the next row that is new.
+        #: The place that the first new row gets.
         self.next_rank = len(found)
         self._new = False
 
     def holds(self, key: RowKey) -> bool:
-        """Whether the row is written. Raises ConfigError for a row that cannot be new, and is not what was written."""
+        """Return whether the row is written. Raises ConfigError if it is changed, or written but behind a new row."""
         if self._left[key.row] > 0:
             if self._new:
                 raise self._changed(key, "has come before one that is written")
@@ -121,12 +121,12 @@ class Settled:
         return bool(self._threads)
 
     def of(self, thread: int) -> SettledThread | None:
-        """Of a thread, by the sum over its id; None when nothing of it is written."""
+        """Return the written rows of the thread whose id has this sum; None when there are none."""
         found = self._threads.get(thread)
         return SettledThread(found) if found is not None else None
 
     def check(self, present: Iterable[RowKey]) -> None:
-        """Raise ConfigError for a row that cannot be new, and is not what was written. `present`: threads in order."""
+        """Raise ConfigError as `SettledThread.holds` does. `present`: the rows, each thread's in order."""
         threads = {thread: SettledThread(rows) for thread, rows in self._threads.items()}
         for key in present:
             if key.thread in threads:

@@ -1,4 +1,4 @@
-"""What jobs keep in Postgres: the query of each app id, its progress, rows that could not become checkpoints."""
+"""What jobs keep in Postgres: the query of each app id, its progress, and rows that could not become checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Query(NamedTuple):
     """A streaming query, as Spark names it; empty where Spark does not tell (Connect), and outside of a query."""
 
     query_id: str = ""
-    #: Of its present run.
+    #: Spark's id of the query's present run.
     run_id: str = ""
 
 
@@ -32,17 +32,17 @@ class Holder(NamedTuple):
 
     query_id: str
     batch_id: int
-    #: Of that batch when it is done, a sum over its rows. (An earlier release has noted it before that, too.)
+    #: A sum over that batch's rows, once it is done; None: not noted. (An earlier release noted it before that, too.)
     planned: int | None = None
     done: bool = False
-    #: Of that batch, if it ended with bad rows: see `bufstore.spark.sink.settled`.
+    #: The packed keys of that batch's written rows, if it ended with bad rows: see `bufstore.spark.sink.settled`.
     settled: bytes | None = None
-    #: Its parts of which rows may be written.
+    #: The parts of that batch of which rows may be written.
     parts: Sequence[Part] = ()
 
 
 class SparkLedger:
-    """Raises StoreUnavailable when Postgres cannot be reached."""
+    """The jobs' tables. Raises StoreUnavailable when Postgres cannot be reached."""
 
     def __init__(self, conninfo: str, schema: str) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
@@ -64,7 +64,7 @@ class SparkLedger:
         await self._fetch("ping", timeout_s=timeout_s)
 
     async def renamed(self, app_id: str, query: Query, batch_id: int, timeout_s: float) -> tuple[str, int] | None:
-        """Another app id under which the query has begun this batch, or a later one, in an earlier run."""
+        """Return another app id under which an earlier run of the query began this batch or a later one, and which."""
         found = await self._fetch("renamed", app_id, *query, batch_id, timeout_s=timeout_s)
         return (found[0][0], found[0][1]) if found else None
 
@@ -75,7 +75,7 @@ class SparkLedger:
         return holder._replace(parts=[Part(*row) for row in begun])
 
     async def plan(self, app_id: str, batch_id: int, part: Part, timeout_s: float) -> tuple[int, Part]:
-        """Note what a part is before its first row is written. Returns what was noted first, and for which batch."""
+        """Note a part before its first row is written. Returns what was noted first, and for which batch."""
         found = await self._fetch("plan", app_id, part.number, batch_id, part.of, part.planned, timeout_s=timeout_s)
         noted_batch, of, planned = found[0]
         return noted_batch, Part(part.number, of, planned)
@@ -84,20 +84,20 @@ class SparkLedger:
         self, app_id: str, query: Query, batch_id: int, planned: int, *,
         rows: int, repeated: int, bad: int, waited_ms: int, timeout_s: float,
     ) -> None:  # fmt: skip
-        """Note what a batch came to, whether or not it was noted that it began."""
+        """Note what became of a batch, whether or not its beginning was noted."""
         of = (app_id, *query, batch_id)
         await self._fetch("done", *of, planned, rows, repeated, bad, waited_ms, timeout_s=timeout_s)
 
     async def stop(self, app_id: str, query: Query, batch_id: int, settled: bytes) -> None:
-        """Note which rows are written of a batch that ended with bad rows; the same holds of it."""
+        """Note which rows are written of a batch that ended with bad rows, whether or not its beginning was noted."""
         await self._fetch("stop", app_id, *query, batch_id, settled)
 
     async def quarantine(
         self, app_id: str, batch_id: int | None, rank: int, row: Mapping[str, Any], cause: str
     ) -> None:
-        """Keep a row that cannot become a checkpoint; once, however often it comes and whatever became of it.
+        """Keep a row that cannot become a checkpoint: once, however often it comes, and whatever became of it.
 
-        `batch_id`: None for a batch without a number, whose rows cannot be told from those of another one.
+        `batch_id`: None for a batch without a number, whose rows cannot be told from those of another batch.
         """
         text = msgspec.json.encode(row, enc_hook=str).decode()
         thread_id = row["thread_id"]
@@ -116,7 +116,7 @@ class SparkLedger:
         )
 
     async def set_aside(self, app_id: str, batch_id: int, timeout_s: float) -> set[bytes]:
-        """The rows of a batch that were set aside (`row_key`), in quarantine or not any more."""
+        """Return the keys (`row_key`) of a batch's rows that were set aside, even if they have left quarantine."""
         return {key for (key,) in await self._fetch("set_aside", app_id, batch_id, timeout_s=timeout_s)}
 
     async def _fetch(self, name: str, *parameters: Any, timeout_s: float = _TIMEOUT_S) -> list[tuple[Any, ...]]:
@@ -125,10 +125,10 @@ class SparkLedger:
 
 
 def row_key(app_id: str, batch_id: int | None, thread_id: str | None, rank: int) -> bytes:
-    """The same for each try of a row: by its place among its thread's rows in the batch."""
+    """Return a row's key, made of its place among its thread's rows in the batch: the same for each try."""
     return blake2b(msgspec.json.encode((app_id, batch_id, thread_id, rank)), digest_size=16).digest()
 
 
 def shown_thread(thread_id: str | None) -> str:
-    """What stands for a thread's id in a text column, which has no NUL; Spark has null where an id should be."""
+    """Return a thread's id for a text column, which cannot hold NUL. Spark may have null in place of an id."""
     return (thread_id or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
