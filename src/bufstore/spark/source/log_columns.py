@@ -13,9 +13,9 @@ from bufstore.nats.ranges import Read
 from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload
 
-#: Of an entry, in order. An entry that cannot be decoded has a cause and its body, and null where nothing is known.
+#: An entry's columns, in order. An entry that cannot be decoded has cause and body, and null where nothing is known.
 ENTRY_COLUMNS: Mapping[str, str] = {
-    #: Where it stands in the log (`bufstore.buffer.places`): the order of entries, and what cursors count.
+    #: The entry's place in the log (`bufstore.buffer.places`), by which entries are ordered, and which cursors count.
     "position": "bigint",
     "stored_at": "timestamp",
     "thread_id": "string",
@@ -24,26 +24,26 @@ ENTRY_COLUMNS: Mapping[str, str] = {
     "prev_id": "bigint",
     #: checkpoint, edit or removal.
     "kind": "string",
-    #: Messages of the thread after it, and how many of those before it stay.
+    #: How many messages the thread has after the entry, and how many of those before it the entry keeps.
     "version": "bigint",
     "keep": "bigint",
-    #: What follows them, each as JSON.
+    #: The messages that follow the kept ones, each as JSON.
     "messages": "array<string>",
     "run_id": "string",
-    #: As JSON.
+    #: These three are JSON.
     "run": "string",
     "metadata": "string",
     "state": "string",
-    #: Of a checkpoint its run's; of an edit the new one ("" for none).
+    #: For a checkpoint, the parent that its run names; for an edit, the new parent ("" for none).
     "parent_thread_id": "string",
-    #: Of its payload.
+    #: The size of the payload.
     "bytes": "bigint",
-    #: Why it could not be decoded.
+    #: Why the entry could not be decoded; null: it was decoded.
     "cause": "string",
     "body": "binary",
 }
 MESSAGE_COLUMNS: Mapping[str, str] = {
-    #: Its sequence in the stream.
+    #: The message's sequence in the stream.
     "position": "bigint",
     "stored_at": "timestamp",
     "subject": "string",
@@ -66,11 +66,11 @@ def types_of(columns: Sequence[str]) -> dict[str, Any]:
 
 
 class LogItem(msgspec.Struct, frozen=True):
-    """An entry, or what is none, and when its group was stored."""
+    """An entry, or messages that are not one, and when its group was stored."""
 
     what: Item
     stored_at_ns: int
-    #: -1: it is not known.
+    #: The entry's partition; -1 when it is not known.
     partition: int
 
 
@@ -86,7 +86,7 @@ def message_rows(columns: Sequence[str], reads: Sequence[Read]) -> pyarrow.Recor
 
 
 def entry_rows(columns: Sequence[str], items: Sequence[LogItem]) -> pyarrow.RecordBatch:
-    """Entries, decoded as far as the columns ask for it."""
+    """Return entries as rows, decoded only as far as the columns need it."""
     decoding = not _UNDECODED.issuperset(columns)
     payloads = [payload_of(item.what) if decoding else None for item in items]
     rows = list(zip(items, payloads, strict=True))
@@ -113,7 +113,7 @@ def _batch(
 
 
 def payload_of(what: Item) -> AnyPayload | str:
-    """The payload, or why it cannot be decoded."""
+    """Return the payload, or why it cannot be decoded."""
     if isinstance(what, Malformed):
         return what.cause
     try:
@@ -122,19 +122,19 @@ def payload_of(what: Item) -> AnyPayload | str:
         return str(e)
 
 
-#: What decoding a message or run raises, if no writer of ours has made it.
+#: The errors that decoding a message or run may raise, if no writer of ours has made it.
 UNDECODABLE = (ValueError, TypeError, msgspec.MsgspecError)
 
 
 def cause_of(error: Exception) -> str:
-    """Why what an entry holds has no columns."""
+    """Return why an entry's content has no columns."""
     return f"undecodable payload: {type(error).__name__}"
 
 
 def as_json(value: Any) -> str:
-    """A value of a message or run as JSON; bytes in it as base64, what JSON has no number for as null.
+    """Return a value of a message or run as JSON: bytes become base64, and numbers that JSON lacks become null.
 
-    Keys that are no texts, like null and true, are texts there.
+    Keys that are not text, like null and true, become text.
     """
     try:
         return msgspec.json.encode(value).decode()
@@ -206,5 +206,5 @@ _OF: Mapping[str, Get] = {
     "cause": lambda _, payload: payload if isinstance(payload, str) else None,
     "body": _body,
 }
-#: What is known without a look into the payload.
+#: The columns that are known without decoding the payload.
 _UNDECODED = {"position", "stored_at", "thread_id", "partition", "entry_id", "prev_id", "version", "bytes"}

@@ -1,4 +1,4 @@
-"""The entries that a job reads of the log: out of groups, with the parts of large ones from where they stand."""
+"""Reads a job's entries from the log: takes them out of groups, and fetches the parts of large ones."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Wanted:
         self.all = not (self._hashes or self._partitions)
 
     def record(self, record: Record) -> bool:
-        """Whether it is asked for the entry of which the header of a group says this."""
+        """Return whether the job asks for the entry that this record of a group's header describes."""
         return self.all or record.hash in self._hashes or record.partition in self._partitions
 
     def rows(self, message: StoredMessage) -> int:
-        """How many rows this message comes to, at most; its header is enough."""
+        """Return how many rows this message becomes at most; its header is enough to tell."""
         if message.subject in self._subjects.beside:
             return 0
         if self._form == "messages":
@@ -57,19 +57,19 @@ class LogEntries:
         self._part = part
 
     async def of(self, read: Read) -> AsyncIterator[LogItem]:
-        """What of a message is asked for. Raises DataLoss when a part of an entry is gone."""
+        """Yield what the job asks for of a message. Raises DataLoss when a part of an entry is gone."""
         message = read.message
         if message.subject == self._subjects.groups:
             for partition, what in self.taken(read):
                 item = what if isinstance(what, Malformed) else await self.item(what)
                 if item is not None:
                     yield LogItem(item, read.stored_at_ns, partition)
-        elif self._wanted.rows(message):  # anybody may publish
+        elif self._wanted.rows(message):  # anybody may publish such a message
             none = Malformed(message.subject, first_place(message.seq), (message,), "not a group of entries")
             yield LogItem(none, read.stored_at_ns, -1)
 
     def taken(self, read: Read) -> Iterator[Taken]:
-        """What of a group is asked for; of any other message, nothing."""
+        """Yield what the job asks for of a group; of any other message, nothing."""
         if read.message.subject == self._subjects.groups:
             yield from entries_of(read.message, self._subjects, self._in_range)
 
@@ -77,7 +77,7 @@ class LogEntries:
         return self._part.holds(position) and self._wanted.record(record)
 
     async def item(self, found: EntryMessage) -> Item | None:
-        """The entry, with its payload; None: it is being erased. Raises DataLoss when a part of it is gone."""
+        """Return the entry with its payload; None: it is being erased. Raises DataLoss when a part of it is gone."""
         thread_id, message, elsewhere = found
         if not elsewhere:
             return item_of(message, thread_id)

@@ -1,4 +1,4 @@
-"""Reading a range of the log in a Python worker: messages from the server, entries of them, rows of those."""
+"""Reads a range of the log in a Python worker: messages from the server, their entries, and the entries' rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from bufstore.spark.source.log_entries import LogEntries, Wanted
 from bufstore.spark.source.offsets import Holes, Offset, Range
 from bufstore.spark.source.options import ReadOptions
 
-#: How long a read of a batch waits for a server that is away.
+#: How long a read of a batch waits for a server that is away, in seconds.
 PATIENCE_S = 30.0
 
 T = TypeVar("T")
 
 
 async def reader_of(options: ReadOptions) -> LogReader:
-    """A reader of the log, kept in this process."""
+    """Return a reader of the log, which this process keeps."""
 
     async def open_() -> LogReader:
         reader = LogReader(options.nats, options.stream)
@@ -38,12 +38,12 @@ async def reader_of(options: ReadOptions) -> LogReader:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], timeout_s: float = PATIENCE_S) -> T:
-    """The result of `call`, which may be repeated. Raises LogUnavailable when it does not get through for so long."""
+    """Return the result of `call`, which may be repeated. Raises LogUnavailable if none succeeds for `timeout_s`."""
     return await Patience(timeout_s, "a read of the log", numbered=True).until_through(call)
 
 
 async def look(options: ReadOptions) -> LogState:
-    """The log as it is now."""
+    """Return the log as it is now."""
     return await (await reader_of(options)).look()
 
 
@@ -55,19 +55,19 @@ async def check_first(options: ReadOptions, log: LogState, start: Offset) -> Non
 
 
 async def _lost(reader: LogReader, log: LogState, holes: Holes, end: int) -> int | None:
-    """What was lost of a range that was read to its end."""
+    """Return the first sequence that was lost of a range that was read to its end; None if none was."""
     holes.passed(end)
     if holes.open:
         behind = await reader.first_of(log.subjects.groups, end)
         holes.ended(end, _before(behind) if behind is not None else None)
     if not holes.found:
         return None
-    # Asked now: what made the holes was written before.
+    # These are asked only now: whatever made the holes was written before.
     return holes.lost(await reader.erased(holes.found[0][0]), (await reader.look()).first)
 
 
 def _before(message: StoredMessage) -> int:
-    """The group before this one; of what is no group, nothing is known."""
+    """Return the group before this one; 0 for a message that is no group, which does not tell."""
     try:
         return decode_header(message).before
     except MalformedEntry:
@@ -75,14 +75,14 @@ def _before(message: StoredMessage) -> int:
 
 
 async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:
-    """The sequence of the first message that was stored then or later."""
+    """Return the sequence of the first message that was stored then or later; the log's end if none was."""
     return await (await reader_of(options)).at_time(time_ns, log)
 
 
 async def within(options: ReadOptions, log: LogState, start: int, end: int) -> int:
-    """How far one gets from `start` with as many rows and bytes of bodies as a micro-batch may have.
+    """Return how far a micro-batch gets from `start` with as many rows and bytes of bodies as it may have.
 
-    At least over one message; never into one. Reads headers only.
+    It gets at least over one message, and never ends within one. Reads headers only.
     """
     reader, rows, size, at = await reader_of(options), 0, 0, start
     wanted = Wanted(log.subjects, options)
@@ -101,7 +101,7 @@ async def within(options: ReadOptions, log: LogState, start: int, end: int) -> i
 
 
 async def rows_between(options: ReadOptions, log: LogState, start: int, end: int) -> int:
-    """How many rows these messages come to, at most. Reads headers only."""
+    """Return how many rows these messages become at most. Reads headers only."""
     wanted, rows = Wanted(log.subjects, options), 0
     found = (await reader_of(options)).read(start, end, log.subjects.stored, headers_only=True)
     async with aclosing(found) as parts:
@@ -111,12 +111,12 @@ async def rows_between(options: ReadOptions, log: LogState, start: int, end: int
 
 
 async def stored_at_ns(options: ReadOptions, log: LogState, start: int) -> int | None:
-    """When the first message from this sequence on was stored; None if there is none."""
+    """Return when the first message from this sequence on was stored; None if there is none."""
     return await (await reader_of(options)).stored_at_ns(start, log)
 
 
 async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:
-    """The rows of a range. Raises DataLoss when some of it was purged since the reader began."""
+    """Yield the rows of a range. Raises DataLoss when some of it was purged since the reader began."""
     timeout_s = options.outage_timeout_s if options.outage_timeout_s is not None else PATIENCE_S
     log = await patiently(partial(look, options), timeout_s)
     reader = await reader_of(options)
@@ -130,12 +130,12 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
 async def messages(
     reader: LogReader, log: LogState, part: Range, holes: Holes, *, fails: bool, timeout_s: float = PATIENCE_S
 ) -> AsyncGenerator[Sequence[Read]]:
-    """The messages of a range; waits for servers that are away.
+    """Yield the messages of a range. Waits for servers that are away.
 
-    Raises DataLoss when the stream is another one, or (`fails`) groups of it are gone, LogUnavailable.
+    Raises DataLoss when the stream is another one, or (with `fails`) when groups of the range are gone; LogUnavailable.
     """
     _check_same(log, part)
-    # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
+    # All messages are read, because a group holds entries of many threads, and to find out whether any is missing.
     read = reader.read(part.start, part.end, log.subjects.stored, silence_s=timeout_s)
     async with aclosing(read) as found:
         async for reads in found:
@@ -151,7 +151,7 @@ async def messages(
 
 def _check_same(log: LogState, part: Range) -> None:
     if log.created != part.created:
-        # The same numbers, other messages: whether that may be is decided when the query plans again.
+        # The same numbers name other messages now. Whether that may be is decided when the query plans again.
         raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
 
 

@@ -10,31 +10,31 @@ import msgspec
 from bufstore.buffer.places import group_of, number_of
 from bufstore.errors import ConfigError, DataLoss
 
-#: Of a range that one task reads, unless it is said how many there shall be: some seconds.
+#: How many bytes one task reads, unless the number of tasks is given: they take it some seconds.
 _PART_BYTES = 64 << 20
 
 
 class Offset(msgspec.Struct, frozen=True, kw_only=True):
     """Where a reader stands. Written to Spark's checkpoint folder; its fields keep their order and meaning.
 
-    It stands between two messages of the stream, so that a group of entries is read whole, or not yet.
+    It stands between two messages of the stream, so a group of entries is read either whole or not yet.
     """
 
     #: When the stream was created: a stream that was created again is another one, whatever its name.
     created: str
     #: The sequence of the message that is read next.
     position: int
-    #: Of the first group, only entries from this position on are read; 0: all of them.
+    #: The position of the first entry that is read of the first group; 0: all of its entries are read.
     since: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For Spark, which compares the text of two offsets."""
+        """Return the offset as Spark wants it, which compares offsets by their text."""
         found: dict[str, Any] = {"created": self.created, "position": self.position}
         return found | ({"since": self.since} if self.since else {})
 
 
 def offset_of(found: Mapping[str, Any]) -> Offset:
-    """The offset that Spark gives back. Raises ConfigError for anything else."""
+    """Return the offset that Spark gives back. Raises ConfigError for anything else."""
     try:
         return msgspec.convert(found, Offset)
     except msgspec.ValidationError:
@@ -46,21 +46,21 @@ class Range(msgspec.Struct, frozen=True, kw_only=True):
 
     start: int
     end: int
-    #: Of the stream that it was planned on, as in `Offset`.
+    #: When the stream on which the range was planned was created, as in `Offset`.
     created: str
-    #: Only entries from this position on, and up to before that one; 0: no bound.
+    #: Only entries from position `since` to before position `until` are read; 0: no bound.
     since: int = 0
     until: int = 0
 
     def holds(self, position: int) -> bool:
-        """Whether an entry at this position is in it."""
+        """Return whether an entry at this position is in the range."""
         return position >= self.since and (not self.until or position < self.until)
 
 
 def begin_at(wanted: str, first: int, end: int, form: str) -> tuple[int, int]:
-    """The message at which to begin, and the position of the entry in it, if others stand before that (else 0).
+    """Return the message to begin at, and the position of the entry in it, if other entries stand before that (else 0).
 
-    `wanted`: "earliest" (the message `first`), "latest" (`end`) or a number: of messages a sequence, of entries a
+    `wanted`: "earliest" (the message `first`), "latest" (`end`) or a number: for messages a sequence, for entries a
     position. Raises ConfigError.
     """
     if wanted == "earliest":
@@ -87,12 +87,12 @@ def check(start: Offset, created: str, end: int) -> None:
 
 
 def parts_of(size: int, *, exactly: int | None, at_least: int) -> int:
-    """How many parts a range of so many bytes is read in."""
+    """Return in how many parts a range of `size` bytes is read."""
     return exactly or max(at_least, -(-size // _PART_BYTES))
 
 
 def split(whole: Range, parts: int) -> list[Range]:
-    """The range in at most `parts` non-empty ones of about the same length."""
+    """Return the range as at most `parts` non-empty ranges of about the same length."""
     size = max(1, -(-(whole.end - whole.start) // max(parts, 1)))
     return [
         msgspec.structs.replace(whole, start=at, end=min(at + size, whole.end))
@@ -101,36 +101,36 @@ def split(whole: Range, parts: int) -> list[Range]:
 
 
 class Holes:
-    """The sequences of a range that do not come, as far as groups of entries may be missing there.
+    """The holes of a range: sequences that do not come, where groups of entries may be missing.
 
     The log loses messages at its front, by a purge, and single ones that were erased, or that proved a read. Each group
-    names the one before it. So behind a group that came, everything up to the group that is named next is there, or was
-    lost.
+    names the one before it. If a group names the last one that came, no group is missing between the two. If it names a
+    later one, that one is missing, and others may be missing before it.
     """
 
     def __init__(self, start: int) -> None:
         self._at = start
         #: The last group that came; before the first, it stands below the range.
         self._group = start - 1
-        #: What did not come behind it: each from its first sequence to before its end.
+        #: The holes behind that group: each from its first sequence to before its end.
         self._open: list[tuple[int, int]] = []
-        #: Where groups may be missing, and groups that are.
+        #: The holes in which groups may be missing, and the sequences of groups that are missing.
         self.found: list[tuple[int, int]] = []
         self._missing: set[int] = set()
 
     @property
     def open(self) -> bool:
-        """Whether the next group must tell what it names as the one before."""
+        """Whether the next group must tell which group it names as the one before it."""
         return bool(self._open)
 
     def passed(self, sequence: int) -> None:
-        """This one came, or is the end of the range."""
+        """Note that the message with this sequence came, or that the range ends there."""
         if sequence > self._at:
             self._open.append((self._at, sequence))
         self._at = max(self._at, sequence + 1)
 
     def group(self, sequence: int, before: int) -> None:
-        """This one is a group behind all that `passed`, and names that before it."""
+        """Note a group behind all that `passed`, and which group it names as the one before it."""
         if before > self._group:
             self._found(before)
             self._missing.add(before)
@@ -138,7 +138,7 @@ class Holes:
         self._group = sequence
 
     def ended(self, end: int, before: int | None) -> None:
-        """The range ends, and the first group behind it names this one before it; None: there is no group."""
+        """Note that the range ends, and which group the first one behind it names; None: there is none behind it."""
         if before is not None and before < end:
             self.group(end, before)
         else:
@@ -148,10 +148,10 @@ class Holes:
         self.found += [(first, min(end, last + 1)) for first, end in self._open if first <= last]
 
     def lost(self, erased: Collection[int], first: int) -> int | None:
-        """The first sequence whose group was lost, as far as can be told; None if none was.
+        """Return the first sequence whose group was lost, as far as can be told; None if none was.
 
-        `first`: where the log begins. What stood below that may have been a group; above it, only a group that another
-        names was lost. What was `erased` was not.
+        `first`: where the log begins. Any message that is gone below it may have been a group; above it, only a group
+        that another one names was lost. A group that was `erased` was not lost.
         """
         for start, end in self.found:
             for sequence in range(start, end):

@@ -1,4 +1,4 @@
-"""The options of the log as a source, as strings that Spark hands over. No Spark in here."""
+"""The options for reading the log as a source, as strings that Spark hands over. No Spark in here."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ReadOptions(Secretive):
     ending_timestamp_ns: int | None = None
     max_messages: int | None = None
     max_bytes: int | None = None
-    #: A micro-batch waits for so many rows, but no longer than this.
+    #: How many rows a micro-batch waits for (None: it does not wait), and for how many seconds at most.
     min_messages: int | None = None
     max_trigger_delay_s: float = 900.0
-    #: Tasks that a read is divided into; None: as many as its size asks for, but at least `min_tasks`.
+    #: The number of tasks that a read is divided into; None: as many as its size asks for, but at least `min_tasks`.
     tasks: int | None = None
     min_tasks: int = os.cpu_count() or 2
     fail_on_data_loss: bool = True
-    #: How long a read waits for servers that are away. None: as long as a batch or a stream does.
+    #: How many seconds a read waits for servers that are away. None: 30 for a batch, 3600 for a stream.
     outage_timeout_s: float | None = None
     threads: Sequence[str] = ()
     partitions: Sequence[int] = ()
 
 
-#: What is read.
+#: Option → what it says. These say what is read.
 NAMES = {
     "form": "entries (decoded) or messages (byte for byte)",
     "columns": "those that are needed, with commas: what is not asked for is not decoded",
@@ -61,13 +61,13 @@ NAMES = {
     "threads": "only entries of these, as a JSON list of ids",
     "partitions": "only entries of these partitions of the log, with commas",
 }
-#: What Kafka's source calls them.
+#: The names that Kafka's source has for some options → our names.
 _KAFKAS = {"maxoffsetspertrigger": "maxMessagesPerTrigger", "minoffsetspertrigger": "minMessagesPerTrigger"}
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
-    """The options. Raises ConfigError, naming the option."""
+    """Return the options. Raises ConfigError, naming the option."""
     found = named({_KAFKAS.get(name.lower(), name): value for name, value in given.items()}, NAMES)
     nats = connection(found)
     check_masked(nats, found)

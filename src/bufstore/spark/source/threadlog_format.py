@@ -1,8 +1,8 @@
 """The log as a source of Spark: ``spark.read.format("threadlog")`` and ``spark.readStream.format("threadlog")``.
 
 Spark finds it by itself (`pyspark_threadlog`). An offset is a sequence of the stream together with the stream's
-identity, so a batch that is read again is the same entries, and it ends at a group's end. Tasks read ranges with
-consumers of their own (`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged.
+identity, so a batch that is read again has the same entries, and it ends at a group's end. Tasks read ranges with
+consumers of their own (`bufstore.nats.ranges`); they never touch the flusher's consumers, and ack nothing.
 Options: `bufstore.spark.source.options`.
 """
 
@@ -38,7 +38,7 @@ from bufstore.spark.source.options import ReadOptions, read_options
 
 T = TypeVar("T")
 
-#: How long a stream waits for a server that is away: as the sink does.
+#: How long a stream waits for a server that is away, in seconds: as long as the sink does.
 _OUTAGE_S = 3600.0
 
 
@@ -81,7 +81,7 @@ class _Reads:
         self.options = options
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
-        """The entries of a range, as batches of Arrow."""
+        """Return the entries of a range, as batches of Arrow."""
         assert isinstance(partition, _RangePartition)
         return _batches(self.options, partition.part)
 
@@ -111,10 +111,10 @@ class _Batch(_Reads, DataSourceReader):
 
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     _target: int | None = None
-    #: Up to where a micro-batch was planned.
+    #: The sequence up to which micro-batches were planned.
     _reached = 0
     _waiting: _Waiting | None = None
-    #: Since when the log cannot be read (what the clock said, and Unix time), and what was last told of it.
+    #: Since when the log cannot be read (by the monotonic clock, and in Unix time), and the last report about the log.
     _away: tuple[float, float] | None = None
     _told: dict[str, Any] | None = None
 
@@ -131,19 +131,19 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = self._patiently(self._look).end
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        # Spark takes one limit; `latestOffset` keeps to both, unless all there is shall go into one batch.
+        # Spark takes one limit; `latestOffset` keeps to both, unless Spark wants everything in one batch.
         if self.options.max_messages is not None:
             return ReadMaxRows(self.options.max_messages)
         return ReadMaxBytes(self.options.max_bytes) if self.options.max_bytes is not None else ReadAllAvailable()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         latest = partial(self._latest, start, limit)
-        if self._target is not None:  # nothing new would be the query's end
+        if self._target is not None:  # an answer of nothing new would end the query
             return self._patiently(latest)
         try:
             found = loop().run(latest())
         except LogUnavailable:
-            # Nothing new: Spark asks again, tells of the query's progress, and can stop it, while it is not waited for.
+            # Answer that nothing is new, and do not wait: so Spark can report progress, stop the query, and ask again.
             now = time.monotonic()
             since, _ = self._away = self._away or (now, time.time())
             if now - since >= (self.options.outage_timeout_s or 0.0):
@@ -169,7 +169,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         return Offset(created=log.created, position=end).as_dict()
 
     async def _waits(self, log: LogState, begin: int, end: int) -> bool:
-        """Whether there are not yet as many rows as a micro-batch waits for."""
+        """Return whether the micro-batch still waits for rows."""
         wanted = self.options.min_messages
         if wanted is None or self._target is not None or begin == end:
             return False
@@ -177,7 +177,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         if waiting is None or waiting.begin != begin:
             first = waiting is None
             waiting = self._waiting = _Waiting(begin)
-            if first:  # what a query finds when it starts does not wait
+            if first:  # rows that a query finds when it starts do not wait
                 return False
         waiting.rows += await log_scan.rows_between(self.options, log, waiting.counted, end)
         waiting.counted = end
@@ -207,23 +207,23 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
                 return await _planned(self.options, log, before, until.position)
             if self.options.fail_on_data_loss:
                 check(until, log.created, log.end)
-            # What the batch was planned on is gone. The numbers of its end may be the new stream's, too, but that is
-            # read by the next batch, from its first message on.
+            # The stream on which the batch was planned is gone. The new stream may have the number of the batch's end,
+            # too, but the next batch reads the new stream, from its first message on.
             return await _planned(self.options, log, before, _begin(log, before))
 
         return self._patiently(found)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
+        """Do nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
 
 
 class _Waiting:
-    """A micro-batch that begins here waits for rows."""
+    """A micro-batch that waits for rows, and the sequence at which it begins."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.since = time.monotonic()
-        #: Up to where its rows were counted.
+        #: The sequence up to which its rows were counted.
         self.counted = begin
         self.rows = 0
 
@@ -236,7 +236,7 @@ async def _planned(
     begin = _begin(log, start)
     since = start.since if start.created == log.created else 0
     whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
-    # Of a batch without parts, Spark makes one that we do not know.
+    # For a batch without parts, Spark makes one of its own, which `read` does not know.
     parts = parts_of(log.bytes_between(begin, end), exactly=options.tasks, at_least=options.min_tasks)
     return [_RangePartition(part) for part in split(whole, parts) or [whole]]
 
@@ -248,7 +248,7 @@ async def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
 
 
 def _begin(log: LogState, start: Offset) -> int:
-    """The first message that there can be; if the stream was replaced (and may be), the new one's first."""
+    """Return the first message that there can be; the new stream's first, if the stream was (and may be) replaced."""
     return max(start.position, log.first) if start.created == log.created else log.first
 
 
