@@ -1,4 +1,4 @@
-"""A position at which everything is read, however many reads there are, while the log and Postgres go on."""
+"""Holds a position, so that any number of reads see the same state while the log and Postgres go on."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class HeldPosition(Secretive):
 
     #: The first position that is not read.
     position: int
-    #: For ``spark.read.format("bufstore").options(**held.options)``; they hold the logins.
+    #: The options for ``spark.read.format("bufstore").options(**held.options)``; they contain the logins.
     options: Mapping[str, str] = field(metadata={"secret": True})
 
 
 @contextmanager
 def hold_position(deployment: Deployment) -> Iterator[HeldPosition]:
-    """Hold where the log ends now: each read with the options, in the block, shows threads, runs and messages as they
-    were there, whatever is written and flushed meanwhile.
+    """Hold the position at which the log ends now: in the block, each read with the options shows threads, runs and
+    messages as they were at that position, whatever is written and flushed meanwhile.
 
-    It is a transaction of Postgres, which keeps what it sees from being cleaned up: hold it for as long as it is needed
-    and no longer. What the log holds above Postgres must stay in it, so for less than `retain_after_flush_s`. Raises
-    StoreUnavailable, LogUnavailable.
+    A transaction of Postgres holds the position, and keeps what it sees from being cleaned up: hold it no longer than
+    you need it. Also hold it for less than `retain_after_flush_s`, because what the log holds above Postgres must stay
+    in the log. Raises StoreUnavailable, LogUnavailable.
     """
     stack = AsyncExitStack()
 
@@ -43,7 +43,7 @@ def hold_position(deployment: Deployment) -> Iterator[HeldPosition]:
         reader = LogReader(deployment.server, deployment.stream)
         await reader.open()
         try:
-            log = await patiently(reader.look)  # behind the snapshot
+            log = await patiently(reader.look)  # after the snapshot was exported
         finally:
             await reader.aclose()
         position = end_behind(ledger, log)

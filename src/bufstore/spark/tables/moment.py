@@ -1,6 +1,6 @@
 """A moment of Postgres: a transaction that sees one state of all tables, from its first statement on.
 
-Another transaction can see the same moment (`hold_position`), as parallel dumps of a database do it.
+Another transaction can see the same moment (`hold_position`), as in parallel dumps of a database.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from bufstore.postgres.connection.migrate import queries
 from bufstore.postgres.connection.pool import Pool, in_time, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
 
-#: How long the connection may take, a lock, and an answer that is no stream.
+#: How many seconds each of these may take: the connection, a lock, and an answer that is no stream.
 _ANSWER_S = 30.0
-#: Since when Postgres has a timeout of transactions.
+#: The first version of Postgres that has a timeout of transactions.
 _TRANSACTION_TIMEOUT = 170000
-#: So many rows are in memory at a time, where libpq can do that (from 17 on); else one.
+#: How many rows of a stream are in memory at a time, where libpq can do that (from 17 on); else one.
 _ROWS = 50
 
 
 class Ledger(NamedTuple):
     """What the buffer's tables say."""
 
-    #: By partition: everything up to there is in the threads' rows, or waits, or is in quarantine.
+    #: The cursor of each partition: everything up to it is in the threads' rows, or waits, or is in quarantine.
     cursors: Mapping[int, int]
     target: Target | None
 
 
 class Moment:
-    """For ``async with``. Raises StoreUnavailable, StoreMisconfigured; of a snapshot that is over, ConfigError."""
+    """For ``async with``. Raises StoreUnavailable, StoreMisconfigured, and ConfigError when the snapshot is over."""
 
     def __init__(self, conninfo: str, schema: str, snapshot: str | None = None) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
@@ -57,8 +57,8 @@ class Moment:
     async def _begin(self) -> None:
         await self._pool.open(wait=False)
         self._connection = connection = await self._pool.take(_ANSWER_S)
-        # A stream lasts as long as Spark takes its rows, and the transaction stands still while the log is read, or
-        # somebody holds it; it locks nothing that others write. Only for a lock it does not wait for ever.
+        # A stream lasts as long as Spark takes to read its rows, and the transaction is idle while the log is read or
+        # somebody holds it. It locks nothing that others write, so only its wait for a lock has a timeout.
         off = ["idle_in_transaction_session_timeout", "statement_timeout"]
         if connection.info.server_version >= _TRANSACTION_TIMEOUT:
             off.append("transaction_timeout")
@@ -86,17 +86,17 @@ class Moment:
         await self._pool.close()
 
     async def rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """All rows of a statement that finds its few rows at once."""
+        """Return all rows of a statement that finds its few rows at once."""
         assert self._connection is not None
         with map_errors():
             async with in_time(self._connection, _ANSWER_S):
                 return await arrays.rows_of(self._connection, self._sql[name], parameters)
 
     async def stream(self, name: str, *parameters: Any) -> AsyncGenerator[tuple[Any, ...]]:
-        """The rows of a statement that may read whole tables, some at a time.
+        """Yield the rows of a statement that may read whole tables, some at a time.
 
-        Nobody can say how long it takes to the first row, or the next one: of a large table few may be asked for, and
-        Spark takes them when it wants them.
+        Nothing limits the time until the first row, or the next one: a read may want few rows of a large table, and
+        Spark takes rows when it wants them.
         """
         assert self._connection is not None
         size = _ROWS if capabilities.has_stream_chunked() else 1
@@ -113,5 +113,5 @@ class Moment:
         return Ledger(dict(zip(partitions or (), cursors or (), strict=True)), named)
 
     async def export(self) -> str:
-        """The name under which others can see this moment, for as long as this one lasts."""
+        """Return the name under which other transactions can see this moment, for as long as this one lasts."""
         return str((await self.rows("export_snapshot"))[0][0])

@@ -1,4 +1,4 @@
-"""Which rows a read is narrowed to: by options, and by what Spark pushes down of a query; decisions, without I/O."""
+"""Which rows a read is narrowed to, by options and by filters that Spark pushes down; decisions, without I/O."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Narrowing(msgspec.Struct, frozen=True, kw_only=True):
-    """Only rows of which all of this is true. None: any."""
+    """A read's rows are those that meet all of these conditions. None: any value meets it."""
 
     threads: frozenset[str] | None = None
     thread_prefix: str | None = None
     agents: frozenset[str] | None = None
-    #: Of the column `changed_at`, in microseconds since 1970: from, and up to before.
+    #: The bounds of column `changed_at` in microseconds since 1970: from the one, up to before the other.
     changed_from: int | None = None
     changed_before: int | None = None
 
     def has_thread(self, thread_id: str) -> bool:
-        """Whether there may be a row of this thread."""
+        """Return whether there may be a row of this thread."""
         return (self.threads is None or thread_id in self.threads) and thread_id.startswith(self.thread_prefix or "")
 
     def has(self, row: Mapping[str, Any]) -> bool:
-        """Whether this row is one of them."""
+        """Return whether this row meets all conditions."""
         at = row["changed_at"]
         return (
             self.has_thread(row["thread_id"])
@@ -36,7 +36,7 @@ class Narrowing(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def and_(self, other: Narrowing) -> Narrowing:
-        """The rows of both."""
+        """Return the narrowing to rows that meet the conditions of both."""
         mine, theirs = self.thread_prefix or "", other.thread_prefix or ""
         longer, shorter = (mine, theirs) if len(mine) >= len(theirs) else (theirs, mine)
         nothing = not longer.startswith(shorter)
@@ -55,14 +55,14 @@ def _both(some: frozenset[str] | None, others: frozenset[str] | None) -> frozens
     return some & others
 
 
-#: Any row.
+#: No condition: all rows.
 ALL = Narrowing()
 
 
 def narrowed_by(filters: Iterable[Any], columns: Iterable[str]) -> Narrowing:
-    """What Spark's filters (`pyspark.sql.datasource.Filter`) say; a filter that we have no use for says nothing.
+    """Return what Spark's filters (`pyspark.sql.datasource.Filter`) narrow a read to; skip filters we have no use for.
 
-    Spark looks at each row again, so this may keep rows that a filter does not.
+    Spark checks each row again, so this may keep rows that a filter does not.
     """
     known, found = set(columns), ALL
     for one in filters:

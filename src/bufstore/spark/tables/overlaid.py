@@ -1,7 +1,7 @@
-"""Threads of which the log holds more than Postgres has: as a read of the store overlays them; no I/O.
+"""Overlays threads of which the log holds more than Postgres has, as a read of the store does; no I/O.
 
-Of what Postgres holds of a thread's messages only the number is needed: an entry keeps some of them, from the first on,
-and replaces the others.
+Only the number of a thread's messages in Postgres is needed: an entry keeps some of them, from the first on, and
+replaces the others.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Late(msgspec.Struct, frozen=True):
 
 
 class Overlaid(msgspec.Struct, frozen=True):
-    """A thread with what is not flushed of it."""
+    """A thread with its entries that are not flushed."""
 
     state: ThreadState
-    #: When the last entry was stored, and the last one that saved a run.
+    #: When the last of these entries was stored, and, per run, the last one that saved it: microseconds since 1970.
     changed_at: int
     run_times: Mapping[str, int]
 
@@ -45,15 +45,15 @@ class Overlaid(msgspec.Struct, frozen=True):
         return next((n for n, message in enumerate(messages) if message is not _STORED), len(messages))
 
     def new_messages(self) -> Iterator[tuple[int, bytes]]:
-        """The others, each with its number."""
+        """Return the other messages, each with its number."""
         kept = self.kept
         return ((n, message) for n, message in enumerate(self.state.messages[kept:], kept))
 
 
 def overlaid(thread_id: str, row: Sequence[Any], waiting: Sequence[Late], tail: Sequence[Late]) -> Overlaid | None:
-    """The thread with the entries of it that wait in Postgres, and then those of the log; None: Postgres has them all.
+    """Return the thread with its entries that wait in Postgres, and then those of the log; None: all are flushed.
 
-    `row`: what ``thread_row_v2`` says of it.
+    `row`: what ``thread_row_v2`` returns for the thread.
     """
     stored = ((number, _STORED) for number in range(row[1] or 0))
     state = thread_state(thread_id, [(-1, *row), *stored])

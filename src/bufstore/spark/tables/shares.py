@@ -1,7 +1,7 @@
 """Which task reads which threads: ranges of a hash that Postgres and Python compute alike; decisions, without I/O.
 
-Not ranges of ids: threads that are new stand in the log only, and often close together (ids that begin with a date), so
-that one task would hold the whole tail.
+Shares are not ranges of ids: new threads stand in the log only, and their ids are often close together (they begin with
+a date), so one task would hold the whole tail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HASHES = 1 << 32
 
 
 def hash_of(thread_id: str) -> int:
-    """As `tables.sql` computes it."""
+    """Return the thread's hash, as `tables.sql` computes it."""
     return int.from_bytes(sha256(thread_id.encode()).digest()[:4])
 
 
@@ -27,24 +27,24 @@ class Share(msgspec.Struct, frozen=True):
     high: int = HASHES
 
     def has(self, thread_id: str) -> bool:
-        """Whether the thread is one of them."""
+        """Return whether the thread is one of them."""
         return self.low <= hash_of(thread_id) < self.high
 
     def divided(self, pieces: int) -> list[Share]:
-        """The same threads, as so many shares of the same size."""
+        """Return the same threads as this many shares of the same size."""
         edges = [self.low + (self.high - self.low) * n // pieces for n in range(pieces + 1)]
         return [Share(low, high) for low, high in pairwise(edges)]
 
     def piece_of(self, thread_id: str, pieces: int) -> int:
-        """Which of so many, into which it is `divided`, has the thread, which is one of them."""
+        """Return which one of this many `divided` shares has the thread, which must be in this share."""
         return ((hash_of(thread_id) - self.low + 1) * pieces - 1) // (self.high - self.low)
 
 
 def shares(tasks: int) -> list[Share]:
-    """All threads, as so many shares of the same size."""
+    """Return all threads as this many shares of the same size."""
     return Share().divided(tasks)
 
 
 def share_of(thread_id: str, tasks: int) -> int:
-    """Which of so many `shares` has the thread."""
+    """Return which one of this many `shares` has the thread."""
     return Share().piece_of(thread_id, tasks)

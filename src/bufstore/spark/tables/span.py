@@ -1,4 +1,4 @@
-"""Which part of the log a read needs above Postgres, and which of it is read already; decisions, without I/O."""
+"""Which part of the log a read needs above Postgres, and how much of it is read already; decisions, without I/O."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ class Span(msgspec.Struct, frozen=True):
     created: str
     start: int
     end: int
-    #: From this one on, nothing may be missing.
+    #: The message from which on nothing may be missing.
     whole_from: int
 
     def behind(self, other: Span | None) -> Span:
-        """What is not read yet, when `other` is. What was read of another stream, or began later, is of no use."""
+        """Return what is left to read when `other` is read, which is of no use if it does not serve (see `serves`)."""
         if other is None or not other.serves(self):
             return self
         start, whole_from = max(self.start, other.end), max(self.whole_from, other.end)
         return msgspec.structs.replace(self, start=start, whole_from=whole_from)
 
     def serves(self, later: Span) -> bool:
-        """Whether what was read here is what a later read finds, as far as this goes."""
+        """Return whether a later read finds, as far as this span goes, what was read here.
+
+        Not if this span is of another stream, or may lack messages that the later read needs.
+        """
         return self.created == later.created and self.whole_from <= later.whole_from

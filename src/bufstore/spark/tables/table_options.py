@@ -33,7 +33,7 @@ class TableOptions(Secretive):
     columns: Sequence[str]
     #: The first position that is not read; None: where the log ends when a task begins.
     ending_position: int | None = None
-    #: The moment of Postgres that is read (`bufstore.spark.hold_position`); None: when a task begins.
+    #: The moment of Postgres that is read (`bufstore.spark.hold_position`); None: the moment when a task begins.
     snapshot: str | None = None
     tasks: int | None = None
     min_tasks: int = os.cpu_count() or 2
@@ -41,12 +41,12 @@ class TableOptions(Secretive):
 
     @property
     def log(self) -> ReadOptions:
-        """How the log is read."""
+        """The options for reading the log."""
         threads = self.narrowing.threads
         return ReadOptions(nats=self.nats, stream=self.stream, threads=sorted(threads) if threads is not None else ())
 
 
-#: What is read, beside the options of the connection.
+#: Option → what it says. These say what is read; they come beside the options of the connection.
 NAMES = {
     "table": "threads, runs or messages",
     "postgresUrl": "the database, as URL or key=value; Spark masks it in plans",
@@ -65,7 +65,7 @@ NAMES = {
 
 
 def table_options(given: Mapping[str, str]) -> TableOptions:
-    """The options. Raises ConfigError, naming the option."""
+    """Return the options. Raises ConfigError, naming the option."""
     found = named(given, NAMES)
     nats = connection(found)
     check_masked(nats, found)
@@ -102,7 +102,7 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
 
 
 def postgres_of(found: Mapping[str, str]) -> str:
-    """The database. Raises ConfigError, also for a password where plans show it."""
+    """Return the database. Raises ConfigError, also for a password in the option that plans show."""
     if ("postgres" in found) == ("postgresUrl" in found):
         raise ConfigError(
             f"give one of the options postgres and postgresUrl, or {POSTGRES_VARIABLE} in the driver's environment: "

@@ -20,14 +20,14 @@ from bufstore.spark.tables.table_scan import Task
 if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
 
-#: In which Spark plans a read whose filters it pushes down.
+#: The module in which Spark plans a read whose filters it pushes down.
 _PUSHING = "pyspark.sql.worker.data_source_pushdown_filters"
 
 
 def reader_of(options: TableOptions) -> DataSourceReader:
-    """The reader for these options."""
-    # While `spark.sql.python.filterPushdown.enabled` is off, which is Spark's default, it refuses a reader that takes
-    # filters; with it on, it asks from this module.
+    """Return the reader for these options."""
+    # While `spark.sql.python.filterPushdown.enabled` is off, which is Spark's default, Spark refuses a reader that
+    # takes filters. While it is on, Spark asks for a reader from that module.
     return PushedTableReader(options) if _PUSHING in sys.modules else TableReader(options)
 
 
@@ -46,7 +46,7 @@ class TableReader(DataSourceReader):
         return [_TaskPartition(task) for task in loop().run(table_scan.planned(self.options))]
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
-        """The rows of a share of the threads, as batches of Arrow."""
+        """Return the rows of a share of the threads, as batches of Arrow."""
         assert isinstance(partition, _TaskPartition)
         found = table_scan.batches(self.options, partition.task)
         try:
@@ -57,10 +57,10 @@ class TableReader(DataSourceReader):
 
 
 class PushedTableReader(TableReader):
-    """The same, of a query whose filters are pushed down."""
+    """The same, for a query whose filters are pushed down."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Read less. Spark looks at all rows again."""
+        """Narrow the read by the filters. Spark checks all rows again."""
         narrowed = narrowed_by(filters, TABLES[self.options.table])
         self.options = replace(self.options, narrowing=self.options.narrowing.and_(narrowed))
         return filters

@@ -1,4 +1,4 @@
-"""The tables that a deployment is read as, and their rows; no I/O, no Spark in here."""
+"""The tables as which a deployment is read, and their rows; no I/O, no Spark in here."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, messa
 from bufstore.threads.model import Run, Thread, decode_message
 
 _COMMON = {
-    #: When Postgres wrote the thread (or run) last; of what is not flushed yet, when the log stored it.
+    #: When Postgres last wrote the thread (or run); if the change is not flushed yet, when the log stored it.
     "changed_at": TIME,
-    #: The position that the row stands for: everything of its thread before it is in the row, nothing from there on.
+    #: The position at which the row is read: it has everything of its thread before this position, and nothing else.
     "as_of": NUMBER,
 }
 #: Table → column → type, in order.
 TABLES: Mapping[str, Mapping[str, Any]] = {
     "threads": {
         "thread_id": TEXT,
-        #: Number of messages.
+        #: The number of messages.
         "version": NUMBER,
         "parent_thread_id": TEXT,
         "latest_run_id": TEXT,
         "active_run_id": TEXT,
         "open_run_id": TEXT,
-        #: Of the latest run.
+        #: The agent and the status of the latest run.
         "agent_id": TEXT,
         "status": TEXT,
         "title": TEXT,
         "resource_id": TEXT,
-        #: As JSON.
+        #: Both are JSON.
         "custom": TEXT,
         "state": TEXT,
-        #: Of the last entry of the log that is in the row; null: none is.
+        #: The position of the last entry of the log that is in the row; null: none is.
         "position": NUMBER,
-        #: Of the first entry that is parked, while the thread's chain is broken: what builds on it is not in the row.
+        #: The first parked entry's position while the thread's chain is broken: what builds on it is not in the row.
         "quarantined_since": NUMBER,
         **_COMMON,
     },
@@ -55,7 +55,7 @@ def batch_of(table: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any
 def thread_row(
     thread: Thread, run: Run | None, state: bytes | None, *, position: int, broken_since: int | None
 ) -> dict[str, Any]:
-    """A row of table threads, without `_COMMON`; `run`: the latest one."""
+    """Return a row of table threads, without `_COMMON`; `run`: the thread's latest one."""
     metadata = thread.metadata
     return {
         "thread_id": thread.thread_id,
@@ -76,10 +76,10 @@ def thread_row(
 
 
 def run_row(run: Run) -> dict[str, Any]:
-    """The same of table runs."""
+    """Return a row of table runs, without `_COMMON`."""
     return {"thread_id": run.thread_id, **run_columns(run)}
 
 
 def message_row(thread_id: str, number: int, payload: bytes) -> dict[str, Any]:
-    """The same of table messages."""
+    """Return a row of table messages, without `_COMMON`."""
     return {"thread_id": thread_id, "message": message_columns(number, decode_message(payload))}

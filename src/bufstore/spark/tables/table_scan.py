@@ -1,7 +1,7 @@
-"""Reading threads, runs or messages in a Python worker: what Postgres has, with what the log holds above it.
+"""Reads threads, runs or messages in a Python worker: what Postgres has, with what the log holds above it.
 
 A task sees one moment of Postgres, and reads the log up to a position that is not before that moment. So each of its
-rows is a thread as a read of the store would have shown it then.
+rows shows its thread as a read of the store would have shown it then.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.queries import prefix_end
 
-#: A batch of Arrow has so many rows at most, of about so many bytes.
+#: How many rows a batch of Arrow has at most, and about how many bytes.
 _ROWS, _BYTES = 2000, 8 << 20
-#: Threads whose rows are asked for at a time.
+#: How many threads' rows are asked for at a time.
 _THREADS = 500
 
 #: A row without `as_of`, and about how many bytes it takes.
@@ -46,12 +46,12 @@ class Task(msgspec.Struct, frozen=True):
     """What one task reads."""
 
     share: Share
-    #: What planning has read of it; None: nothing.
+    #: What planning has read of the share's tail; None: nothing.
     handed: Handed | None
 
 
 async def planned(options: TableOptions) -> list[Task]:
-    """The tasks of a read. Raises ConfigError, ConfigDrift, DataLoss, LogUnavailable, StoreUnavailable."""
+    """Return the tasks of a read. Raises ConfigError, ConfigDrift, DataLoss, LogUnavailable, StoreUnavailable."""
     reader = await reader_of(options.log)
     async with Moment(options.postgres, options.schema, options.snapshot) as moment:
         ledger = await moment.ledger()
@@ -67,7 +67,7 @@ async def planned(options: TableOptions) -> list[Task]:
     until = _until(options, log, ledger)
     threads = options.narrowing.threads
     span = span_of(log, lowest(options, log, ledger), until)
-    # However long the tail is: where it is large, each task reads all of it.
+    # The number of tasks does not depend on the tail: if the tail is large, each task reads all of it.
     tasks = options.tasks or options.min_tasks
     found = shares(tasks if threads is None else max(min(tasks, len(threads)), 1))
     handed = await taken_apart(options, reader, log, span, until, found)
@@ -75,15 +75,15 @@ async def planned(options: TableOptions) -> list[Task]:
 
 
 async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.RecordBatch]:
-    """The rows of a share of the threads.
+    """Yield the rows of a share of the threads.
 
-    Raises PositionPassed when Postgres has entries from behind the position that is asked for, DataLoss when the log
+    Raises PositionPassed when Postgres has entries at or behind the position that is asked for, DataLoss when the log
     has lost what Postgres does not have, LogUnavailable, StoreUnavailable.
     """
     reader = await reader_of(options.log)
     async with Moment(options.postgres, options.schema, options.snapshot) as moment:
         ledger = await moment.ledger()
-        log = await patiently(reader.look)  # behind the moment: nothing that Postgres has is missing
+        log = await patiently(reader.look)  # after the moment began: the log lacks nothing that Postgres has
         until = _until(options, log, ledger)
         if options.ending_position is not None:
             await _Scan(options, task.share, moment, until).check_not_passed()
@@ -105,7 +105,7 @@ async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.R
 async def _rows(
     options: TableOptions, moment: Moment, until: int, tail: AsyncGenerator[tuple[Share, dict[str, list[Late]]]]
 ) -> AsyncGenerator[Sized]:
-    """The rows of the threads, piece by piece of the tail."""
+    """Yield the rows of the threads, piece by piece of the tail."""
     async with aclosing(tail) as pieces:
         async for piece, late in pieces:
             scan = _Scan(options, piece, moment, until)
@@ -115,7 +115,7 @@ async def _rows(
 
 
 def end_behind(ledger: Ledger, log: LogState) -> int:
-    """Where the log ends, which was looked at after Postgres. Raises LogUnavailable when that has more."""
+    """Return where the log ends; `log` was looked at after `ledger`. Raises LogUnavailable when Postgres has more."""
     end, flushed = first_place(log.end), max(ledger.cursors.values(), default=0)
     if flushed > end:
         raise LogUnavailable(
@@ -126,13 +126,13 @@ def end_behind(ledger: Ledger, log: LogState) -> int:
 
 
 def _until(options: TableOptions, log: LogState, ledger: Ledger) -> int:
-    """The first position that is not read."""
+    """Return the first position that is not read. Raises ConfigError, LogUnavailable, PositionPassed."""
     end = first_place(log.end)
     if options.ending_position is None:
         return end_behind(ledger, log)
     if options.ending_position > end:
         raise ConfigError(f"option endingPosition: the log ends before {end}")
-    # Of a thread that was deleted, Postgres knows when only as long as the log goes back to there.
+    # Postgres knows when a thread was deleted only as long as the log goes back to its deletion.
     if options.snapshot is None and options.ending_position < first_place(log.first):
         raise PositionPassed(options.ending_position, f"the log begins at {first_place(log.first)}")
     return options.ending_position
@@ -153,14 +153,14 @@ class _Scan:
         )
 
     async def check_not_passed(self) -> None:
-        """Raise PositionPassed when something from behind the position is flushed."""
+        """Raise PositionPassed when an entry at or behind the position is flushed."""
         asked = ("flushed_beyond", *self._hashes, self._until, *self._ids)
         async with aclosing(self._moment.stream(*asked)) as found:
             async for thread_id, flushed in found:
                 raise PositionPassed(self._until, f"thread {thread_id!r} is flushed up to {flushed}")
 
     async def overlay(self, tail: MutableMapping[str, list[Late]]) -> dict[str, Overlaid]:
-        """The threads of which there is more than is flushed. Empties `tail`."""
+        """Return the threads with entries that are not flushed. Empties `tail`."""
         waiting: dict[str, list[Late]] = {}
         asked = ("waiting_of_share", *self._hashes, self._until, *self._ids)
         async with aclosing(self._moment.stream(*asked)) as rows_waiting:
@@ -177,11 +177,11 @@ class _Scan:
         return found
 
     async def rows(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
-        """The rows of the share."""
+        """Yield the rows of the share."""
         table = self._options.table
         narrowing = self._options.narrowing
         asked = (*self._hashes, *self._ids, _needles(narrowing), narrowing.changed_from, narrowing.changed_before)
-        # A thread may leave the narrowing, or come into it, by what is late.
+        # Threads with late entries come second: such an entry may take its thread out of the narrowing, or into it.
         stored = {"threads": _stored_thread, "runs": _stored_run, "messages": _stored_message}[table]
         async with aclosing(self._moment.stream(f"{table}_of_share", *asked)) as found:
             async for row in found:
@@ -226,8 +226,8 @@ class _Scan:
 
 
 def _needles(narrowing: Narrowing) -> arrays.Array | None:
-    """What stands in an encoded run of one of the agents, and maybe in others."""
-    if narrowing.agents is None or "" in narrowing.agents:  # an empty one is not written
+    """Return bytes that stand in each encoded run of one of the agents, and maybe in others; None: no such bytes."""
+    if narrowing.agents is None or "" in narrowing.agents:  # an empty agent_id is not written
         return None
     encode = msgspec.msgpack.encode
     return arrays.blobs([encode("agent_id") + encode(agent) for agent in sorted(narrowing.agents)])

@@ -1,8 +1,8 @@
-"""What the log holds above Postgres, read once: planning a read takes it apart for the tasks.
+"""Reads the tail, which is what the log holds above Postgres, once: planning a read takes it apart for the tasks.
 
-A group holds entries of many threads, so whoever wants some of them reads all of it. A task gets the entries of its
-threads from planning, and reads what was written since (docs/adr/0044). A large tail, which the driver should not
-hold, each task reads itself, once, and takes apart in turn (docs/adr/0047).
+A group holds entries of many threads, so a reader of some of them reads the whole group. A task gets the entries of its
+threads from planning, and itself reads what was written since (docs/adr/0044). The driver should not hold a large tail:
+each task reads it itself, once, and takes it apart in turn (docs/adr/0047).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from bufstore.spark.tables.span import Span
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces, pack, unpack
 
-#: Of a tail that planning takes apart: it passes through the driver.
+#: The largest tail, in bytes, that planning takes apart: such a tail passes through the driver.
 _HANDED_BYTES = 32 << 20
-#: About what a task has in memory of a tail that is larger; one thread may have more.
+#: About how many bytes of a larger tail a task has in memory; one thread may have more.
 _PIECE_BYTES = 64 << 20
 
 
 class Handed(msgspec.Struct, frozen=True):
-    """What planning has read of a task's threads."""
+    """What planning has read of the threads of a task."""
 
     span: Span
     #: `TailEntry`s, packed.
@@ -42,7 +42,7 @@ class Handed(msgspec.Struct, frozen=True):
 
 
 def lowest(options: TableOptions, log: LogState, ledger: Ledger) -> int:
-    """The position up to which all threads that are read are flushed, or wait; 0: it is not known."""
+    """Return the position up to which all threads that are read are flushed, or wait; 0: it is not known."""
     threads = options.narrowing.threads
     subjects = log.subjects
     partitions = range(subjects.partitions) if threads is None else {subjects.partition(t) for t in threads}
@@ -50,8 +50,8 @@ def lowest(options: TableOptions, log: LogState, ledger: Ledger) -> int:
 
 
 def span_of(log: LogState, flushed: int, until: int) -> Span:
-    """The tail: what is above `flushed` (`lowest`), up to before position `until`."""
-    # Where nothing was flushed, nothing was removed: the log is whole from its beginning on.
+    """Return the span of the tail: from above `flushed` (see `lowest`) to before position `until`."""
+    # If nothing was flushed, nothing was removed, so the log is whole from its beginning on.
     whole_from = group_of(flushed) + 1 if flushed else log.first
     start = max(group_of(flushed), log.first)
     return Span(log.created, start, group_of(until) + bool(number_of(until)), whole_from)
@@ -60,7 +60,7 @@ def span_of(log: LogState, flushed: int, until: int) -> Span:
 async def taken_apart(
     options: TableOptions, reader: LogReader, log: LogState, span: Span, until: int, shares: Sequence[Share]
 ) -> list[Handed] | None:
-    """The tail, by share; None: it is too large for that, or for one task only."""
+    """Return the tail by share; None: it is too large for that, or there is only one task."""
     if len(shares) < 2 or log.bytes_between(span.start, span.end) > _HANDED_BYTES:
         return None
     found: list[list[TailEntry]] = [[] for _ in shares]
@@ -83,7 +83,7 @@ async def tail_of(
     until: int,
     handed: Handed | None,
 ) -> AsyncGenerator[tuple[Share, dict[str, list[Late]]]]:
-    """What the log holds of each thread of the share above the cursor of its partition; piece by piece of the share.
+    """Yield, for each piece of the share, what the log holds of its threads above the cursors of their partitions.
 
     Raises DataLoss, LogUnavailable.
     """

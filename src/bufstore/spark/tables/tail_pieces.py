@@ -1,7 +1,7 @@
-"""A task's entries of the tail, in pieces that fit into memory: while they come, what does not fit stands in a file.
+"""Divides a task's entries of the tail into pieces that fit into memory; entries that do not fit go into a file.
 
-A group holds entries of many threads, so a task reads the whole tail. It reads it once, puts each entry to the piece of
-its thread, and has one piece in memory at a time afterwards (docs/adr/0047).
+A group holds entries of many threads, so a task reads the whole tail. It reads the tail once, puts each entry into the
+piece of the entry's thread, and afterwards has one piece in memory at a time (docs/adr/0047).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def unpack(packed: bytes) -> list[TailEntry]:
 
 
 class TailPieces:
-    """For ``with``. The entries of a piece come out in the order in which they came, once."""
+    """For ``with``. The entries of a piece come out once, in the order in which they were added."""
 
     def __init__(self, share: Share, pieces: int, bytes_max: int) -> None:
-        """`bytes_max`: of payloads that are in memory while entries come."""
+        """`bytes_max`: how many bytes of payloads may be in memory while entries are added."""
         self.shares = share.divided(pieces)
         self._share, self._bytes_max = share, bytes_max
         self._in_memory: list[list[TailEntry]] = [[] for _ in self.shares]
         self._size = 0
         self._file: IO[bytes] | None = None
-        #: Where entries of a piece stand in the file: offset and length.
+        #: Where the entries of each piece stand in the file: offset and length.
         self._places: list[list[tuple[int, int]]] = [[] for _ in self.shares]
 
     def __enter__(self) -> Self:
@@ -64,14 +64,14 @@ class TailPieces:
             self._file.close()
 
     def add(self, entry: TailEntry) -> None:
-        """Of a thread of the share."""
+        """Add an entry of a thread of the share."""
         self._in_memory[self._share.piece_of(entry.thread_id, len(self.shares))].append(entry)
         self._size += len(entry.payload)
         if self._size > self._bytes_max and len(self.shares) > 1:
             self._write_all()
 
     def taken(self, piece: int) -> Iterator[TailEntry]:
-        """The entries of a piece."""
+        """Yield the entries of a piece."""
         for offset, length in self._places[piece]:
             assert self._file is not None
             self._file.seek(offset)
