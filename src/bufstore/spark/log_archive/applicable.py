@@ -19,16 +19,16 @@ class RestoreCounts(Counts):
     """What became of threads and their entries."""
 
     threads: int = 0
-    #: Entries that were applied (or written into the log), and entries that were already there.
+    #: Entries that were applied (or written into the log), and entries that had been there already.
     applied: int = 0
     present: int = 0
-    #: Entries that cannot be applied. Nothing was done with them, nor with those behind them in their threads.
+    #: Entries that cannot be applied, and those behind them in their threads. Nothing was done with them.
     refused: int = 0
     reasons: list[str] = msgspec.field(default_factory=list)
 
 
 class Applicable(NamedTuple):
-    """What takes effect, as one change, up to the first entry that cannot be applied."""
+    """The entries that take effect, as one change, up to the first entry that cannot be applied."""
 
     plan: Plan
     change: Any
@@ -37,7 +37,7 @@ class Applicable(NamedTuple):
 
 
 def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
-    """Which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
+    """Return which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
     poison: dict[int, str] = {}
     behind = _after_burials([item for item in items if item.seq > row.flushed_seq])
     if behind and _builds_on_more(row, version, behind[0]):
@@ -46,7 +46,7 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")
-    # Only up to the first that cannot be applied: a restore sets nothing aside.
+    # Apply only up to the first entry that cannot be applied: a restore parks nothing.
     first, cause = todo.park[0].item, todo.park[0].cause
     if not isinstance(first, Malformed):
         cause = poison.get(first.entry.id, cause)
@@ -56,7 +56,7 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
 
 
 def is_removal(item: Item) -> bool:
-    """Whether the entry deletes its thread."""
+    """Return whether the entry deletes its thread."""
     if not isinstance(item, StoredEntry) or not item.entry.self_contained or item.entry.version:
         return False
     try:
@@ -66,10 +66,11 @@ def is_removal(item: Item) -> bool:
 
 
 def _after_burials(items: Sequence[Item]) -> list[Item]:
-    """The same, with the entries that began a deleted thread anew chained to its deletion, where they are not.
+    """Return the entries; those that began a deleted thread anew are chained to its deletion, where they were not.
 
-    Once the log has forgotten a deletion its row goes, too (it is buried), and who begins the thread anew finds nothing
-    and expects nothing. Here the deletion is played, and has a row. (Of one that Postgres has already, the plan knows.)
+    Once the log has forgotten a deletion, its row goes, too (it is buried). A writer that then begins the thread anew
+    finds nothing and expects nothing. A restore applies the deletion, which so has a row. (If Postgres has the deletion
+    already, `plan` knows it.)
     """
     found: list[Item] = []
     deleted: tuple[int, int] | None = None
@@ -78,7 +79,7 @@ def _after_burials(items: Sequence[Item]) -> list[Item]:
             entry = item.entry
             if deleted is not None and entry.base is Base.NONE:
                 seq, id_ = deleted
-                if entry.seen < seq:  # it came too late, and is passed over
+                if entry.seen < seq:  # the entry came too late, and is passed over
                     found.append(item)
                     continue
                 item = msgspec.structs.replace(
@@ -90,13 +91,13 @@ def _after_burials(items: Sequence[Item]) -> list[Item]:
 
 
 def _builds_on_more(row: Watermark, version: int, first: Item) -> bool:
-    """Whether the entry keeps messages that came into the store past the buffer, and are not there."""
+    """Return whether the entry keeps messages that came into the store past the buffer, and are not there now."""
     if row.flushed_seq or not isinstance(first, StoredEntry) or first.entry.base is not Base.NONE:
         return False
     try:
         return decode_payload(first.entry.payload).keep > version
     except ValueError:
-        return False  # it is refused anyway, with its own reason
+        return False  # the entry is refused anyway, with a reason of its own
 
 
 def _reason(thread_id: str, item: Item, cause: str) -> str:

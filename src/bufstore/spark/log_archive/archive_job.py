@@ -1,6 +1,6 @@
-"""Archiving ranges of the log as Parquet: from where the newest range ends to the end of the log.
+"""Archives ranges of the log as Parquet: from where the newest range ends to the end of the log.
 
-The manifest is written last, and only then may the flushers purge what is in it.
+The manifest is written last; only then may the flushers purge the range.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ArchiveReport(msgspec.Struct, kw_only=True):
-    """What was archived: `count` messages of the stream from sequence `start` to before `end`; 0: nothing was new."""
+    """What was archived: `count` messages of the stream, from sequence `start` to before `end`. 0: nothing was new."""
 
     start: int
     end: int
@@ -126,7 +126,7 @@ def _read(
 
 
 async def log_of(deployment: Deployment) -> LogState | None:
-    """The deployment's log as it is now; None if it does not exist."""
+    """Return the deployment's log as it is now; None if it does not exist."""
     reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
     await reader.open()
     try:
@@ -138,7 +138,7 @@ async def log_of(deployment: Deployment) -> LogState | None:
 
 
 async def _check_database(deployment: Deployment) -> None:
-    """Raise ConfigDrift for another database than that of the log: its flushers would never see the note."""
+    """Raise ConfigDrift for a database that is not the log's: the log's flushers would never see the note in it."""
     log, named = await deployment.look()
     async with deployment.database(log) as (_, ledger):
         noted = await ledger.target()

@@ -1,6 +1,6 @@
-"""The entries in archived messages, thread by thread and in order: out of groups, with the parts of large ones.
+"""Takes the entries out of archived messages, thread by thread and in order, with the parts of large ones.
 
-Archives of earlier versions hold entries as messages of their threads; both may be in one archive.
+Archives of earlier versions hold entries as messages of their threads; one archive may hold these and groups.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _SCHEMA = "subject string, position bigint, stored_at timestamp, header string, body binary, parts array<bigint>"
 _ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 16 << 20
-#: Of the entries' pieces. `part` is null where the entry is in one piece.
+#: The columns of the entries' pieces. `part` is null when the entry is in one piece.
 COLUMNS = ("subject", "position", "stored_at", "header", "body", "number", "part")
 
 
 def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
-    """The entries in these messages (all columns of an archive), and each part of the large ones in a row.
+    """Return the entries in these messages (with all columns of an archive); each part of a large one has a row.
 
     Parts may be in an earlier range than their group, so this needs all ranges at once.
     """
@@ -45,7 +45,7 @@ def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
     if stored.isEmpty():
         return pieces.select(*COLUMNS, none)
     bodies = stored.select(F.col("position").alias("part"), F.col("body").alias("part_body"))
-    # Not all in one join, which would send all that have no part to one task.
+    # Join only pieces that have a part: a join of all would send all pieces that have none to one task.
     large = pieces.where("part IS NOT NULL").join(bodies, "part", "left").select(*COLUMNS, "part_body")
     return pieces.where("part IS NULL").select(*COLUMNS, none).union(large)
 
@@ -68,7 +68,7 @@ def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iter
 
 
 def _few(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[dict[str, Any]]]:
-    """Rows, few at a time: a copy of all of a batch takes its time, and its memory."""
+    """Yield rows, a few at a time: a copy of a whole batch takes time and memory."""
     import pyarrow
 
     for batch in batches:
@@ -84,11 +84,11 @@ def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any
     subject, body = message["subject"], message["body"] or b""
     if subject == subjects.parts:
         return
-    if subject != subjects.groups:  # of an earlier version, or anything
+    if subject != subjects.groups:  # an entry of an earlier version, or anything else
         yield message | {"body": body, "parts": None}
         return
     for _, what in entries_of(StoredMessage(subject, message["position"], message["header"], body), subjects):
-        if isinstance(what, EntryMessage):  # of what is damaged it is not known whose it is
+        if isinstance(what, EntryMessage):  # nobody knows which thread a damaged entry belongs to
             stored = what.message
             yield {
                 "subject": stored.subject,
@@ -104,13 +104,13 @@ def _parts(reference: bytes) -> list[int] | None:
     try:
         return sequences(reference)
     except MalformedEntry:
-        return None  # its own checksum will tell
+        return None  # the entry's own checksum will tell
 
 
 def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, Iterator[Item]]]:
-    """The entries of one thread after the other, of pieces that are sorted by subject, position and number.
+    """Yield one thread after the other, with its entries, from pieces sorted by subject, position and number.
 
-    What belongs to no thread is left out. A thread's entries are to be taken before the next thread is.
+    Pieces that belong to no thread are left out. Take a thread's entries before you take the next thread.
     """
     for thread_id, rows in rows_of(subjects, batches):
         yield thread_id, (item for item, _ in items_of_rows(thread_id, rows))
@@ -119,18 +119,18 @@ def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> It
 def rows_of(
     subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
-    """The same, as rows of pieces."""
+    """Yield the same threads as `threads_of`, with the rows of their pieces."""
     rows = chain.from_iterable(_few(batches))
     for subject, found in groupby(rows, key=itemgetter("subject")):
         try:
             thread_id = subjects.thread_id(subject)
         except MalformedEntry:
-            continue  # garbage: a flush passes it
+            continue  # garbage: a flush passes over it
         yield thread_id, found
 
 
 def items_of_rows(thread_id: str, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Item, datetime]]:
-    """A thread's entries, and when each was stored."""
+    """Yield a thread's entries, and when each was stored."""
     begun = False
     for position, found in groupby(rows, key=itemgetter("position")):
         pieces = list(found)
@@ -144,7 +144,7 @@ def items_of_rows(thread_id: str, rows: Iterator[dict[str, Any]]) -> Iterator[tu
             made = item_of(message, thread_id)
         except MalformedEntry as e:
             made = Malformed(message.subject, position, (message,), str(e), thread_id)
-        # What is left of an entry that began before the archive is none any more.
+        # The rest of an entry that began before the archive is no entry any more.
         if begun or not cut:
             begun = True
             yield made, pieces[0]["stored_at"]

@@ -1,7 +1,7 @@
 """The rows that people query of an archive: its entries, with runs and messages as typed columns; no I/O.
 
 What a flush makes of an entry follows from the entries before it in its thread (`bufstore.buffer.chain`). So a thread's
-rows are made in order, from what is known of it so far.
+rows are made in order, from what is known of the thread so far.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, ddl_o
 from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal
 
-#: What a flush makes of an entry, as the log alone tells: it is applied; it came too late and does nothing; or it, or
-#: one that it builds on, cannot be applied.
+#: What a flush makes of an entry, as far as the log alone tells: the entry is applied; it came too late and does
+#: nothing; or the entry, or one that it builds on, cannot be applied.
 APPLIED, SUPERSEDED, PARKED = "applied", "superseded", "parked"
 
-#: Of an entry, in order. In the main those of `bufstore.spark.source.log_columns`.
+#: An entry's columns, in order. Most are those of `bufstore.spark.source.log_columns`.
 TABLE: Mapping[str, Any] = {
     "position": NUMBER,
     "stored_at": TIME,
@@ -49,16 +49,16 @@ SCHEMA = pyarrow.schema(list(TABLE.items()))
 
 
 def ddl() -> str:
-    """The table's columns, as Spark writes them."""
+    """Return the table's columns as Spark's DDL."""
     return ddl_of(TABLE)
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What earlier entries of a thread came to."""
+    """What became of the earlier entries of a thread."""
 
-    #: The last of them, whatever became of it.
+    #: The position of the last of them, whatever became of it.
     position: int
-    #: The last that was applied, and the messages after it.
+    #: The id of the last one that was applied (0: none was), and how many messages the thread has after it.
     applied_id: int
     version: int
     #: Whether that one deleted the thread.
@@ -66,7 +66,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def known_of(position: int, applied: Mapping[str, Any] | None) -> Known:
-    """What rows came to of which `position` is the last, and `applied` the last that was applied, if any was."""
+    """Return what is known from rows whose last position is `position`; `applied`: the last applied one, if any."""
     if applied is None:
         return Known(position, 0, 0, False)
     return Known(position, applied["entry_id"], applied["version"], applied["kind"] == "removal")
@@ -75,7 +75,7 @@ def known_of(position: int, applied: Mapping[str, Any] | None) -> Known:
 def thread_rows(
     thread_id: str, partition: int, known: Known | None, items: Iterator[tuple[Item, datetime]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each entry, in the order of the log."""
+    """Yield a row for each entry, in the order of the log."""
     for item, stored_at in items:
         payload, columns = payload_of(item), dict[str, Any]()
         if not isinstance(payload, str):
@@ -87,7 +87,7 @@ def thread_rows(
         row = dict.fromkeys(TABLE) | {
             "position": item.seq,
             "stored_at": stored_at,
-            "date": stored_at.astimezone(UTC).date(),  # it comes in the zone of Spark's session
+            "date": stored_at.astimezone(UTC).date(),  # `stored_at` comes in the time zone of Spark's session
             "thread_id": thread_id,
             "partition": partition,
             "effect": effect,
@@ -100,7 +100,7 @@ def thread_rows(
 
 
 def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple[str, str | None, Known]:
-    """What becomes of the entry, why if nothing does, and what is known then."""
+    """Return what becomes of the entry, why if it is parked, and what is known of its thread then."""
     row = Watermark()
     if known is not None:
         row = Watermark(known.position, known.applied_id, known.version, gone=known.gone)

@@ -1,5 +1,5 @@
-"""Restoring an archive into a log, from which flushers move it on: for a deployment with a store of its own, or to
-replay in another place what happened.
+"""Restores an archive into a log, from which flushers move it on: for a deployment with a store of its own, or to
+replay elsewhere what happened.
 
 A thread continues behind the last entry that the log, or else Postgres, has of it: that entry is found in the archive
 by its id, and the entries behind it are written. So you may repeat a restore, or stop it and continue later.
@@ -29,7 +29,7 @@ from bufstore.spark.log_archive.applicable import RestoreCounts, applicable, is_
 from bufstore.threads.behind import buffer_of
 
 _TIMEOUT_S = 30.0
-#: A unit goes into one group. It does not fill that, so that many threads share one.
+#: How many bytes a unit has at most. A unit goes into one group and does not fill it, so that many threads share one.
 _UNIT_BYTES = 128 << 10
 _AT_ONCE = 256
 
@@ -55,10 +55,10 @@ class _Shown(NamedTuple):
 def wanted(
     thread_id: str, row: Watermark, version: int, held: Sequence[int], items: Sequence[Item], log_end: int
 ) -> Wanted:
-    """The part of the archive's `items` that the thread lacks.
+    """Return the part of the archive's `items` that the thread lacks.
 
-    `row` and `version`: of Postgres. `held`: ids of the entries that the log shows, at least the last, oldest first.
-    `log_end`: the position behind everything that the log has.
+    `row` and `version`: the thread's in Postgres. `held`: the ids of its entries that the log shows (at least that of
+    the last), oldest first. `log_end`: the position behind everything that the log has.
     """
     ids = [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items]
     last = held[-1] if held else row.applied_id
@@ -109,7 +109,7 @@ class IntoLog:
         store = self._deployment.store(pool_size=1)
         config = BufferConfig.fitting(log, flusher=False)
         buffer = buffer_of(store, self._deployment.server, config, name="bufstore-restore")
-        # Of an app's own store, only its watermark of a thread is known.
+        # If the app has a store of its own, only that store's watermark of a thread is known.
         self._held = store.versions if named is None or named.kind == buffer.backing.kind else None
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
         self._writer = self._log.writer(_TIMEOUT_S)
@@ -138,7 +138,7 @@ class IntoLog:
             )
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
-        """Write what is missing of these threads: threads, entries written, present and refused, and why."""
+        """Write what these threads lack. Returns the counts: threads; entries written, present and refused, and why."""
         shown = await self._look(list(threads))
         counts = RestoreCounts(threads=len(threads))
 
@@ -173,7 +173,7 @@ class IntoLog:
             return await self._write_all(thread_id, items, shown, todo)
 
     async def _write_all(self, thread_id: str, items: Sequence[Item], shown: _Shown, todo: Wanted) -> RestoreCounts:
-        """Write what is wanted, also behind another attempt at this restore that is faster."""
+        """Write what is wanted, even when another attempt at this restore is faster and writes before this one."""
         applied = 0
         while True:
             behind = shown.last[thread_id].seq if thread_id in shown.last else 0
@@ -194,7 +194,7 @@ class IntoLog:
         return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items_of(messages, thread_id)]
 
     async def _write(self, thread_id: str, entries: Sequence[Entry], behind: int) -> int:
-        """How many of them are written; not all if somebody was faster."""
+        """Write the entries. Returns how many were written: not all if somebody was faster."""
         written = 0
         for unit in _units(self._subjects.of(thread_id), entries):
             unit[0] = msgspec.structs.replace(unit[0], expected=behind)
@@ -214,7 +214,7 @@ def _counts(todo: Wanted, applied: int) -> RestoreCounts:
 
 
 def _units(subject: str, entries: Sequence[Entry]) -> list[list[Outgoing]]:
-    """The entries as they are written, in units of what is stored as neighbours."""
+    """Return the entries as they are written, in units; the entries of a unit are stored as neighbours."""
     units: list[list[Outgoing]] = []
     size = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Restoring an archive into Postgres: what a flush would have made of its entries, thread by thread."""
+"""Restores an archive into Postgres, thread by thread: writes what a flush would have made of its entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 
 class NoLanes(ConfigError):
-    """A restore has one log, and would write threads into the wrong lane or its ledger."""
+    """The store has several lanes: a restore has one log, and would write threads into the wrong lane or its ledger."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class NoLanes(ConfigError):
 
 
 class _RollBack(Exception):
-    """Ends a transaction of a dry run."""
+    """Ends the transaction of a dry run."""
 
 
 class IntoPostgres:
@@ -41,7 +41,7 @@ class IntoPostgres:
         self._deployment = deployment
         self._dry_run = dry_run
         self._stack = AsyncExitStack()
-        #: Of a dry run: rows as they would be after the last transaction.
+        #: In a dry run, the watermarks as they would be after the last transaction.
         self._would_be: Mapping[str, Watermark] = {}
 
     async def __aenter__(self) -> IntoPostgres:
@@ -52,12 +52,12 @@ class IntoPostgres:
         await self._stack.aclose()
 
     async def setup(self, epoch: int, named: Target | None) -> None:
-        """Make the tables; remember which generation of the log they belong to, and which log, if there is one.
+        """Make the tables, and note the generation of the log they belong to, and which log, if there is one.
 
-        `named`: where that says it is flushed to. A database that is brought back takes the place of that one.
+        `named`: the target that the log says it is flushed into. A database that is restored takes that one's place.
         """
         async with self._store.pool.lend(_TIMEOUT_S) as connection:
-            # Its log may be gone, and with it what it said of lanes.
+            # The log may be gone, and with it the number of lanes: so a second lane's schema is looked for.
             if await has_schema(connection, ledger_schema(self._store.schema, LogConfig(lanes=2, lane=1))):
                 raise NoLanes
         await self._store.setup()
@@ -69,7 +69,7 @@ class IntoPostgres:
             await self._ledger.set_epoch(epoch)
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
-        """One transaction: threads, entries applied, present and refused, and why."""
+        """Apply entries in one transaction. Returns the counts: threads; entries applied, present, refused, and why."""
         counts = RestoreCounts()
         versions = await self._store.versions(list(threads))
 
@@ -94,7 +94,7 @@ class IntoPostgres:
 def decided(
     rows: Mapping[str, Watermark], versions: Mapping[str, int], threads: Mapping[str, Sequence[Item]]
 ) -> tuple[Decision, RestoreCounts]:
-    """What a restore writes of these entries; `rows` and `versions` are of Postgres."""
+    """Return what a restore writes of these entries; `rows` and `versions` are those of Postgres."""
     batch: list[Any] = []
     after: dict[str, Watermark] = {}
     counts = RestoreCounts(threads=len(threads))

@@ -7,7 +7,7 @@ written last: a range without a manifest does not count.
 
 Each attempt has names of its own, and nothing is ever overwritten: what a manifest says is in the archive stays there,
 even if several runs archive at once or one dies half-way. Where ranges overlap, each is whole. A range that was made of
-small ones names them; they do not count from then on, and may be removed.
+small ones names them; from then on, the small ones do not count, and may be removed.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     end: int
     count: int
-    #: Sum of a hash over each message, as hexadecimal number: the same in whatever order they come.
+    #: The sum of a hash over each message, as a hexadecimal number: it does not depend on the messages' order.
     checksum: str
     #: The attempt that wrote it; "" in an archive of version 1.
     attempt: str = ""
-    #: When the newest of its messages was stored, in microseconds of Unix time; 0: it is not known, or there is none.
+    #: When the newest of its messages was stored, in microseconds of Unix time; 0: not known, or there are none.
     newest_us: int = 0
-    #: Names of the ranges that it was made of, and when, in microseconds of Unix time; a range of the log has neither.
+    #: The names of the ranges it was made of, and when, in microseconds of Unix time; a range of the log has neither.
     merged: tuple[str, ...] = ()
     merged_us: int = 0
 
     @property
     def name(self) -> str:
-        """Of its folder below ``ranges``."""
+        """The name of the range's folder below ``ranges``."""
         range_ = f"{self.start:020d}-{self.end:020d}"
         return f"{range_}-{self.attempt}" if self.attempt else range_
 
 
 def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
-    """The manifests of an archive that count, in order; none for a folder that is not there.
+    """Return the manifests of an archive that count, in order; none for a folder that does not exist.
 
     Raises ConfigError for a manifest that cannot be read or that a newer release wrote.
     """
@@ -80,7 +80,7 @@ def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
 
 
 def all_manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
-    """See `manifests_of`; also of the ranges of which others were made."""
+    """Return all manifests, also those of ranges of which others were made: see `manifests_of`."""
     found = []
     for line in texts_of(spark, f"{path}/manifests"):
         try:
@@ -94,7 +94,7 @@ def all_manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
 
 
 def counting(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """Those that no other one was made of."""
+    """Return the manifests of ranges of which no other range was made."""
     merged = {name for m in manifests for name in m.merged}
     return [m for m in manifests if m.name not in merged]
 
@@ -111,7 +111,7 @@ def whole(manifests: Sequence[Manifest]) -> None:
 
 
 def check_numbers(manifests: Sequence[Manifest]) -> None:
-    """Raise DataLoss when two streams have the same numbers: their entries have no order, and may have one position."""
+    """Raise DataLoss when two streams have the same numbers: their entries have no order, and may share a position."""
     before: Manifest | None = None
     for manifest in sorted(manifests, key=lambda m: (m.start, m.end)):
         if before is not None and manifest.created != before.created and manifest.start < before.end:
@@ -125,7 +125,7 @@ def check_numbers(manifests: Sequence[Manifest]) -> None:
 
 
 def check_begin(manifests: Sequence[Manifest], created: str, begin: int) -> None:
-    """Raise ConfigError when the stream made at `created` has numbers from `begin` on that another one has here."""
+    """Raise ConfigError when another stream has numbers here that the one made at `created` has from `begin` on."""
     other = max((m for m in manifests if m.created != created), key=lambda m: m.end, default=None)
     if other is not None and begin < other.end:
         raise ConfigError(
@@ -135,21 +135,21 @@ def check_begin(manifests: Sequence[Manifest], created: str, begin: int) -> None
 
 
 def expired(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
-    """The ranges that may be removed, all of which was stored before a time (in microseconds of Unix time).
+    """Return the ranges that may be removed: all their messages were stored before a time (microseconds of Unix time).
 
-    The one that ends last stays: the next run continues there. Where ranges overlap, one may begin last and end before.
+    The range that ends last stays: the next run continues there. With overlaps, another range may begin last.
     """
     by_end = sorted(manifests, key=lambda m: (m.end, m.start))
     return list(takewhile(lambda m: not m.count or 0 < m.newest_us < before_us, by_end[:-1]))
 
 
 def overlap(one: Manifest, other: Manifest) -> bool:
-    """Whether both have messages of the same sequences."""
+    """Return whether the two have sequences of the same stream in common."""
     return one.created == other.created and one.start < other.end and other.start < one.end
 
 
 def overlapping(manifests: Sequence[Manifest]) -> bool:
-    """Whether any two of them overlap."""
+    """Return whether any two of them overlap."""
     ends: dict[str, int] = {}
     for m in sorted(manifests, key=lambda m: m.start):
         if m.start < min(m.end, ends.get(m.created, 0)):
@@ -161,8 +161,8 @@ def overlapping(manifests: Sequence[Manifest]) -> bool:
 def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manifest) -> None:
     """Raise ArchiveOvertaken when another run has archived a part of this range since this run began.
 
-    Two that look at the same moment may both go on. Then each has read all of its range before anything of it was
-    purged, because that waits for a manifest; so both are whole, and a restore takes each message once.
+    Two runs that look at the same moment may both go on. Then each has read its whole range before anything of it was
+    purged, because a purge waits for a manifest. So both ranges are whole, and a restore takes each message once.
     """
     known = {manifest.name for manifest in before}
     for manifest in now:
@@ -174,7 +174,7 @@ def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manif
 
 
 def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
-    """Write a range's messages by date; the manifest with their count and checksum.
+    """Write a range's messages by date. Returns the manifest with their count and checksum.
 
     Raises DataLoss when the files do not hold what was written to them.
     """
@@ -203,7 +203,7 @@ def write_text(spark: SparkSession, path: str, line: str) -> None:
 
 
 def texts_of(spark: SparkSession, folder: str) -> list[str]:
-    """The lines of all files below a folder; none when it is not there."""
+    """Return the lines of all files below a folder; none when the folder does not exist."""
     from pyspark.errors import AnalysisException
 
     try:
@@ -218,7 +218,7 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
 
 @contextmanager
 def listing(spark: SparkSession) -> Iterator[None]:
-    """List folders with as many tasks as there are cores: Spark would take one for each, which does little."""
+    """In the block, list folders with at most a task per core: Spark would take one per folder, with little to do."""
     cores = cores_of(spark)
     if cores is None:
         yield
@@ -233,7 +233,7 @@ def listing(spark: SparkSession) -> Iterator[None]:
 
 
 def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) -> DataFrame:
-    """The messages of these ranges, each once. Raises DataLoss when they are not those of the manifests.
+    """Return the messages of these ranges, each once. Raises DataLoss when they are not those of the manifests.
 
     One job reads all ranges, however many they are.
     """
@@ -258,15 +258,15 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
 
 
 def each_once(messages: DataFrame, manifests: Sequence[Manifest]) -> DataFrame:
-    """The messages of these ranges without repetitions."""
+    """Return the messages of these ranges without repetitions."""
     return messages.dropDuplicates(["position", "subject", "header"]) if overlapping(manifests) else messages
 
 
 def messages_of(spark: SparkSession, *folders: str) -> DataFrame:
-    """The messages in these folders of ranges."""
+    """Return the messages in these folders of ranges."""
     if not folders:
         return spark.createDataFrame([], _SCHEMA)
-    # Spark takes several folders with dates below for a mistake, unless it is told not to make columns of folders.
+    # Spark takes several folders with dates below them for a mistake, unless it is told to make no columns of folders.
     with listing(spark):
         found = spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders)
     return found.select(*_COLUMNS)
@@ -281,7 +281,7 @@ def _totals_of(messages: DataFrame) -> tuple[int, str]:
 def _count_and_checksum() -> tuple[Column, Column]:
     from pyspark.sql import functions as F
 
-    # Decimals do not overflow; the sum does not depend on the order.
+    # A sum of decimals does not overflow, and does not depend on the order.
     checksum = F.sum(F.xxhash64("position", "subject", "header", "body").cast("decimal(38,0)"))
     return F.count("*").alias("count"), checksum.alias("checksum")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bufstore.buffer.entry import Item, StoredEntry
 
-#: Entries of a portion, and bytes of their payloads.
+#: A portion is full with this many entries, or this many bytes of their payloads.
 ENTRIES_MAX = 5000
 BYTES_MAX = 32 << 20
 
@@ -21,7 +21,7 @@ class Portion(NamedTuple):
 
 
 def portions(threads: Iterator[tuple[str, Iterator[Item]]], *, whole: bool) -> Iterator[Portion]:
-    """The threads' entries, each once, in order; `whole`: no thread is divided, however large it is."""
+    """Yield the threads' entries, each once, in order. `whole`: no thread is divided, however large it is."""
     together: dict[str, list[Item]] = {}
     count = size = 0
     for thread_id, items in threads:
@@ -47,7 +47,7 @@ def portions(threads: Iterator[tuple[str, Iterator[Item]]], *, whole: bool) -> I
 
 
 def size_of(item: Item) -> int:
-    """Bytes of its payload."""
+    """Return the bytes of the item's payload."""
     if isinstance(item, StoredEntry):
         return len(item.entry.payload)
     return sum(len(message.body) for message in item.messages)

@@ -1,8 +1,8 @@
-"""Bringing an archive back, thread by thread: into Postgres or into a log.
+"""Brings an archive back, thread by thread: into Postgres or into a log.
 
-The entries keep their positions, and a thread's row says up to which position they are applied. So you may repeat a
-restore, or stop it and continue later, and what Postgres already has stays as it is. How a log gets them:
-`bufstore.spark.log_archive.into_log`.
+In Postgres, the entries keep their positions, and a thread's row says up to which position they are applied. So you may
+repeat a restore, or stop it and continue later, and what Postgres already has stays as it is. For a restore into a log,
+see `bufstore.spark.log_archive.into_log`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def restore(
 ) -> RestoreReport:
     """Bring the entries of the archive at `path` back, where the deployment does not have them.
 
-    `into` "postgres": for a Postgres that was lost, or is older than its backups' log; no flusher may run meanwhile.
-    "log": behind what the deployment's log or Postgres has of each thread, for its flushers to move on; see
+    `into` "postgres": for a Postgres that was lost, or is older than it should be; no flusher may run meanwhile.
+    "log": behind what the deployment's log or Postgres has of each thread, for the flushers to move on; see
     `bufstore.spark.log_archive.into_log`. `threads`: only these. `until`: only what was stored before this time (with
-    its offset), and so each thread as it was then. `dry_run`: say what would be done, and do nothing (the tables are
-    made).
+    its offset), and so each thread as it was then. `dry_run`: say what would be done, and do nothing (except to make
+    the tables).
 
     Raises DataLoss when the archive has a gap, was changed, or has two streams with the same numbers, NoLog when there
     is no log to write into, ConfigError when there is no archive, when Postgres and log do not go together, or when the
@@ -92,7 +92,7 @@ def restore(
     report = RestoreReport(dry_run=dry_run)
     loop().run(_setup(deployment, manifests, into, dry_run=dry_run))
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
-    # One job for all ranges of one kind of subjects: a thread's entries in order, whatever range they are in.
+    # One job for all ranges with the same subjects: so a thread's entries are in order, whatever range they are in.
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
         messages = check_ranges(spark, path, list(ranges))
         if until is not None:
@@ -110,7 +110,7 @@ def restore(
 
 
 def _stored_before(messages: DataFrame, until: datetime) -> DataFrame:
-    """What stands before the first message of this time or later: without holes, whatever the server's clock did."""
+    """Return the messages before the first of this time or later: without holes, whatever the server's clock did."""
     from pyspark.sql import functions as F
 
     row = messages.where(F.col("stored_at") >= F.lit(until)).agg(F.min("position")).first()
@@ -143,10 +143,10 @@ def _restoring(deployment: Deployment, into: Into, *, dry_run: bool) -> IntoPost
 
 
 def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) -> int:
-    """The generation of the log that the restored rows go with; `created` and `epoch` are those of the log there is.
+    """Return the generation of the log that restored rows belong to; `created` and `epoch`: those of the existing log.
 
     A log that is made later must begin above every position that the rows name, or its entries would be taken for
-    applied. Raises ConfigError when that cannot be, because there is one already.
+    applied. Raises ConfigError when there is a log already that does not.
     """
     newest = max(manifests, key=lambda m: m.end)
     if created is None:
@@ -173,9 +173,9 @@ async def _restore(
     report = RestoreCounts()
     refused = False
     async with _restoring(deployment, into, dry_run=dry_run) as restoring:
-        # A log takes a thread as a whole: where in the archive it goes on must be found first.
+        # A log takes each thread as a whole, because the place in the archive where it goes on must be found first.
         for portion, goes_on in portions(threads, whole=into == "log"):
-            if goes_on and refused:  # nothing of a thread behind what could not be applied
+            if goes_on and refused:  # nothing is applied behind an entry of the thread that could not be applied
                 report.refused += sum(map(len, portion.values()))
                 continue
             found = await restoring.apply(portion)

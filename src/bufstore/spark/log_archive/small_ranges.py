@@ -1,5 +1,5 @@
-"""Making one range of an archive of many small ones, so that what a restore lists follows from how much there is, not
-from how often it was archived.
+"""Makes one range of many small ranges of an archive, so that what a restore lists depends on how much there is, not on
+how often it was archived.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from bufstore.spark.log_archive.manifests import (
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Messages of a range that is not merged with others any more. A message is a group of at most 256 KiB.
+#: A range of this many messages is not merged with others any more. A message is a group of at most 256 KiB.
 RANGE_MESSAGES = 100_000
 _MESSAGES_A_FILE = 2_000
 
 
 def to_merge(manifests: Sequence[Manifest], messages: int) -> list[list[Manifest]]:
-    """Neighbours that each hold fewer than so many messages, to be made one range of at most so many."""
+    """Return runs of neighbours that each hold fewer than `messages`; a run becomes one range of at most so many."""
     found: list[list[Manifest]] = []
     run: list[Manifest] = []
     for m in sorted(manifests, key=lambda m: (m.start, m.end)):
@@ -48,20 +48,20 @@ def to_merge(manifests: Sequence[Manifest], messages: int) -> list[list[Manifest
 
 
 def removable(manifests: Sequence[Manifest], settled_us: int, before_us: int = 0) -> list[Manifest]:
-    """The ranges of which others were made before the first of these times, and those all of which was stored before
-    the second, in the order in which to remove them. Times are in microseconds of Unix time.
+    """Return the ranges of which others were made before `settled_us`, and those whose messages were all stored before
+    `before_us`, in the order in which to remove them. Times are in microseconds of Unix time.
     """
     merged = {name for m in manifests if m.merged_us < settled_us for name in m.merged}
-    # What an interrupted removal leaves must not count again: so the ones that name others go behind those.
+    # Ranges that an interrupted removal leaves must not count again: so a range that names others goes after those.
     replaced = sorted((m for m in manifests if m.name in merged), key=lambda m: m.merged_us)
-    # Of what is old, also what does not count: it would again, without the one that was made of it.
+    # Old ranges that do not count go, too: they would count again without the range that was made of them.
     return replaced + expired([m for m in manifests if m.name not in merged], before_us)
 
 
 def merge_small(spark: SparkSession, path: str, messages: int) -> int:
-    """Make one range of small neighbours; how many were made.
+    """Make one range of each run of small neighbours. Returns how many were made.
 
-    It may be stopped and repeated: a range without a manifest does not count, and the ones that it was made of do.
+    You may stop and repeat it: a range without a manifest does not count, but the ranges that it was made of do.
     Raises DataLoss when one of them is not what its manifest says.
     """
     runs = to_merge(manifests_of(spark, path), messages)

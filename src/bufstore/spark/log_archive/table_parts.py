@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-#: Of what is written.
+#: The version of the parts that are written.
 VERSION = 1
 
 
@@ -32,12 +32,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Of its folder and its manifest."""
+        """The name of the part's folder and manifest."""
         return f"{self.start:020d}-{self.end:020d}-{self.attempt}"
 
 
 class Piece(NamedTuple):
-    """What of a part counts: from sequence `start` to before `end`."""
+    """The piece of a part that counts: from sequence `start` to before `end`."""
 
     part: Part
     start: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 def cover(parts: Sequence[Part]) -> list[Piece]:
-    """What counts: each sequence once, from the part that reaches furthest."""
+    """Return the pieces that count: each sequence once, from the part that reaches furthest."""
     left, found, at = list(parts), list[Piece](), 0
     while left := [p for p in left if p.end > at]:
         begun = [p for p in left if p.start <= at]
@@ -59,7 +59,7 @@ def cover(parts: Sequence[Part]) -> list[Piece]:
 
 
 def replaced(parts: Sequence[Part], before_us: int) -> list[Part]:
-    """Parts that do not count any more, because of others that were made before this time."""
+    """Return the parts that do not count any more, because of others that were made before this time."""
     settled = cover([p for p in parts if p.made_us < before_us])
     counting = {piece.part.name for piece in cover(parts)}
     return [
@@ -71,7 +71,7 @@ def replaced(parts: Sequence[Part], before_us: int) -> list[Part]:
 
 
 def to_merge(parts: Sequence[Part], rows: int) -> list[tuple[int, int]]:
-    """Ranges of neighbours that are each less than `rows`, to be made one part of at most so many."""
+    """Return ranges of neighbours that each have fewer than `rows`; each range becomes one part of at most so many."""
     found: list[tuple[int, int]] = []
     run: list[Piece] = []
     for piece in cover(parts):

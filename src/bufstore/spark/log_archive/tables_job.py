@@ -2,8 +2,8 @@
 
 ``<path>/tables/entries/part=<start>-<end>-<attempt>/date=…/*.parquet`` hold rows: see
 `bufstore.spark.log_archive.entry_table`. ``<path>/tables/manifests/<start>-<end>-<attempt>`` says what is in a part,
-and is written last: a part without one does not count. No part is ever changed. What the ranges hold stays, so all of
-this can be made again. To compact and to expire an archive concerns its ranges, too.
+and is written last: a part without a manifest does not count. No part is ever changed. What the ranges hold stays, so
+the table can be made again. `compact` and `expire` also work on the ranges.
 """
 
 from __future__ import annotations
@@ -49,21 +49,22 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import Column, DataFrame, SparkSession
 
-#: Archives of before hold no groups of entries.
+#: The first version of ranges that hold groups of entries.
 _GROUPS_SINCE = 3
-#: Parts of a large entry stand in front of it, by less than this many messages.
+#: The parts of a large entry stand in front of it, within fewer than this many messages.
 _PARTS_WITHIN = 1 << 20
-#: An entry's predecessor stands in the log when it is written, so it is not much older than the log.
+#: How far back threads are looked up. An entry's predecessor is in the log when the entry is written, so it is not much
+#: older than the log.
 _LOOK_BACK = timedelta(days=7)
-#: Rows of a part that is not merged with others any more.
+#: A part of this many rows is not merged with others any more.
 ROWS = 10_000_000
-#: How long a part that was merged stays for who began to read it.
+#: How long a part that was merged stays, for readers that have begun to read it.
 _GRACE = timedelta(days=1)
 _ROWS_AT_ONCE = 256
 
 
 class TablesReport(msgspec.Struct, kw_only=True):
-    """What was done: messages of the stream up to which there are rows; rows, parts and ranges that were written."""
+    """What was done: the message before which (`end`) there are rows; how many rows, parts, ranges were written."""
 
     end: int = 0
     rows: int = 0
@@ -72,10 +73,10 @@ class TablesReport(msgspec.Struct, kw_only=True):
 
 
 def tabulate(spark: SparkSession, path: str) -> TablesReport:
-    """Add what the table of the archive at `path` lacks of its ranges.
+    """Add to the table of the archive at `path` what it lacks of the archive's ranges.
 
-    It may be repeated, stopped, and run several times at once: only what a manifest says counts, and of parts that
-    overlap each entry counts once. Raises DataLoss when the archive has a gap or was changed.
+    You may repeat it, stop it, and run it several times at once: only parts with a manifest count, and where parts
+    overlap, each entry counts once. Raises DataLoss when the archive has a gap or was changed.
     """
     manifests = manifests_of(spark, path)
     whole(manifests)
@@ -93,11 +94,11 @@ def tabulate(spark: SparkSession, path: str) -> TablesReport:
 
 
 def entries(spark: SparkSession, path: str, deployment: Deployment | None = None) -> DataFrame:
-    """The entries that the archive at `path` holds, each once, as typed rows; with those that the log of `deployment`
-    holds behind them.
+    """Return the entries in the table of the archive at `path`, each once, as typed rows; with a `deployment`, also
+    those that its log holds behind them.
 
-    With the log, it is all that there is: also what is archived and not in the table yet. Raises DataLoss when the log
-    has lost what is not archived, ConfigError when there is no archive.
+    With a deployment, the result is complete: it includes entries that are archived but not in the table yet. Raises
+    DataLoss when the log has lost what is not archived, ConfigError when there is no archive.
     """
     from pyspark.sql import DataFrame
     from pyspark.sql import functions as F
@@ -124,10 +125,10 @@ def entries(spark: SparkSession, path: str, deployment: Deployment | None = None
 
 
 def compact(spark: SparkSession, path: str, *, rows: int = ROWS, range_messages: int = RANGE_MESSAGES) -> TablesReport:
-    """Make one part of neighbours that are small, of at most so many rows, and one range of small ranges, of at most so
-    many messages; who reads notices nothing.
+    """Merge small neighbours: parts into parts of at most `rows` rows, ranges into ranges of at most `range_messages`
+    messages. Readers notice nothing.
 
-    What they were made of is removed by `expire`. Raises DataLoss when a range was changed.
+    `expire` removes what they were made of. Raises DataLoss when a range was changed.
     """
     from pyspark.sql import functions as F
 
@@ -145,11 +146,11 @@ def compact(spark: SparkSession, path: str, *, rows: int = ROWS, range_messages:
 def expire(
     spark: SparkSession, path: str, *, before: datetime | None = None, ranges: bool = False, grace: timedelta = _GRACE
 ) -> int:
-    """Remove parts and ranges of which others were made longer than `grace` ago, and parts all of which was stored
-    `before` this time; with `ranges`, also the ranges all of which was. How many were removed.
+    """Remove parts and ranges of which others were made longer than `grace` ago, and parts whose entries were all
+    stored before `before`; with `ranges`, also ranges whose messages all were. Returns how many were removed.
 
-    The last part and the last range stay. What is removed from the ranges cannot be restored any more. Raises
-    ConfigError when `before` has no offset, and on Spark Connect, which cannot remove files.
+    The last part and the last range stay. Entries of removed ranges cannot be restored any more. Raises ConfigError
+    when `before` has no offset, and on Spark Connect, which cannot remove files.
     """
     if before is not None and before.tzinfo is None:
         raise ConfigError("expire: before needs a time with its offset")
@@ -192,14 +193,14 @@ def _parts_of(spark: SparkSession, path: str) -> list[Part]:
 
 
 def _generations(manifests: Sequence[Manifest]) -> list[list[Manifest]]:
-    """The ranges that hold groups, by the stream that they are of."""
+    """Return the ranges that hold groups, a list for each stream."""
     grouped = [m for m in manifests if m.version >= _GROUPS_SINCE]
     check_numbers(grouped)
     return [list(some) for _, some in groupby(grouped, key=lambda m: (m.created, m.subject, m.partitions))]
 
 
 def _table(spark: SparkSession, path: str, parts: Sequence[Part]) -> DataFrame:
-    """The rows of these parts that count."""
+    """Return the rows of these parts that count."""
     from pyspark.sql import functions as F
 
     root, pieces = f"{path}/tables/entries", cover(parts)
@@ -217,7 +218,7 @@ def _table(spark: SparkSession, path: str, parts: Sequence[Part]) -> DataFrame:
 
 
 def _between(spark: SparkSession, path: str, ranges: Sequence[Manifest], start: int, end: int) -> DataFrame:
-    """The messages of these ranges from sequence `start` to before `end`, each once."""
+    """Return the messages of these ranges from sequence `start` to before `end`, each once."""
     from pyspark.sql import functions as F
 
     some = [m for m in ranges if m.start < end and start < m.end]
@@ -227,7 +228,7 @@ def _between(spark: SparkSession, path: str, ranges: Sequence[Manifest], start: 
 
 
 def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: int) -> DataFrame:
-    """The messages behind the newest range."""
+    """Return the messages that the log holds from sequence `start`, the end of the newest range, on."""
     log = loop().run(log_of(deployment))
     if log is None:
         raise NoLog(deployment.stream)
@@ -246,7 +247,7 @@ def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: i
 def _typed(
     spark: SparkSession, path: str, ranges: Sequence[Manifest], parts: Sequence[Part], messages: DataFrame
 ) -> DataFrame:
-    """The rows of messages that stand behind these parts of the table, and in (or behind) these ranges."""
+    """Return the rows of `messages`, which stand behind these parts of the table, and in (or behind) these ranges."""
     from pyspark.sql import functions as F
 
     subjects, at = Subjects(ranges[0].subject, ranges[0].partitions), max((p.end for p in parts), default=0)
@@ -269,7 +270,7 @@ def _typed(
 
 
 def _known(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    """What is known of threads, as rows in front of their pieces."""
+    """Yield what is known of threads, as rows that come in front of the threads' pieces."""
     import pyarrow
 
     columns = (*COLUMNS, "part_body")
