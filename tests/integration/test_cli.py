@@ -266,6 +266,11 @@ def test_what_cannot_work_ends_in_one_line_and_exit_code_2(arguments: Sequence[s
     assert sum(line.startswith("Error: ") for line in result.err.splitlines()) == 1
 
 
+def test_what_prints_sql_prints_no_json() -> None:
+    result = bufstore_cli("setup", "--sql", "--json")
+    assert (result.code, result.json["message"]) == (2, "--sql prints SQL: leave out --json.")
+
+
 def test_the_environment_does_not_contradict_embedded() -> None:
     result = bufstore_cli("status", "--embedded", "--json", BUFSTORE_NATS="nats://127.0.0.1:1", BUFSTORE_POSTGRES="x")
     assert (result.code, result.json["write_trouble"], result.json["members"]) == (1, "", []), result

@@ -9,6 +9,7 @@ import pytest
 from bufstore.embedded import Servers
 from bufstore.mailbox import MailboxGauges
 from command_line import Result, bufstore_cli
+from helpers import query
 from mailboxes import KINDS, Mailboxes
 
 
@@ -85,6 +86,12 @@ async def test_what_is_no_mailbox_is_not_made_one(servers: Servers) -> None:
     environment = {"BUFSTORE_NATS": servers.nats.url}
     found = await asyncio.to_thread(bufstore_cli, "mailbox", "status", **environment)
     assert (found.code, "in Postgres" in found.err) == (2, True)
+    environment = {"BUFSTORE_POSTGRES": servers.postgres.dsn}
+    for command in (["status"], ["list"], ["wake"], ["purge", "--older-than", "1"]):
+        found = await asyncio.to_thread(bufstore_cli, "mailbox", *command, "--schema", "no_mailbox", **environment)
+        assert (found.code, "there is no mailbox in schema 'no_mailbox'" in found.err) == (2, True), command
+    found_schemas = await query(servers.postgres.dsn, "SELECT FROM pg_namespace WHERE nspname = 'no_mailbox'")
+    assert found_schemas == []
 
 
 async def test_the_doctor_looks_at_a_mailbox(servers: Servers) -> None:

@@ -33,6 +33,10 @@ async def test_status_shows_what_there_is_to_do(opened: Open, servers: Servers, 
         assert found.code == 0
         assert found.json["work"]["stored"] == 3
         assert (found.json["work"]["untold"], found.json["locks_held"]) == (2, None)
+    async with await Locks.open(servers.nats.url, name=f"{name}-locks") as locks:
+        await locks.acquire("a")
+        found = await run(servers, "tokens", "who", f"{name}-locks", "a")
+        assert (found.code, "of this kind" in found.err, "--lock" in found.err) == (2, True, True)
     async with await Locks.open(servers.nats.url, name=name) as locks:
         await locks.acquire("a")
         assert "locks held: 1" in (await run(servers, "tokens", "status", name)).out

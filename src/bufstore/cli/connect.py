@@ -192,8 +192,12 @@ class Endpoints:
 
     async def has_ledger(self, log: LogConfig) -> bool:
         """Whether the database has tables of a buffer with this log. Only reads. Raises StoreUnavailable."""
+        return await self.has_tables("buffer", ledger_schema(self.schema, log))
+
+    async def has_tables(self, part: str, schema: str) -> bool:
+        """Whether the schema has tables of this part of bufstore. Only reads. Raises StoreUnavailable."""
         async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
-            return "buffer" in await applied_migrations(connection, ledger_schema(self.schema, log))
+            return part in await applied_migrations(connection, schema)
 
     async def noted(self, log: LogConfig) -> Target | None:
         """What the database says it has a log of; None: nothing, or it has none. `log`: what is known of that."""

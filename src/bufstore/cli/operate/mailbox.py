@@ -53,6 +53,8 @@ async def _opened(target: Endpoints, name: str) -> AsyncIterator[MailboxStore]:
     store: MailboxStore
     if name:
         store = await find_mailbox(target.nats, name)
+    elif not await target.has_tables("mailbox", target.schema):
+        raise ConfigError(f"there is no mailbox in schema {target.schema!r} of this database")
     else:
         store = PostgresMailboxStore(target.postgres, schema=target.schema, pool_size=1)
     async with store:

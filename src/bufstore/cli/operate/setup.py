@@ -83,6 +83,8 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     wanted = {name: value for name, value in log.items() if value is not None}
     reporting_errors(LogConfig)(**wanted)
     if as_sql:
+        if options.as_json:
+            raise click.UsageError("--sql prints SQL: leave out --json.")
         click.echo(_sql(options, parts, roles, context.params["schema"], wanted.get("lanes")), nl=False)
         return
     if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):

@@ -61,7 +61,7 @@ async def looking_at(target: Endpoints, name: str) -> AsyncIterator[Tokens]:
     try:
         yield Tokens(work, locks)
     except StreamMissing:
-        raise ConfigError(f"there are no tokens {name!r} on this server") from None
+        raise ConfigError(f"there are no tokens {name!r} of this kind on this server (of a lock: --lock)") from None
     finally:
         await work.aclose()
 
