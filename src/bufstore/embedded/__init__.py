@@ -1,7 +1,7 @@
 """Real NATS (JetStream) and Postgres servers from wheels, for development, tests and single-machine use.
 
 The servers listen on 127.0.0.1 only, with a generated password, keep their data in a folder that survives
-restarts, write durably, and end with the process that started them, however that ends.
+restarts, write durably, and end with the process that started them, however that process ends.
 Needs the `embedded` extra; importing this module does not. Nothing here may be used from two threads at once.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["EmbeddedError", "NatsServer", "PostgresServer", "RedisServer", "Serv
 class Servers:
     """A NATS server and a Postgres server in one data folder; a context manager that starts and stops both.
 
-    `data` None: a fresh temporary folder, removed by `stop` or when the process ends.
+    `data`: None: a fresh temporary folder, which `stop` or the end of the process removes.
     The other arguments are those of `NatsServer` and `PostgresServer`.
     """
 
@@ -63,7 +63,7 @@ class Servers:
         self.stop()
 
     def start(self, timeout: float = START_SECONDS) -> None:
-        """Starts both at once, `timeout` seconds for each. Raises EmbeddedError, and then neither runs."""
+        """Start both at once, within `timeout` seconds each. Raises EmbeddedError; then neither runs."""
         make_folder(self.data)
         self._lock = self._lock or FolderLock(self.data)
         pool = ThreadPoolExecutor(2)
@@ -72,14 +72,14 @@ class Servers:
             for attempt in attempts:
                 attempt.result()
         except BaseException:
-            wait(attempts)  # a start that is interrupted here goes on there, and would undo the stop
+            wait(attempts)  # an interrupt ends only our wait: a start that goes on in its thread would undo the stop
             self.stop()
             raise
         finally:
             pool.shutdown()
 
     def stop(self) -> None:
-        """Stops both at the same time, gracefully; a temporary folder is removed, so then at once."""
+        """Stop both at the same time: gracefully, or at once if their folder is temporary and is removed with them."""
         if self._lock is None:
             return
         pool = ThreadPoolExecutor(2)
@@ -87,7 +87,7 @@ class Servers:
         attempts = [pool.submit(server.abandon if self._temporary else server.stop) for server in servers]
         try:
             wait(attempts)
-        finally:  # also of one that is interrupted
+        finally:  # also when the wait is interrupted
             pool.shutdown()
             self._lock.close()
             self._lock = None

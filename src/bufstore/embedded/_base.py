@@ -1,4 +1,4 @@
-"""What the bundled servers share: the exclusive data folder, the port, the guard, the verbs."""
+"""What the bundled servers share: the exclusive data folder, the port, the guard, and methods such as `start`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from . import _guard, _wheels
 START_SECONDS = 30.0
 USER = "bufstore"
 _LOG_BYTES = 10_000_000  # a longer log is set aside at the next start
-# Below the range from which systems take the local ports of outgoing connections: a port from within it can
-# be taken while the server is down, even by a client's own attempt to reconnect to it.
+# These lie below the range from which systems take the local ports of outgoing connections. While a server is down,
+# any connection can take a port of that range, even a client's own attempt to reconnect to the server.
 _PORTS = range(15_000, 30_000)
 
 
@@ -52,11 +52,11 @@ class FolderLock:
 
 
 class Server:
-    """What the two servers share: folder, port, password, guard, and the verbs on the running process."""
+    """What all servers share: folder, port, password, guard, and the methods that act on the running process."""
 
     _name = ""
     _stop_signal: int = signal.SIGTERM
-    #: Ends it without saving anything, but leaves nothing behind in the system.
+    #: The signal that ends the server without saving anything, but leaves nothing behind in the system.
     _abandon_signal: int = signal.SIGKILL
 
     def __init__(self, data: Path, *, port: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port on 127.0.0.1; kept over restarts. Raises EmbeddedError before the first start."""
+        """The port on 127.0.0.1; a restart keeps it while it is free. Raises EmbeddedError before the first start."""
         if self._port is None:
             raise EmbeddedError(f"{self._name} has not been started yet")
         return self._port
@@ -88,13 +88,13 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process exists; a paused one does."""
+        """Whether the server's process exists; a paused process exists, too."""
         return self._process is not None and _guard.alive(self._process)
 
     def start(self, timeout: float = START_SECONDS) -> None:
-        """Starts the server and returns when it answers; does nothing if it runs already.
+        """Start the server and return when it answers; do nothing if it runs already.
 
-        Cleans up whatever an earlier owner of the data folder has left after a crash.
+        Cleans up what an earlier owner of the data folder left behind when it crashed.
         Raises EmbeddedError, with the end of the server's log, if it does not answer within `timeout` seconds
         (the first creation of the database is not counted), if another process uses the data folder, or if a
         wheel is missing.
@@ -119,7 +119,7 @@ class Server:
             raise
 
     def stop(self) -> None:
-        """Stops the server gracefully, by SIGKILL if that takes long, and gives up the data folder."""
+        """Stop the server gracefully, or with SIGKILL if that takes too long, and give up the data folder."""
         if self._lock is None:
             return
         self._leave_guard()
@@ -129,34 +129,34 @@ class Server:
         self._lock = None
 
     def abandon(self) -> None:
-        """Ends the server at once and gives up the data folder, which is not meant to be used again."""
+        """End the server at once and give up the data folder, which is not meant to be used again."""
         if self._process is not None:
             _guard.thaw(self._process)
             _guard.send(self._process, self._abandon_signal)
         self.stop()
 
     def restart(self, timeout: float = START_SECONDS) -> None:
-        """Stops and starts; raises what `start` raises."""
+        """Stop the server and start it again. Raises as `start` does."""
         self.stop()
         self.start(timeout)
 
     def kill(self) -> None:
-        """Ends the server and its children at once (SIGKILL), as a crash would; it can be started again."""
+        """End the server and its children at once (SIGKILL), as a crash would; the server can be started again."""
         if self._process is not None and not _guard.kill(self._process):
             raise EmbeddedError(f"{self._name} was killed and does not end")
 
     def pause(self) -> None:
-        """Suspends the server and its children: connections stay open, nothing is answered.
+        """Suspend the server and its children: connections stay open, but nothing is answered.
 
         Raises EmbeddedError if the server is not running.
         """
         _guard.freeze(self._running_process())
 
     def resume(self) -> None:
-        """Lets a paused server go on. Raises EmbeddedError if the server is not running."""
+        """Let a paused server go on. Raises EmbeddedError if the server is not running."""
         _guard.thaw(self._running_process())
 
-    # What each server fills in.
+    # Each kind of server implements these.
 
     def _address(self, password: str) -> str:
         raise NotImplementedError
@@ -188,7 +188,7 @@ class Server:
         return path.read_text()
 
     def _choose_port(self) -> int:
-        """The port asked for, else the one used before if it is free, else a new one."""
+        """Return the wanted port, else the port used before if it is free, else a new port."""
         if self._wanted_port is not None:
             if not _port_is_free(self._wanted_port):
                 raise EmbeddedError(f"{self._name}: port {self._wanted_port} is in use")
@@ -207,7 +207,7 @@ class Server:
         command = [sys.executable, "-P", _guard.__file__, str(self.data)]
         with open(log, "ab", opener=_private) as output:
             self._log_start = output.tell()
-            # In a session of its own: Ctrl-C in a terminal goes to the owner, which then stops the servers.
+            # The guard has a session of its own: Ctrl-C in a terminal reaches only the owner, which stops the servers.
             self._guard = subprocess.Popen(  # noqa: S603 - our own script, no shell
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, cwd="/",
                 start_new_session=True,
@@ -241,7 +241,7 @@ class Server:
         raise EmbeddedError("\n  ".join([f"{self._name} {what}; the end of its log:", *lines[-20:]]))
 
     def _leave_guard(self) -> None:
-        """Has the guard stop the server, if both are there, and waits until it has."""
+        """Have the guard stop the server, if both are there, and wait until the guard has ended."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -254,13 +254,13 @@ class Server:
             guard.stdin.close()
         try:
             guard.wait(_guard.STOP_SECONDS + 2 * _guard.KILL_SECONDS)
-        except subprocess.TimeoutExpired:  # somebody has paused it; the sweep ends the server
+        except subprocess.TimeoutExpired:  # somebody has paused the guard; the sweep ends the server
             guard.kill()
             guard.wait()
         guard.stdout.close()
 
     def _sweep(self) -> None:
-        """Ends what is left of an earlier run in this folder, which must be locked."""
+        """End the processes left from an earlier run in this folder, which must be locked."""
         try:
             record = json.loads((self.data / "run.json").read_text())
         except (FileNotFoundError, ValueError):
@@ -269,7 +269,7 @@ class Server:
         if guard is not None and not _guard.wait_until(
             lambda: not _guard.alive(guard), _guard.STOP_SECONDS + _guard.KILL_SECONDS
         ):
-            _guard.kill(guard)  # takes the server, its child, along
+            _guard.kill(guard)  # this also kills the server, which is its child
         server = _recorded(record["server"])
         if server is not None and not _guard.end(server, self._stop_signal):
             raise EmbeddedError(f"{self._name}: process {server.pid} from an earlier run does not end; end it by hand")
@@ -277,12 +277,12 @@ class Server:
             (self.data / "run.json").unlink()
 
     def _forget(self) -> None:
-        """In a forked child: lets go of what keeps the owner's servers alive and its folder locked."""
+        """In a forked child, let go of what would keep the owner's servers alive and its folder locked."""
         if self._guard is not None:
             for pipe in (self._guard.stdin, self._guard.stdout):
                 if pipe is not None:
                     pipe.close()
-            self._guard.returncode = 0  # not a child of this process
+            self._guard.returncode = 0  # the guard is not a child of this process
         if self._lock is not None:
             self._lock.close()
         self._guard = self._process = self._lock = None
@@ -292,7 +292,7 @@ class _Owner(Protocol):
     def _forget(self) -> None: ...
 
 
-# All that hold a lock or a guard's pipe, for a forked child to let go of.
+# All objects that hold a lock or a guard's pipe; a forked child makes them let go of it.
 owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 
@@ -309,7 +309,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replaces a file, readable by its owner only, in one step: a crash leaves the old or the new one."""
+    """Replace a file in one step, readable by its owner only: a crash leaves the old file or the new one."""
     fresh = path.with_name(f"{path.name}.new")
     with open(fresh, "w", encoding="utf-8", opener=_private) as file:
         file.write(text)
@@ -319,19 +319,19 @@ def write_private(path: Path, text: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes what is missing, closed to others except that, as root, the account of Postgres may pass."""
+    """Make the missing folders, closed to others; those that root makes let others pass, for Postgres' account."""
     mode = 0o711 if os.geteuid() == 0 else 0o700
     try:
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
             missing.mkdir(mode, exist_ok=True)
-            missing.chmod(mode)  # whatever the umask
+            missing.chmod(mode)  # regardless of the umask
     except OSError as error:
         raise EmbeddedError(f"cannot create the data folder {folder}: {error.strerror}") from error
 
 
 def _port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As the servers do: connections that linger after a stop do not block the port.
+        # The servers set this, too: connections that linger after a stop do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -341,11 +341,11 @@ def _port_is_free(port: int) -> bool:
 
 
 def _recorded(entry: tuple[int, list[str]]) -> Any | None:
-    """The recorded process, if the pid still belongs to it: its arguments name the data folder."""
+    """Return the recorded process, or None if the pid is no longer its own. Its arguments name the data folder."""
     psutil = importlib.import_module("psutil")
     pid, argv = entry
     process = _guard.find_process(pid)
-    # An error of psutil means: ended meanwhile, or another user's and therefore not the one recorded.
+    # An error of psutil means that the process has ended, or is another user's and so not the recorded one.
     with contextlib.suppress(psutil.Error):
         if process is not None and _guard.alive(process) and process.cmdline()[1:] == argv[1:]:
             return process

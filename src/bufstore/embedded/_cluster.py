@@ -14,7 +14,7 @@ from ._base import USER, _port_is_free, make_folder
 from ._nats import NatsServer
 
 _NODES = 3
-# Beside those that servers choose themselves, and like them below those of outgoing connections.
+# These do not overlap the ports that servers choose themselves, and also lie below those of outgoing connections.
 _PORTS = range(10_000, 15_000)
 _PARTS = 50
 
@@ -23,9 +23,9 @@ _PARTS = 50
 def three_servers(
     folder: Path, more_users: str = "", *, sync_interval: str = "always", monitors: Sequence[int] = ()
 ) -> Iterator[list[NatsServer]]:
-    """Servers n0 to n2 below `folder`, stopped at the end; they may not have elected a leader yet.
+    """Run servers n0 to n2 below `folder` inside the block; they may not have elected a leader yet.
 
-    Each has a user of its own (that of its `url`), and all of them know the user "all" with the password "all" and
+    Each has a user of its own (that of its `url`). All of them also know the user "all" with the password "all", and
     `more_users`, in the form of nats-server's configuration. `monitors`: the ports of their HTTP endpoints.
     Raises EmbeddedError, as `NatsServer.start` does.
     """
@@ -53,9 +53,9 @@ def three_servers(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now, for servers to listen on, also when they start again.
+    """Return ports of 127.0.0.1 on which nobody listens now, for servers that keep their ports when they restart.
 
-    Each process looks into a part of its own first: it must not take those of a neighbour's server that is down.
+    Each process first tries its own part of the range, so that it takes no port of another process's stopped server.
     """
     chance, begin = secrets.SystemRandom(), os.getpid() % _PARTS * (len(_PORTS) // _PARTS)
     ours = _PORTS[begin : begin + len(_PORTS) // _PARTS]

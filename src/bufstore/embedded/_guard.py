@@ -51,7 +51,7 @@ def _status(process: Any) -> str:
 
 
 def send(process: Any, number: int) -> None:
-    """Sends the process a signal, if it is still there."""
+    """Send the process a signal, if it is still there."""
     psutil = importlib.import_module("psutil")
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)  # psutil refuses if the pid has meanwhile gone to another process
@@ -67,7 +67,7 @@ def tree(process: Any) -> list[Any]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Polls until the condition holds; False if it did not within that many seconds."""
+    """Poll until the condition holds; return False if it does not hold within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -77,12 +77,12 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def freeze(process: Any) -> list[Any]:
-    """Stops the execution of a whole tree and returns its members once all of them stand still."""
+    """Suspend a whole tree and return its members once all of them stand still."""
 
     def still(one: Any) -> bool:
         return _status(one) in ("stopped", "zombie", "dead", "gone")
 
-    # The parent first: once it stands still no child can be started behind our back.
+    # The parent comes first: once it stands still, it cannot start a child behind our back.
     send(process, signal.SIGSTOP)
     wait_until(lambda: still(process), KILL_SECONDS)
     members = tree(process)
@@ -93,13 +93,13 @@ def freeze(process: Any) -> list[Any]:
 
 
 def thaw(process: Any) -> None:
-    """Resumes a whole tree, the parent last so that it finds its children running."""
+    """Resume a whole tree, the parent last, so that it finds its children running."""
     for member in reversed(tree(process)):
         send(member, signal.SIGCONT)
 
 
 def kill(process: Any) -> bool:
-    """SIGKILLs a whole tree; False if something of it is still there after `KILL_SECONDS`."""
+    """End a whole tree with SIGKILL; return False if a member is still there after `KILL_SECONDS`."""
     members = freeze(process)
     for member in members:
         send(member, signal.SIGKILL)
@@ -107,7 +107,7 @@ def kill(process: Any) -> bool:
 
 
 def end(process: Any, number: int) -> bool:
-    """Stops a whole tree with the given signal to its parent, or by SIGKILL if that takes too long."""
+    """Stop a whole tree with this signal to its parent, or with SIGKILL if that takes too long."""
     thaw(process)  # a paused server would not see the signal
     send(process, number)
     return wait_until(lambda: not alive(process), STOP_SECONDS) or kill(process)
@@ -116,7 +116,7 @@ def end(process: Any, number: int) -> bool:
 def _wait_for_owner(asked: threading.Event) -> None:
     if sys.stdin.buffer.read() == b"stop\n":
         asked.set()
-    # To the main thread by name: only that one is interrupted in its wait for the server.
+    # The signal goes to the main thread in particular: it interrupts only the wait of the thread that gets it.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
@@ -124,11 +124,11 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         (folder.parent / "lock").unlink(missing_ok=True)
-        folder.parent.rmdir()  # succeeds for the last of the servers in it
+        folder.parent.rmdir()  # succeeds when no other server's folder is left in it
 
 
 def main(folder: Path) -> None:
-    """Runs one server until it exits or the owner is gone. The first line of input says what to run."""
+    """Run one server until it exits or the owner is gone. The first line of input says what to run."""
     order = json.loads(sys.stdin.buffer.readline())
     who: dict[str, Any] = {}
     if order["user"] is not None:
@@ -157,13 +157,13 @@ def main(folder: Path) -> None:
     except BrokenPipeError:  # the owner died before it read the pid
         pass
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # also the one the thread may yet send
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # also the SIGTERM that the thread may yet send
         process = find_process(server.pid) if server.poll() is None else None
         if process is not None:
             end(process, order["signal"])
         server.poll()
         if order["temporary"] and listener.ident is not None:
-            listener.join()  # a server that died by itself may be started again as long as the owner lives
+            listener.join()  # while the owner lives, it may restart a server that died by itself
         if order["temporary"] and not asked.is_set():
             _remove(folder)
         os._exit(0)  # the thread may hold standard input in a read, which an ordinary exit would wait for

@@ -17,9 +17,9 @@ class NatsServer(Server):
     """One nats-server with JetStream in files below `data`.
 
     `sync_interval` is nats-server's: "always" (fsync before every acknowledgement) or a duration like "2m".
-    `extra_config` is appended to the configuration file; a block it repeats (`jetstream`, `authorization`)
+    `extra_config` is appended to the configuration file; a block that it repeats (`jetstream`, `authorization`)
     replaces the one written here, and must still admit the user of `url`.
-    `port`: None chooses a free one at first start and keeps it.
+    `port`: None: the first start chooses a free port, and later starts keep it while it is free.
     """
 
     _name = "nats-server"
@@ -60,7 +60,7 @@ class NatsServer(Server):
         return [str(_wheels.nats_binary()), "-c", str(self.data / "nats.conf")]
 
     def _answers(self, seconds: float) -> bool:
-        """Logs in and asks JetStream for the account's state; any reply shows that it works on requests."""
+        """Log in and ask JetStream for the account's state; any reply shows that JetStream answers requests."""
         try:
             address = ("127.0.0.1", self.port)
             with (
@@ -72,7 +72,7 @@ class NatsServer(Server):
                          "headers": True, "no_responders": True}  # fmt: skip
                 ask = b"SUB _INBOX.start 1\r\nPUB $JS.API.INFO _INBOX.start 0\r\n\r\nPING\r\n"
                 connection.sendall(b"CONNECT " + json.dumps(login).encode() + b"\r\n" + ask)
-                # A member of a cluster has no JetStream to answer with until the others are up.
+                # In a cluster, JetStream answers only once the other members are up.
                 sign = (b"PONG",) if "cluster" in info else (b"MSG", b"HMSG")
                 for line in iter(stream.readline, b""):
                     if line.startswith(b"-ERR"):

@@ -25,8 +25,8 @@ _INIT_SECONDS = 120.0  # for the first creation of the database
 class PostgresServer(Server):
     """One Postgres with full durability and its data below `data`; the user is a superuser.
 
-    As root the server runs under an unprivileged account, which must be able to enter `data`.
-    `port`: None chooses a free one at first start and keeps it.
+    When root starts it, the server runs under an unprivileged account, which must be able to enter `data`.
+    `port`: None: the first start chooses a free port, and later starts keep it while it is free.
     """
 
     _name = "postgres"
@@ -54,7 +54,7 @@ class PostgresServer(Server):
     def _initialise(self) -> tuple[_wheels.Account | None, dict[str, str]]:
         account = _wheels.postgres_account(self._cluster)
         if account is not None:
-            self.data.chmod(0o711)  # to be entered by the account, not listed
+            self.data.chmod(0o711)  # the account may enter the folder, but not list it
             _wheels.check_reachable(self.data, account)
             self._package = _wheels.reachable_package(self._package, account, self.data)
         if not self._cluster.exists():
@@ -62,7 +62,7 @@ class PostgresServer(Server):
         return account, _clean_environment()
 
     def _create(self, account: _wheels.Account | None) -> None:
-        """Makes the database files. Only complete ones get the final name: a crash leaves no half folder."""
+        """Make the database files. They get the final name only when complete: a crash leaves no half-made folder."""
         for left in self.data.glob("new.*"):
             shutil.rmtree(left, ignore_errors=True)
         fresh = self.data / f"new.{uuid.uuid4().hex}"
@@ -79,7 +79,7 @@ class PostgresServer(Server):
         command = [
             self._program("initdb"), "-D", str(fresh / "cluster"), "-U", USER, f"--pwfile={password}",
             "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-instructions",
-            # Iterations make weak passwords costly to guess. Ours has 192 random bits, and each connection pays.
+            # Iterations make weak passwords costly to guess, but each connection pays. Ours has 192 random bits.
             "--set", "scram_iterations=1",
         ]  # fmt: skip
         # initdb ends with an fsync of all files; without it a power failure could take acknowledged data.
@@ -96,7 +96,7 @@ class PostgresServer(Server):
         shutil.rmtree(fresh)
 
     def _command(self, port: int) -> list[str]:
-        # On the command line, where neither the configuration file nor ALTER SYSTEM can override them.
+        # These go on the command line, where neither the configuration file nor ALTER SYSTEM can override them.
         settings = {
             "listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "",
             "max_connections": 200, "shared_buffers": "128MB",
@@ -117,10 +117,10 @@ class PostgresServer(Server):
             recorded = abs(int(lock.read_text().split("\n", 1)[0]))
         except (FileNotFoundError, ValueError):
             return
-        # Backends outlive a killed parent if they are paused; they are known by the folder they work in.
+        # Paused backends outlive a killed parent; we recognize them by the folder they work in.
         for process in _processes_in(self._cluster):
             _guard.kill(process)
-        # Postgres takes any process that got the dead one's pid for a rival.
+        # Postgres would take any process that now has the dead server's pid for a rival.
         if _guard.find_process(recorded) is not None:
             lock.unlink(missing_ok=True)
 
@@ -151,7 +151,7 @@ class PostgresServer(Server):
 
 
 def _clean_environment() -> dict[str, str]:
-    """The environment without what would steer Postgres or its tools elsewhere."""
+    """Return the environment without the variables that would steer Postgres or its tools elsewhere."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PG", "LC_", "LANG"))}
     return kept | {"LC_ALL": "C", "TZ": "UTC"}
 

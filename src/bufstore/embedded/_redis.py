@@ -1,4 +1,4 @@
-"""A Redis server in memory, for tests and benchmarks of what may use one."""
+"""A Redis server in memory, for tests and benchmarks of code that can use Redis."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ._base import Server, write_private
 
 
 class RedisServer(Server):
-    """One redis-server; what it holds is gone when it stops.
+    """One redis-server; its data is gone when it stops.
 
-    `port`: None chooses a free one at first start and keeps it.
+    `port`: None: the first start chooses a free port, and later starts keep it while it is free.
     """
 
     _name = "redis-server"

