@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-#: What the extra brings; without it there is one sentence to say instead of a traceback.
+#: The packages that the extra installs; where one is missing, a sentence takes the place of a traceback.
 _EXTRA = {"click", "rich"}
 
 

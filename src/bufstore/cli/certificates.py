@@ -1,4 +1,4 @@
-"""What the options for TLS lead to."""
+"""The TLS context that the --tls options ask for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tls_context(ca: Path | None, certificate: Path | None, key: Path | None) -> 
 
 
 def _no_passphrase() -> str:
-    # Without this OpenSSL would ask on the terminal, where nobody may be.
+    # Without this, OpenSSL would ask for the passphrase on the terminal, where there may be nobody to answer.
     raise ConfigError("the key of --tls-cert has a passphrase: use a key without one, in a file that only you can read")
 
 

@@ -1,4 +1,4 @@
-"""The options that every command shares, and what they lead to: `Endpoints`."""
+"""The options that commands share, and the `Endpoints` that they name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _CONNECT_S = 5.0
 
 
 class Flushes(Protocol):
-    """An open buffer, or a store of several."""
+    """An open buffer, or an open store with several buffers."""
 
     async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
         """See `Buffer.force_flush`."""
@@ -99,14 +99,14 @@ class Endpoints:
     schema: str
     stream: str
     bucket: str
-    #: The servers of our own, if they are.
+    #: The embedded servers that the command starts; None: the servers are others'.
     servers: Servers | None = None
     #: The name by which Postgres knows our sessions.
     session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
 
     @asynccontextmanager
     async def opened(self, *, create: bool = True, **config: Any) -> AsyncIterator[Flushes]:
-        """What flushes the log (of several lanes, all), of whichever domain it is; the rest as in `buffered`."""
+        """Open what flushes the log (all of its lanes), whatever its domain is; the rest is as in `buffered`."""
         found = await self._find()
         if found is None or found.target is None or schema_of(found.target.kind) is None:
             async with self.buffered(create=create, **config) as store:
@@ -120,7 +120,7 @@ class Endpoints:
             await buffer.aclose()
 
     def buffer_of(self, target: Target | None, config: BufferConfig, *, timeout_s: float = 30.0) -> AnyBuffer:
-        """The buffer of a log with this target, of whichever domain it is; nothing is connected yet."""
+        """Return the buffer of a log with this target, whatever its domain is; the buffer is not connected yet."""
         schema = schema_of(target.kind) if target is not None else None
         if schema is not None:
             tables = PostgresCheckpointStore(
@@ -131,23 +131,23 @@ class Endpoints:
 
     @asynccontextmanager
     async def buffered(self, *, create: bool = True, **config: Any) -> AsyncIterator[BufferedThreadStore]:
-        """The buffered store, with the log as it stands on the server.
+        """Open the buffered store, with the log's configuration as it stands on the server.
 
-        `create`: make a log if there is none; else that is NoLog. `config`: fields of BufferConfig.
+        `create`: make a log if there is none; otherwise raise NoLog. `config`: fields of BufferConfig.
         """
         log = await self.find_log(applies=True)
         if log is None:
             if not create:
                 raise NoLog(self.stream)
             log = LogConfig(stream=self.stream, bucket=self.bucket)
-            if self.servers is not None:  # on whatever disk this is
+            if self.servers is not None:  # this machine's disk may be small
                 log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)
         fitting = BufferConfig.fitting(log, **config)
         async with await BufferedThreadStore.open(self.plain(), nats=self.nats, config=fitting) as store:
             yield store
 
     def plain(self, *, pool_size: int = 8) -> PostgresThreadStore:
-        """The Postgres store alone, without buffer: what it reads is what Postgres holds."""
+        """Return the Postgres store alone, without a buffer: it reads what Postgres holds."""
         return PostgresThreadStore(self._conninfo(), schema=self.schema, pool_size=pool_size)
 
     def _conninfo(self) -> str:
@@ -155,10 +155,10 @@ class Endpoints:
         return make_conninfo(self.postgres, application_name=self.session)
 
     async def find_log(self, *, applies: bool = False) -> LogConfig | None:
-        """The configuration of the log as it stands on the server; None if there is no log.
+        """Return the configuration of the log as it stands on the server; None if there is no log.
 
-        `applies`: something of it is going to be written into a PostgresThreadStore. Raises ConfigDrift when it does
-        not belong there.
+        `applies`: the caller is going to write entries of the log into a PostgresThreadStore. Then raises ConfigDrift
+        when the log does not belong there.
         """
         found = await self._find()
         if found is None:
@@ -168,7 +168,7 @@ class Endpoints:
         return found.config
 
     async def find_any_log(self, *, applies: bool = False) -> tuple[LogConfig, Target | None] | None:
-        """The same for a log of any domain that comes with bufstore, with what it is flushed into."""
+        """The same for a log of any domain that comes with bufstore, and the target that the log names, if any."""
         found = await self._find()
         if found is None:
             return None
@@ -177,9 +177,9 @@ class Endpoints:
         return found.config, found.target
 
     async def lost_log(self, lane: int | None) -> LogConfig:
-        """What is known of a log that is not on the server; `lane`: which one it was, as an operator says.
+        """Return what is known of a log that is not on the server. `lane`: the log's lane, if an operator says it.
 
-        Raises ConfigError when the database has ledgers of lanes, and nobody says which: only the log would.
+        Raises ConfigError when the database has ledgers of several lanes and `lane` is None: only the log could tell.
         """
         first = LogConfig(stream=self.stream, bucket=self.bucket)
         if lane is None and await self.has_ledger(replace(first, lanes=2, lane=1)):
@@ -187,11 +187,11 @@ class Endpoints:
                 f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
                 "lanes: say with `bufstore repair --lane` which one it was (0: the first)"
             )
-        # The bucket is that of the first lane, as in `find_log`; for a repair it does not matter how many there are.
+        # --bucket names the first lane's bucket, as in `find_log`. A repair does not need the true number of lanes.
         return replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
 
     async def has_ledger(self, log: LogConfig) -> bool:
-        """Whether the database has tables of a buffer with this log. Only reads. Raises StoreUnavailable."""
+        """Whether the database has the tables of this log's buffer. Only reads. Raises StoreUnavailable."""
         return await self.has_tables("buffer", ledger_schema(self.schema, log))
 
     async def has_tables(self, part: str, schema: str) -> bool:
@@ -200,7 +200,7 @@ class Endpoints:
             return part in await applied_migrations(connection, schema)
 
     async def noted(self, log: LogConfig) -> Target | None:
-        """What the database says it has a log of; None: nothing, or it has none. `log`: what is known of that."""
+        """Return the log's target that the database names; None: it names none. `log`: what is known of the log."""
         config = BufferConfig(log=log, flusher=False)
         async with self.buffer_of(None, config).connected() as buffer:
             return await buffer.ledger.target()
@@ -218,12 +218,12 @@ class Options:
 
     @property
     def named(self) -> bool:
-        """Whether they name servers at all."""
+        """Whether the options name servers at all."""
         return self._unopened is not None
 
     @contextmanager
     def target(self) -> Iterator[Endpoints]:
-        """The target, its servers running inside the block if they are ours. Raises EmbeddedError."""
+        """Give the target; embedded servers run inside the block. Raises EmbeddedError."""
         if self._unopened is None:
             raise click.UsageError(
                 "Where to? Give --nats and --postgres (or BUFSTORE_NATS and BUFSTORE_POSTGRES), or --embedded."
@@ -239,7 +239,7 @@ class Options:
             servers.stop()
 
     def run(self, work: Callable[[Endpoints], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns of the target, on an event loop of its own. Raises EmbeddedError."""
+        """Run `work` with the target on an event loop of its own, and return its result. Raises EmbeddedError."""
         with self.target() as target:
             return run(work(target))
 
@@ -248,7 +248,7 @@ class Options:
     ) -> None:
         """Print the report, as one line of JSON or by `show`, and end the command with `code`.
 
-        `show`: prints it for people; a text: the title of a table of its fields. `problems` go to standard error.
+        `show`: prints the report for people; a text: the title of a table of its fields. `problems` go to stderr.
         """
         if self.as_json:
             show_json(report)
@@ -290,7 +290,7 @@ _NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "tl
 def _target(
     shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool, postgres_needed: bool
 ) -> Endpoints | None:
-    """The target that the options name, servers not started; None if they name none."""
+    """Return the target that the options name, with its servers not started; None if they name none."""
     context = click.get_current_context()
     typed = [n for n in ("nats", "postgres") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
     if shared["embedded"] and typed:
@@ -300,7 +300,7 @@ def _target(
     if shared["data"] is not None and not embedded:
         raise click.UsageError("--data is the folder of --embedded servers.")
     names = {name: shared[name] for name in ("schema", "stream", "bucket")}
-    # Before anything is asked of a server: a name becomes part of subjects and statements.
+    # Names become part of subjects and statements, so they are checked before a server is asked anything.
     reporting_errors(LogConfig)(stream=names["stream"], bucket=names["bucket"])
     reporting_errors(check_schema)(names["schema"])
     if embedded:
@@ -315,7 +315,7 @@ def _target(
 
 
 def _servers(data: Path | None) -> Servers:
-    # Not at the top: only this needs a Unix, and every command would.
+    # Not imported at the top: every command would then need a Unix, which only embedded servers need.
     try:
         from bufstore.embedded import Servers
     except ModuleNotFoundError as e:
@@ -330,7 +330,7 @@ def _nats_config(urls: str, shared: dict[str, Any]) -> NatsConfig:
         servers=tuple(url.strip() for url in urls.split(",") if url.strip()),
         credentials=shared["nats_creds"],
         user=shared["nats_user"],
-        # Not as options: a command line is everybody's to read.
+        # These are no options, because everybody on the machine can read a command line.
         password=os.environ.get("BUFSTORE_NATS_PASSWORD"),
         token=os.environ.get("BUFSTORE_NATS_TOKEN"),
         tls=tls_context(shared["tls_ca"], shared["tls_cert"], shared["tls_key"]),

@@ -1,4 +1,4 @@
-"""A look at the buffer from outside: who flushes, how far, how full. Changes nothing and makes nothing."""
+"""A look at the buffer from outside: who flushes, how far, how full the log is. Changes and makes nothing."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _TIMEOUT_S = 5.0
 
 
 class Partition(msgspec.Struct, kw_only=True):
-    """One share of the threads."""
+    """How far one partition is flushed, and by whom."""
 
     partition: int
-    #: Position of its last entry in the log; 0: none.
+    #: The position of the partition's last entry in the log; 0: there is none.
     end: int
-    #: Up to where it is flushed, and the term of its owner; None: Postgres could not be asked.
+    #: The partition's cursor, and its owner's term; 0: there is none yet; None: Postgres could not be asked.
     cursor: int | None
     term: int | None
-    #: How many of its entries in the log the cursor has not passed.
+    #: How many of its entries in the log the cursor has not passed; None: Postgres could not be asked.
     lag: int | None
-    #: The live flusher that owns it.
+    #: The live flusher that owns the partition; None: none is alive.
     owner: str | None
 
 
@@ -55,30 +55,31 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     #: Why Postgres cannot be asked; empty: it can.
     postgres_trouble: str
     stream: str
-    #: Which of how many lanes the log is; the first one is 0.
+    #: The number of the log's lane (the first is 0), and how many lanes there are.
     lane: int
     lanes: int
     log_bytes: int
     log_bytes_max: int
-    #: About how many of the bytes are not flushed.
+    #: About how many of the log's bytes are not flushed.
     log_bytes_unflushed: int
-    #: In how many seconds, at least, the log is full at the present rate; None: what is not flushed does not grow.
+    #: After how many seconds, at least, the log is full at the present rate; None: its unflushed part does not grow.
     log_full_in_s: float | None
-    #: As in `Health`, for a process with these settings; the troubles say why not.
+    #: As in `Health`, for a process with these settings; each trouble says why the answer above it is False.
     can_write: bool
     write_trouble: str
     can_read: bool
     read_trouble: str
     flushing: bool
     flush_trouble: str
-    #: Entries in the log that no cursor has passed, of all partitions.
+    #: How many entries in the log, of all partitions, no cursor has passed; None: Postgres could not be asked.
     lag: int | None
-    #: How large the last groups of entries are, on average; None: there are none.
+    #: The average size of the log's last groups, in entries and in bytes; None: there are no groups.
     group_entries: float | None
     group_bytes: float | None
-    #: What waits in Postgres for its threads' turn: entries, threads, bytes, since when, and why most of them do.
+    #: How many entries wait in the ledger, of how many threads, their bytes, since when, and the commonest reason;
+    #: None: Postgres could not be asked.
     waiting: WaitingTotals | None
-    #: Entries in quarantine.
+    #: How many entries are in quarantine; None: Postgres could not be asked.
     quarantined: int | None
     #: The live flushers.
     members: list[str]
@@ -86,7 +87,7 @@ class BufferStatus(msgspec.Struct, kw_only=True):
 
 
 class Inspection:
-    """Connected to NATS, and to Postgres if that is up."""
+    """A buffer that is connected to NATS, and to Postgres if Postgres is up."""
 
     def __init__(self, buffer: AnyBuffer) -> None:
         self._buffer = buffer
@@ -95,8 +96,8 @@ class Inspection:
         self.quarantine = buffer.quarantine
 
     async def verify(self) -> Verification:
-        """The self-check. Raises LogUnavailable, StoreUnavailable."""
-        why = await self._apart()  # which learns where this generation of the stream begins, too
+        """Run the self-check. Raises LogUnavailable, StoreUnavailable."""
+        why = await self._apart()  # this also learns where this generation of the stream begins
         found = await self._buffer.verify()
         if why is None:
             return found
@@ -104,7 +105,7 @@ class Inspection:
         return msgspec.structs.replace(found, wrong=found.wrong + 1, findings=(first, *found.findings))
 
     async def _apart(self) -> str | None:
-        """Why every store refuses to open here; None: it does not."""
+        """Return why every store refuses to open here; None: none refuses."""
         named = self._log.target
         kind = named.kind if named is not None else self._buffer.backing.kind
         try:
@@ -117,7 +118,7 @@ class Inspection:
         return await living(self._shared)
 
     async def status(self) -> BufferStatus:
-        """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
+        """Return where everything stands, and what cannot be asked. Raises LogUnavailable when NATS goes away."""
         log, subjects = self._buffer.config.log, self._buffer.subjects
         members, troubles = sorted(await self._shared.members()), await self._shared.troubles()
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
@@ -185,7 +186,7 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, above: 
 async def _check_never_there(target: Endpoints) -> None:
     """Raise LogRolledBack if Postgres has entries of the log that is not there.
 
-    ConfigDrift for a name whose bucket is another log's, ConfigError where only an operator knows which lane it was.
+    Raises ConfigDrift when the bucket is another log's, ConfigError when only an operator knows the log's lane.
     """
     with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
         log = await target.lost_log(None)
@@ -201,16 +202,16 @@ async def _check_never_there(target: Endpoints) -> None:
 async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Inspection]:
     """Look at the buffer of `target`.
 
-    `applies`: to write something into a store. Raises NoLog; ConfigError when there is no ledger, ConfigDrift when
-    they are not of each other, or the log is flushed into a store that does not come with bufstore; LogRolledBack when
-    the log is gone; LogUnavailable, and with `applies` StoreUnavailable.
+    `applies`: the caller is going to write into the store. Raises NoLog; ConfigError when there is no ledger;
+    ConfigDrift when log and ledger do not belong together, or the log is flushed into a store that does not come with
+    bufstore; LogRolledBack when the log is gone; LogUnavailable, and with `applies` StoreUnavailable.
     """
     found = await target.find_any_log(applies=applies)
     if found is None:
         await _check_never_there(target)
         raise NoLog(target.stream)
     config, named = found
-    # With Postgres away there is still the log's side to be shown.
+    # While Postgres is away, the log's side can still be shown.
     patient = contextlib.suppress(*(() if applies else (StoreUnavailable, StoreMisconfigured)))
     with patient:
         if not await target.has_ledger(config):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-#: Columns in which no line of ours is folded.
+#: The width of a console, in columns, that folds none of our lines.
 _UNFOLDED = 1 << 20
 
 
@@ -21,7 +21,7 @@ def show_json(report: object) -> None:
 
 
 def show_fields(report: msgspec.Struct, title: str, *, without: Collection[str] = ()) -> None:
-    """Print the report, a line for each field but those in `without`."""
+    """Print the report, one line for each field that is not in `without`."""
     fields = ((name, value) for name, value in msgspec.structs.asdict(report).items() if name not in without)
     table = new_table(("", "value"), ((name.replace("_", " "), _shown(value)) for name, value in fields), ("value",))
     table.show_header, table.title, table.title_justify = False, title, "left"
@@ -29,7 +29,7 @@ def show_fields(report: msgspec.Struct, title: str, *, without: Collection[str] 
 
 
 def new_table(columns: Iterable[str], rows: Iterable[Iterable[object]], right: Collection[str] = ()) -> Table:
-    """A table of what these values are as text; the columns in `right` are justified there."""
+    """Return a table of these values as text; the columns in `right` are right-justified."""
     table = Table(box=box.SIMPLE)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -39,10 +39,10 @@ def new_table(columns: Iterable[str], rows: Iterable[Iterable[object]], right: C
 
 
 def new_console(*, sentences: bool = False) -> Console:
-    """Standard output for text that is shown as it is: ids and causes may hold what looks like markup or an emoji.
+    """Return a console on standard output that shows text as it is: ids and causes may look like markup or an emoji.
 
-    What is piped is not folded, so that an id stands in one line whoever looks for it; `sentences`: it is for people
-    to read, wherever it goes.
+    Piped text is not folded, so that a search finds an id in one line. `sentences`: the text is for people to read, and
+    is folded wherever it goes.
     """
     console = Console(highlight=False, markup=False, emoji=False)
     if not (sentences or console.is_terminal):
@@ -56,14 +56,14 @@ def say(line: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text in one line, with escapes for what a terminal would obey or not show: control characters above all."""
+    """Return the text in one line, with escapes for what a terminal obeys or hides, above all control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def lasting(seconds: float) -> str:
-    """A time in the largest unit that fits, roughly."""
+    """Return a duration as text: roughly, in the largest unit that fits."""
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -18,23 +18,23 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-#: Something is lost, differs, or was not imported.
+#: The exit code when something is lost, differs, was not imported, or is worth a look.
 EXIT_WRONG = 1
-#: Usage, configuration, or a server that cannot be reached (click's own code for usage).
+#: The exit code for wrong usage or configuration, or a server that cannot be reached (click's own code for usage).
 EXIT_UNUSABLE = 2
 _EXIT_INTERRUPTED = 130
 
 
-#: A position in the log, or the number of a row: as much as a bigint holds.
+#: A position in the log, or the number of a row: no more than a bigint holds.
 POSITION = click.IntRange(0, 2**63 - 1)
-#: How many of something there are at most: as many as a list may hold.
+#: A limit on how many items a command lists: no more than a list may hold.
 COUNT = click.IntRange(1, 2**31 - 1)
-#: More seconds than anything takes, and few enough for every clock.
+#: The largest number that `Finite` accepts: as seconds, more than anything takes, and few enough for every clock.
 _MOST = 1e10
 
 
 class Finite(click.FloatRange):
-    """A number in a range, and neither NaN, which click lets pass, nor one that no clock can count with."""
+    """A number in a range that is not NaN, which click lets pass, and not too large for a clock."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -54,7 +54,7 @@ class Failure(click.ClickException):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """What --json prints of a command that failed."""
+    """What --json prints when a command fails."""
 
     #: The exit code.
     code: int
@@ -64,7 +64,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commands(click.Group):
-    """A group of commands which, when they fail and --json was given, say so in JSON as well."""
+    """A group of commands. A command that fails with --json says so in JSON as well."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_AS_JSON] = "--json" in args
@@ -100,7 +100,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a command: our errors become one line, Ctrl-C a word; a bug keeps its traceback."""
+    """Decorate a command: our errors become one line, Ctrl-C becomes one word; a bug keeps its traceback."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> T:
@@ -120,7 +120,7 @@ def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def _ours(error: BaseException) -> BufstoreError | None:
-    """The error itself, or the first of a group in which all are ours."""
+    """Return the error if it is ours, or the first error of a group in which all are ours; otherwise None."""
     if isinstance(error, BufstoreError):
         return error
     if isinstance(error, BaseExceptionGroup):
@@ -131,16 +131,16 @@ def _ours(error: BaseException) -> BufstoreError | None:
 
 
 def _one_line(error: BufstoreError) -> str:
-    # The end of a server's log, say, follows in further lines; -vv shows them.
+    # Further lines hold details (the end of a server's log, say); -vv shows them.
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def configure_logs(verbose: int) -> None:
-    """Logs go to standard error: only our errors, with -v what happens, with -vv everything."""
+    """Send logs to standard error: only our errors, with -v also what happens, with -vv everything."""
     level = (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    # What these say of a Postgres or NATS that is away is no news: bufstore says it too, and goes on.
+    # When Postgres or NATS is away, these loggers only repeat what bufstore says itself before it goes on.
     for name in ("psycopg", "psycopg.pool", "nats", "asyncio"):
         logging.getLogger(name).setLevel(logging.DEBUG if verbose > 1 else logging.CRITICAL)
