@@ -1,6 +1,6 @@
-"""What an entry's payload says, as JSON can hold it: of a thread of messages, or of LangGraph's checkpoints.
+"""What an entry's payload says, as JSON can hold it: a payload of a thread of messages, or of LangGraph's checkpoints.
 
-A payload of one is none of the other, whatever log it is from: their first elements differ.
+A payload of one domain is never taken for one of the other, whatever log it is from: their first elements differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bufstore.threads.payload import Edit, Removal, decode_payload
 
 
 def kind_of(body: bytes, *, self_contained: bool) -> str:
-    """What an entry is called; unknown: of another release, or of an app's own domain."""
+    """Return the kind of an entry; "unknown": another release's, or of an app's own domain."""
     try:
         payload = decode_payload(body)
     except ValueError:
@@ -31,9 +31,9 @@ def kind_of(body: bytes, *, self_contained: bool) -> str:
 
 
 def content_of(body: bytes) -> dict[str, Any]:
-    """How many messages of the predecessor it keeps, its messages, and its run; or LangGraph's operation.
+    """Return how many of its predecessor's messages an entry keeps, its messages and its run; or LangGraph's operation.
 
-    Nothing if the payload is not of this release, or holds what JSON does not.
+    Empty if this release cannot decode the payload, or if it holds what JSON cannot.
     """
     for content in (_of_messages, _of_checkpoints):
         try:

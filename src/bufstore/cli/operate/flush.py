@@ -19,17 +19,17 @@ from bufstore.tasks import spawn
 from bufstore.types import check_id
 
 _LOOK_EVERY_S = 0.25
-#: What a flush has at least, when opening has taken all of its time.
+#: The seconds that are left for the flush at least, even when opening has taken all of its time.
 _LEAST_S = 0.1
-#: How long the flusher that stands in waits for Postgres when it opens, and for its last window when it closes: by then
-#: whoever asked for the flush has waited long enough.
+#: How many seconds the stand-in flusher waits for Postgres when it opens, and for its last window when it closes: by
+#: then the caller of the flush has waited long enough.
 _STAND_IN_S = 1.0
 
 
 class FlushReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore flush --json``."""
 
-    #: None: all.
+    #: The thread that was flushed; None: all threads.
     thread_id: str | None
     flushed: bool
     #: True when no flusher was alive, so this command flushed itself.
@@ -59,14 +59,14 @@ async def _flush(target: Endpoints, thread: str | None, timeout_s: float) -> Flu
     began = time.perf_counter()
     if thread is not None:
         check_id(thread, "thread_id")
-    create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
+    create = target.servers is not None  # with embedded servers, a log cannot be made in the wrong place
     try:
         async with (
             asyncio.timeout(timeout_s) as opening,
             target.opened(flusher=False, create=create) as store,
             standing_in(target) as stand_in,
         ):
-            opening.reschedule(None)  # what follows keeps to the time itself, and knows what it waited for
+            opening.reschedule(None)  # the flush keeps to the time itself, and says what it waited for
             left_s = max(timeout_s - (time.perf_counter() - began), _LEAST_S)
             if thread is None:
                 await store.force_flush_all(timeout_s=left_s)
@@ -94,7 +94,7 @@ def _show(report: FlushReport) -> None:
 
 @asynccontextmanager
 async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
-    """Be a flusher inside the block if there is none, or none any more; the event is set from then on.
+    """Be a flusher inside the block as soon as no other is alive; the event is set from then on.
 
     A flusher that was killed counts as alive until its lease has run out, some seconds later.
     """
@@ -117,5 +117,5 @@ async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
         yield needed
     finally:
         over.set()
-        with contextlib.suppress(BufstoreError):  # then the flush has said what is wrong
+        with contextlib.suppress(BufstoreError):  # the flush has already said what is wrong
             await task

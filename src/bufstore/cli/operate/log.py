@@ -31,12 +31,12 @@ class LogSettings(msgspec.Struct, kw_only=True):
 
     stream: str
     bucket: str
-    #: What it is flushed into, and the id of the database; None: it does not say.
+    #: The kind of store that the log is flushed into, and the id of its database; None: the log does not say.
     store: str | None
     database: str | None
     failover_window_s: float
     archive: bool
-    #: The values that they change to, while a change is under way.
+    #: The values to which these two change; None: no change is under way.
     next_failover_window_s: float | None
     next_archive: bool | None
 
@@ -131,7 +131,7 @@ async def _adopt(target: Endpoints, kind: Kind, windows: dict[str, Any]) -> Wind
 
 
 def _answer(options: Options, work: Callable[[Endpoints], Coroutine[Any, Any, Windows]]) -> Windows:
-    """Do it, and show what the log says then."""
+    """Do `work`, and show what the log says then."""
 
     async def work_and_look(target: Endpoints) -> tuple[Windows, LogSettings]:
         windows = await work(target)

@@ -1,4 +1,4 @@
-"""`bufstore log entries`: what stands in the log, entry by entry. A message of the stream holds many of them."""
+"""`bufstore log entries`: what stands in the log, entry by entry. A message of the stream holds many entries."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ from bufstore.nats.ranges import LogReader, LogState, Read
 
 _AT_ONCE = 256
 _FOLLOW_S = 0.5
-#: Without --after the end of the log is read, so many times further back each time that this does not hold enough.
+#: Without --after, the end of the log is read. As long as that holds too few entries, it is read again, each time from
+#: this many times as far back.
 _WIDEN = 8
 
 
 class LogEntry(msgspec.Struct, kw_only=True):
     """An entry, and a line of ``bufstore log entries --follow --json``."""
 
-    #: Its position.
+    #: The entry's position.
     seq: int
     stored_at: datetime
     partition: int
-    #: None: that cannot be read.
+    #: None: the entry's thread cannot be read.
     thread_id: str | None
-    #: snapshot, append, edit or removal; of LangGraph's checkpoints put, writes, rows, drop or delete; unknown: of
-    #: another release; damaged: see `trouble`.
+    #: snapshot, append, edit or removal; for LangGraph's checkpoints put, writes, rows, drop or delete; unknown:
+    #: another release's, or of an app's own domain; damaged: see `trouble`.
     kind: str
-    #: The thread's version after it.
+    #: The thread's version after the entry.
     version: int | None = None
     entry_id: int | None = None
-    #: Bytes of its payload.
+    #: The size of the payload.
     bytes: int
     trouble: str | None = None
-    #: With --payload: what it says, as in ``bufstore quarantine show``.
+    #: With --payload: what the payload says, as in ``bufstore quarantine show``.
     payload: dict[str, Any] | None = None
 
 
@@ -59,7 +60,7 @@ class LogEntries(msgspec.Struct, kw_only=True):
 
 
 class Wanted(NamedTuple):
-    """Which entries are asked for; nothing named: all."""
+    """Which entries are asked for; a field that is empty or None excludes none."""
 
     threads: Collection[str]
     partitions: Collection[int]
@@ -68,7 +69,7 @@ class Wanted(NamedTuple):
     payload: bool
 
     def holds(self, place: int, stored_at: datetime) -> bool:
-        """Whether an entry there, stored then, is in the range."""
+        """Whether an entry at `place`, stored at `stored_at`, is in the range."""
         after, before = self.after, self.before
         return not (
             (isinstance(after, int) and place <= after)
@@ -145,7 +146,7 @@ class _EntryReader:
             at = log.end
 
     async def _some(self, log: LogState, limit: int) -> Collection[LogEntry]:
-        """The first entries that are asked for where it is said where to begin, else the last."""
+        """Return the first of the wanted entries if --after says where to begin, else the last ones."""
         end = await self._sequence(log, self._wanted.before, log.end, above=True)
         if self._wanted.after is not None:
             found: deque[LogEntry] = deque()

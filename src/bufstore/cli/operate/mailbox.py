@@ -26,16 +26,16 @@ class MailboxStatus(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore mailbox status --json``."""
 
     gauges: MailboxGauges
-    #: None: not asked for.
+    #: How many dispatches have each status; None: not asked for.
     counts: dict[str, int] | None
 
 
 class MailboxList(msgspec.Struct, kw_only=True):
-    """The fields of ``bufstore mailbox list --json``; one of them is asked for, the other is None."""
+    """The fields of ``bufstore mailbox list --json``: the one that is asked for; the other is None."""
 
     #: Threads with something queued.
     threads: list[str] | None = None
-    #: Those of a thread.
+    #: The dispatches of one thread.
     dispatches: list[Dispatch] | None = None
 
 
@@ -47,7 +47,7 @@ class Done(msgspec.Struct, kw_only=True):
 
 @asynccontextmanager
 async def _opened(target: Endpoints, name: str) -> AsyncIterator[MailboxStore]:
-    """The mailbox with its own settings; on NATS if it has a name. Raises ConfigError, LogUnavailable."""
+    """Open the mailbox with its own settings: on NATS if it has a name. Raises ConfigError, LogUnavailable."""
     if not name and not target.postgres:
         raise ConfigError("a mailbox without a name is in Postgres: give --postgres (or BUFSTORE_POSTGRES)")
     store: MailboxStore

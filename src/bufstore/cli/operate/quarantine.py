@@ -24,7 +24,7 @@ from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUn
 
 _PAGE = 1000
 _BYTES_SHOWN = 400
-#: Postgres is away, or it is one thread that cannot be had.
+#: The errors that mean that Postgres is away, or that only one thread cannot be had.
 _OF_ONE = (StoreUnavailable, StoreMisconfigured)
 
 
@@ -45,13 +45,14 @@ class ShownEntry(msgspec.Struct, kw_only=True):
     prev_id: int | None = None
     cause: str
     parked_at: datetime
-    #: Of the entry: how many messages of its predecessor stay, and which follow them; None: undecodable.
+    #: How many of its predecessor's messages the entry keeps, and the messages that follow them; None: undecodable, or
+    #: an entry of LangGraph's checkpoints.
     keeps: int | None = None
     messages: list[Any] | None = None
     run: Any = None
-    #: Of an entry of LangGraph's checkpoints: what it does.
+    #: What an entry of LangGraph's checkpoints does; None: another entry.
     operation: dict[str, Any] | None = None
-    #: The beginning of what is kept, as text; with --json all of it, in base64.
+    #: The beginning of the bytes that are kept, as text; with --json all of them, in base64.
     body: str | bytes
 
 
@@ -179,7 +180,7 @@ def discard(options: Options, ids: Sequence[int]) -> None:
 
 
 async def _staying(it: Quarantine, error: BufstoreError, **which: Any) -> list[Replayed]:
-    """Entries that stay because of an error of their thread alone (another session holds its row, say).
+    """Return the entries that stay because of an error of their thread alone (another session holds its row, say).
 
     Raises StoreUnavailable, StoreMisconfigured when Postgres answers nobody.
     """
@@ -199,7 +200,7 @@ def _nothing(thread_id: str) -> list[Replayed]:
 
 
 async def _nameless(it: Quarantine) -> list[Replayed]:
-    """Entries whose thread is unknown. They cannot be replayed, and the command must say so."""
+    """Return the entries whose thread is unknown. They cannot be replayed, and the command must say so."""
     found: list[Replayed] = []
     after = 0
     while page := await it.page(after=after, limit=_PAGE):

@@ -29,7 +29,7 @@ def repair(options: Options, apply: bool, lane: int | None) -> None:
 
 
 async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Repaired, str]:
-    """What was found, and how to mend it."""
+    """Return what was found, and the command or call that mends it."""
     log = await target.find_any_log(applies=apply)
     if log is None:
         lost = await target.lost_log(lane)

@@ -21,9 +21,9 @@ from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
 
 _CONNECT_S = 5.0
-#: Of all migrations together: one may rewrite a table.
+#: How many seconds all migrations together may take: one may rewrite a table.
 _TIMEOUT_S = 3600.0
-#: So many of `tables.PARTS` are the ledger's.
+#: How many of `tables.PARTS`, from the first on, are the ledger's.
 _LEDGER = 1
 
 
@@ -31,13 +31,13 @@ class SetupReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore setup --json``."""
 
     schema: str
-    #: Per part of tables, the versions that were applied now.
+    #: Per part of the tables, the versions that were applied now.
     migrated: Mapping[str, Sequence[int]]
-    #: The same of the other lanes' tables, by their schemas.
+    #: The same for the tables of the other lanes, by schema.
     lanes: Mapping[str, Mapping[str, Sequence[int]]]
     #: Roles that may use the tables now.
     granted: Sequence[str]
-    #: Whether the stream was made now. None: it was not checked.
+    #: Whether the stream was made now; None: it was not checked.
     log_made: bool | None
     log: str
 
@@ -112,7 +112,7 @@ async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str]
 
 
 def _lanes(what: str, wanted: int | None, found: int | None) -> int:
-    """How many lanes there are to be; `found`: as `what` says. Raises ConfigDrift."""
+    """Return how many lanes there are to be. `found`: how many `what` has. Raises ConfigDrift when they differ."""
     if None in (wanted, found) or wanted == found:
         return wanted or found or 1
     raise ConfigDrift(
@@ -125,7 +125,7 @@ def _lanes(what: str, wanted: int | None, found: int | None) -> int:
 
 
 def _places(schema: str, parts: Sequence[str], lanes: int) -> list[tuple[str, Sequence[str]]]:
-    """The schemas, and which parts of the tables stand in each: of a lane, the ledger."""
+    """Return the schemas, with the parts of the tables in each: for every lane but the first, only the ledger."""
     others = lane_logs(LogConfig(lanes=lanes))[1:]
     return [(schema, parts), *((ledger_schema(schema, log), parts[:_LEDGER]) for log in others)]
 
@@ -133,7 +133,7 @@ def _places(schema: str, parts: Sequence[str], lanes: int) -> list[tuple[str, Se
 async def _setup(
     target: Endpoints, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None, wanted: int | None
 ) -> SetupReport:
-    # Before anything is made: either side may be away.
+    # NATS is asked before anything is made in Postgres: either may be away.
     found = await target.find_log() if log is not None else None
     if found is not None:
         if found.lane:
@@ -141,7 +141,7 @@ async def _setup(
         wanted = _lanes(f"stream {target.stream}", wanted, found.lanes)
     async with _owner(target, roles) as connection:
         if found is not None and not await tables.has_flushed(connection, target.schema):
-            # It may be that of an app's own store, which must be the one to name it.
+            # The log may be that of an app's own store, which must be the one to say so in it.
             await target.find_log(applies=True)
         lanes = _lanes(f"schema {target.schema}", wanted, await tables.lanes(connection, target.schema))
         migrated: dict[str, dict[str, list[int]]] = {}
@@ -168,7 +168,7 @@ async def _setup(
 @asynccontextmanager
 async def _owner(target: Endpoints, roles: Sequence[str]) -> AsyncIterator[AsyncConnection[Any]]:
     async with target.plain(pool_size=1) as plain:
-        async with plain.pool.lend(_CONNECT_S) as connection:  # a migration may take longer
+        async with plain.pool.lend(_CONNECT_S) as connection:  # only a migration may take longer
             for role in roles:
                 await tables.check_grantee(connection, role)
         async with plain.pool.lend(_TIMEOUT_S) as connection:
@@ -176,7 +176,7 @@ async def _owner(target: Endpoints, roles: Sequence[str]) -> AsyncIterator[Async
 
 
 async def _make_log(target: Endpoints, found: LogConfig, wanted: dict[str, Any]) -> None:
-    """As the first start of an app would. Raises ConfigDrift."""
+    """Make or check the log, as the first start of an app would. Raises ConfigDrift."""
     config = BufferConfig.fitting(replace(found, **wanted), flusher=False)
     async with await BufferedThreadStore.open(target.plain(pool_size=2), nats=target.nats, config=config):
         pass

@@ -26,7 +26,7 @@ _TASKS = click.option("--tasks", type=click.IntRange(min=1), help="Tasks at the 
 
 
 class Time(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
-    """A time, as text that says it with its offset from UTC; without one, of this machine's zone."""
+    """A time in ISO format; without an offset from UTC, it is in this machine's time zone."""
 
     name = "time"
 
@@ -145,7 +145,7 @@ def _deployment(target: Endpoints) -> Deployment:
 
 @contextmanager
 def _session(master: str, *, progress: bool = False) -> Iterator[Any]:
-    """A session; `progress`: with Spark's own bar of its tasks, on standard error."""
+    """Give a Spark session. `progress`: show Spark's own bar of its tasks on standard error."""
     try:
         import pyspark  # noqa: F401
     except ModuleNotFoundError:
@@ -163,7 +163,7 @@ def _session(master: str, *, progress: bool = False) -> Iterator[Any]:
 
 @contextmanager
 def _bar(options: Options) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error that goes from the first lag that is seen to none."""
+    """Show a bar on standard error that goes from the first lag that is seen to none."""
     columns = (TextColumn("flushed"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=options.as_json) as progress:
         task = progress.add_task("drain", total=None)

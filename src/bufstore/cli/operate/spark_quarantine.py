@@ -31,7 +31,7 @@ class RowReplayReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore spark quarantine replay --json``."""
 
     written: int
-    #: What stays, and why.
+    #: The rows that stay, and why.
     left: list[RowReplay]
 
 
@@ -39,7 +39,7 @@ class RowDiscardReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore spark quarantine discard --json``."""
 
     discarded: int
-    #: Not (or no longer) there.
+    #: How many rows are not (or no longer) there.
     missing: int
 
 
@@ -96,7 +96,7 @@ def replay(options: Options, ids: Sequence[int], thread: str | None, everything:
                 while threads:
                     for thread_id in threads:
                         done += await rows.replay(store, thread_id, ids or None)
-                    # The empty id, which stands for one that is missing, is in front of all others.
+                    # The empty id, which stands for a missing one, comes before all others.
                     threads = await rows.threads(threads[-1]) if everything else []
             return done
 

@@ -28,7 +28,7 @@ def status(options: Options) -> None:
 
 async def _look(target: Endpoints) -> BufferStatus:
     if target.servers is not None:
-        # In a folder of our own there is no wrong place to make a log, and nothing to be told about its absence.
+        # With embedded servers, a log cannot be made in the wrong place, and nobody needs to know that there was none.
         async with target.buffered(flusher=False):
             pass
     async with inspecting(target) as inspection:

@@ -21,7 +21,7 @@ from bufstore.tokens.model import Holder, Statistics, Storage, TokensConfig
 from bufstore.tokens.work import ExclusiveWork
 
 _TIMEOUT_S = 5.0
-#: Whatever there is: with this many, only leaders are asked.
+#: Whatever number the streams have: with this one, only leaders are asked.
 _REPLICAS = 3
 _LOCK = click.option("--lock", is_flag=True, help="KEY is that of a lock, and not of items of work.")
 
@@ -30,7 +30,7 @@ class TokensStatus(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore tokens status --json``."""
 
     name: str
-    #: None: there are none of this name.
+    #: None: there is no work, or there are no locks, of this name.
     work: Statistics | None
     locks_held: int | None
 
@@ -39,7 +39,7 @@ class KeyHolder(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore tokens who --json``, and of ``release``: who held it."""
 
     key: str
-    #: None: nobody.
+    #: Who holds the key; None: nobody.
     holder: Holder | None
 
 
@@ -52,9 +52,9 @@ class Tokens(NamedTuple):
 
 @asynccontextmanager
 async def looking_at(target: Endpoints, name: str) -> AsyncIterator[Tokens]:
-    """Both, whatever their settings; nothing is created. Raises ConfigError, LogUnavailable."""
+    """Open work and locks, whatever their settings; create nothing. Raises ConfigError, LogUnavailable."""
     connection = Connection(target.nats, target.session)
-    # Made before the connection is: they subscribe to their answers when that opens.
+    # Both are made before the connection opens, because they subscribe to their answers when it does.
     work = ExclusiveWork(connection, target.nats.api, TokensConfig(name=name, replicas=_REPLICAS))
     locks = Locks(connection, target.nats.api, name, Storage(replicas=_REPLICAS), _TIMEOUT_S)
     await connection.open()
