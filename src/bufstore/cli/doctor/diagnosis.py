@@ -1,4 +1,4 @@
-"""What `bufstore doctor` says of one thing."""
+"""The findings of `bufstore doctor`: checks, their levels, and the exit code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 
 
 class Level(enum.Enum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     OK = "ok"
-    #: It could not be found out, so it is taken for a warning.
+    #: The check could not find out, which counts as a warning.
     UNKNOWN = "unknown"
     #: It works, but a guarantee is weaker, or trouble is near.
     WARNING = "warning"
@@ -23,11 +23,11 @@ class Level(enum.Enum):
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One check, and what it found."""
 
-    #: "NATS" or "Postgres", and what of it.
+    #: Where the check looks ("NATS" or "Postgres", say), and at what.
     part: str
     what: str
     level: Level
-    #: What is so.
+    #: What the check found.
     found: str
     #: What to do about it; empty when there is nothing to do.
     advice: str = ""
@@ -42,7 +42,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnosis(checks: Sequence[CheckResult]) -> Diagnosis:
-    """All checks and the exit code that they make."""
+    """Return all checks, with the exit code that follows from them."""
     levels = {check.level for check in checks}
     code = 2 if Level.BAD in levels else 1 if levels - {Level.OK} else 0
     return Diagnosis(code=code, checks=checks)
@@ -60,5 +60,5 @@ class Notes:
         self.checks.append(CheckResult(part=self._part, what=what, level=level, found=found, advice=advice))
 
     def require(self, what: str, holds: bool, found: str, advice: str, otherwise: Level = Level.WARNING) -> None:
-        """Note that something holds, or what to do when it does not."""
+        """Note that a condition holds, or what to do when it does not."""
         self.say(what, Level.OK if holds else otherwise, found, "" if holds else advice)

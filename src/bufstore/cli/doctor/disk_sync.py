@@ -26,12 +26,12 @@ _LAZY = (
     "a power failure loses what was acknowledged since the last sync: set `sync_interval: always` in the server's "
     "jetstream block"
 )
-#: What a power failure takes from one server, the others still have.
+#: With this many replicas, the other servers still have what a power failure takes from one.
 _REPLICAS = 3
 
 
 class _Config(msgspec.Struct):
-    """Fields are absent when they are false or zero."""
+    """How a server syncs; it leaves out fields that are false or zero."""
 
     sync_always: bool = False
     sync_interval: int = 0
@@ -42,14 +42,14 @@ class _JetStream(msgspec.Struct):
 
 
 class _Server(msgspec.Struct):
-    """What a server says of itself (/varz), as far as it is asked."""
+    """What a server says of itself (/varz): the part that is needed here."""
 
     server_name: str = "?"
     jetstream: _JetStream | None = None
 
 
 class _Answer(msgspec.Struct):
-    """The same, when a system account asks."""
+    """The same, as the answer to a system account."""
 
     data: _Server = msgspec.field(default_factory=_Server)
 
@@ -57,7 +57,7 @@ class _Answer(msgspec.Struct):
 async def check_sync(
     sys_url: str | None, monitor_url: str | None, tls: SSLContext | None, known: str | None, replicas: int = 1
 ) -> list[CheckResult]:
-    """One check. `known`: how servers of our own were started. `replicas`: of the log."""
+    """Check the sync of the disk. `known`: the sync interval of embedded servers. `replicas`: those of the log."""
     notes = Notes("NATS")
     try:
         if known is not None:
@@ -76,7 +76,7 @@ async def check_sync(
 
 
 def _syncs(servers: list[_Server]) -> list[tuple[str, bool, str]]:
-    """Of each that has JetStream: its name, whether it always syncs, and how often it does otherwise."""
+    """Return for each server with JetStream its name, whether it always syncs, and how often it syncs otherwise."""
     return [
         (s.server_name, s.jetstream.config.sync_always, f"every {s.jetstream.config.sync_interval / 1e9:g} s")
         for s in servers
@@ -101,7 +101,7 @@ def _judge(notes: Notes, syncs: list[tuple[str, bool, str]], replicas: int) -> N
 
 
 async def _ask_servers(url: str, tls: SSLContext | None) -> list[_Server]:
-    """Every server of the cluster answers for itself."""
+    """Ask the servers of the cluster; each answers for itself."""
     connection = Connection(NatsConfig(servers=(url,), tls=tls), "bufstore-doctor")
     await connection.open()
     found: list[_Server] = []
@@ -128,7 +128,7 @@ def _fetch(url: str, tls: SSLContext | None) -> _Server:
     try:
         with urllib.request.urlopen(request, timeout=5, context=tls) as answer:  # noqa: S310
             return msgspec.json.decode(answer.read(), type=_Server)
-    except http.client.HTTPException as e:  # an address with a space, or no HTTP
+    except http.client.HTTPException as e:  # the address has a space, or the answer is not HTTP
         raise OSError(f"the monitoring port does not answer: {type(e).__name__}") from None
     except urllib.error.URLError as e:
         raise OSError(f"the monitoring port does not answer: {e.reason}") from None

@@ -88,7 +88,7 @@ def _show(found: Diagnosis) -> None:
         table.add_column(overflow="fold")
         for c in found.checks:
             if c.part == part:
-                # The advice below what was found: two columns of sentences do not fit into 80 characters.
+                # The advice goes below the finding: two columns of sentences do not fit into 80 characters.
                 found_ = printable(c.found)
                 said = Text(f"{found_}\n→ {c.advice}" if c.advice else found_)
                 table.add_row(Text(f"  {c.level.value}", style=_COLOURS[c.level]), c.what, said)

@@ -1,4 +1,4 @@
-"""What `bufstore doctor --mailbox NAME` looks at: the bucket of a mailbox, and whether anybody works."""
+"""What `bufstore doctor --mailbox NAME` looks at: the bucket of a mailbox, and whether anybody works on it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from bufstore.errors import BufstoreError
 from bufstore.mailbox.nats import find_mailbox
 
 _FULL = 0.8
-#: Longer than so many passes of a sweeper: none sweeps.
+#: When a lease is over for longer than this many passes of a sweeper take, no sweeper runs.
 _PASSES = 3
 _OLD_S = 60.0
 
 
 async def check_mailbox(target: Endpoints, name: str) -> list[CheckResult]:
-    """The checks of one name."""
+    """Return the checks of the mailbox of this name."""
     notes = Notes(f"mailbox {name}")
     try:
         async with await find_mailbox(target.nats, name) as store:

@@ -33,19 +33,19 @@ _TIMEOUT_S = 2.0
 #: No subject ever has this last sequence.
 _IMPOSSIBLE = (1 << 62) + 1
 _FULL = 0.95
-#: Who answers one is drawn by lot.
+#: How often a stream is read to find mirrors: chance decides which server answers a read.
 _READS = 20
-#: Above this, what is flushed has given way as far as it may: the rest is not flushed, or may be needed again.
+#: Above this fraction, all flushed entries that may go have gone: the rest is not flushed, or may be needed again.
 _PRESSED = 0.7
-#: A little later runs are not registered any more.
+#: The fraction of the bucket above which we warn; when it is a little fuller, it registers no more runs.
 _BUCKET_FULL = 0.8
 
 
 async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], SeenLog | None]:
-    """The checks, and the log; None if that could not be seen. `role`: what the user must be permitted."""
+    """Return the checks, and the log or None if it could not be seen. `role`: whose permissions the user needs."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
-    # Made before the connection is: it subscribes to its answers when that opens.
+    # The stream is made before the connection opens, because it subscribes to its answers when it does.
     stream = NatsStream(connection, target.nats.api, target.stream, 1)
     try:
         await connection.open()
@@ -77,7 +77,7 @@ async def _look(
         info = await stream.api(f"STREAM.INFO.{target.stream}", timeout_s=_TIMEOUT_S)
         config = await target.find_log()
     except StreamMissing:
-        # Not that a store makes it: only Postgres can tell whether there was one.
+        # We do not say that the next store makes the log: only Postgres can tell whether there was one before.
         notes.say("log", Level.WARNING, f"there is no {target.stream}", "see what Postgres says of it (log)")
         config = LogConfig(stream=target.stream, bucket=target.bucket)
         bucket = await _lacks(stream, bucket_stream(config))
@@ -91,7 +91,7 @@ async def _look(
     log = SeenLog(config, target_of(metadata))
     try:
         _drift(notes, "log", lambda: check_stream(config, info["config"]))
-    except LogRolledBack as e:  # out of service: nothing answers on its subjects, which says nothing of permissions
+    except LogRolledBack as e:  # out of service: nothing answers on its subjects, so permissions cannot be tried
         notes.say("log settings", Level.BAD, e.reason, "see Going back in time in docs/OPERATIONS.md")
         return log
     _agreed(notes, config, metadata)
@@ -137,14 +137,14 @@ async def _lacks(stream: NatsStream, name: str) -> bool:
     except StreamMissing:
         return True
     except BufstoreError:
-        pass  # not permitted: what else is wrong with it, a store says
+        pass  # not permitted; a store says what else is wrong with the stream
     return False
 
 
 def _room(notes: Notes, account: Mapping[str, Any], lacking: int, reserves: int) -> None:
-    """Whether the account has room for the streams that have to be made.
+    """Note when the account has no room for the streams that have to be made.
 
-    `reserves`: of the storage, by the default of LogConfig; an app may have configured less.
+    `lacking`: how many. `reserves`: the bytes that they reserve by LogConfig's default; an app may configure less.
     """
     limits = account.get("limits") or {}
     streams, streams_max = int(account.get("streams", 0)), int(limits.get("max_streams", -1))
@@ -171,7 +171,7 @@ def _drift(notes: Notes, what: str, compare: Any) -> None:
 
 
 def _agreed(notes: Notes, config: LogConfig, metadata: dict[str, Any]) -> None:
-    """What the log says of itself, on which all its processes must agree."""
+    """Note what the log says of itself, on which all its processes must agree."""
     target, windows = target_of(metadata), windows_of(config, metadata)
     found = f"{target.store}, database {target.id}" if target is not None else "it does not say"
     advice = "made by an earlier release: start an app of this one first, or see `bufstore log adopt`"
@@ -200,13 +200,13 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
 
 async def _mirrors(notes: Notes, stream: NatsStream) -> None:
     try:
-        with contextlib.suppress(LogUnavailable):  # it is missing, which is said elsewhere
+        with contextlib.suppress(LogUnavailable):  # the stream is missing, which another check says
             for _ in range(_READS):
                 await stream.read(">", 0, _TIMEOUT_S, 1)
     except Mirrored as e:
         notes.say("mirrors", Level.BAD, str(e), "as it says; see What must be configured in docs/OPERATIONS.md")
     except ConfigError:
-        pass  # not permitted: said below
+        pass  # not permitted, which the check of permissions says
 
 
 async def _headroom(notes: Notes, session: NatsSession) -> None:
@@ -227,7 +227,7 @@ async def _headroom(notes: Notes, session: NatsSession) -> None:
 
 
 async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig, account: Mapping[str, Any]) -> bool:
-    """Whether there is one."""
+    """Check the bucket; return whether there is one."""
     try:
         info = await stream.api(f"STREAM.INFO.{bucket_stream(config)}", timeout_s=_TIMEOUT_S)
     except StreamMissing:
@@ -281,7 +281,7 @@ async def _permissions(
         try:
             await attempt()
         except (Conflict, ConsumerMissing):
-            pass  # as it should be: allowed, and nothing stored; or nothing made, which is said of making it
+            pass  # permitted, and nothing stored, as it should be; of a missing consumer its creation has said why
         except (LogFull, StorageFailed) as e:
             failed = str(e)
         except (BufstoreError, AppendUnknown) as e:

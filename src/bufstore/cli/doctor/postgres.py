@@ -36,7 +36,7 @@ _DURABLE = {
     "full_page_writes": "a crash may tear pages: set it on",
 }
 _PARTS = ("buffer", "threads")
-# One privilege at a time: with several, Postgres is content with any of them.
+# The privileges are asked for one at a time: of several, any one would be enough for Postgres.
 _REFUSED = """
 SELECT string_agg(tablename, ', ') FROM pg_tables
 WHERE schemaname = %s AND tablename NOT IN ('bufstore_migrations', 'checkpoint_migrations') AND NOT (
@@ -52,7 +52,7 @@ _IS_LANGGRAPHS = "SELECT count(*) = 1 FROM pg_tables WHERE schemaname = %s AND t
 
 
 async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckResult]:
-    """The checks; `log`: None if it could not be seen. The ledger of a lane has a schema of its own."""
+    """Return the checks. `log`: None if it could not be seen. The ledger of a lane has a schema of its own."""
     notes = Notes("Postgres")
     config = log.config if log is not None else LogConfig()
     langgraphs = schema_of(log.target.kind) if log is not None and log.target is not None else None
@@ -98,7 +98,7 @@ async def _look(notes: Notes, connection: AsyncConnection[Any]) -> None:
 async def _look_at_tables(
     notes: Notes, connection: AsyncConnection[Any], target: Endpoints, schema: str, log: SeenLog | None
 ) -> None:
-    """`log`: the one whose ledger is in this schema, if it is known."""
+    """Check the tables of this schema. `log`: the log whose ledger is in it, if that is known."""
     await check_rows_shown(connection, schema, [t for part in _PARTS for t in tables_of(folder_of(part))])
     versions = await applied_migrations(connection, schema)
     if "buffer" not in versions:
@@ -114,7 +114,7 @@ async def _look_at_tables(
 
 
 async def _none(notes: Notes, what: str, connection: AsyncConnection[Any], schema: str, *, named: bool) -> None:
-    """`named`: the log says which database it is flushed into, so to this one it does not belong."""
+    """Note that tables are missing. `named`: the log says which database it is flushed into, so not this one."""
     there = await _value(connection, "SELECT to_regnamespace(quote_ident(%s)) IS NOT NULL", schema)
     question = (
         "SELECT has_schema_privilege(%s, 'CREATE')"
@@ -134,10 +134,10 @@ async def _none(notes: Notes, what: str, connection: AsyncConnection[Any], schem
 async def _tables(
     notes: Notes, connection: AsyncConnection[Any], schema: str, versions: Mapping[str, Mapping[int, int]]
 ) -> bool:
-    """Whether they can be read and written."""
+    """Check the tables; return whether they can be read and written."""
     for part in _PARTS:
         if part not in versions:
-            continue  # an app's own store has no threads' tables
+            continue  # with an app's own store there are no tables of threads
         known, theirs = newest(folder_of(part)), max(versions[part])
         found = f"version {theirs} of {known}"
         if theirs > known:
@@ -163,7 +163,7 @@ async def _tables(
 
 
 async def _langgraph(notes: Notes, connection: AsyncConnection[Any], schema: str) -> None:
-    """LangGraph's tables, which the log is flushed into."""
+    """Check LangGraph's tables, which the log is flushed into."""
     if not await _value(connection, _IS_LANGGRAPHS, schema):
         await _none(notes, "LangGraph tables", connection, schema, named=False)
         return

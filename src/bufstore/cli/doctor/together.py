@@ -1,4 +1,4 @@
-"""Whether log and Postgres belong together: what every store decides when it opens, asked before one does."""
+"""Whether log and Postgres belong together: every store decides this when it opens; here it is asked before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHERE = "see Where a log is flushed to, and Going back in time, in docs/OPERATI
 
 
 class SeenLog(NamedTuple):
-    """A log as NATS shows it, or that it shows none."""
+    """A log as NATS shows it; `there` is False when NATS has none."""
 
     config: LogConfig
     target: Target | None = None
@@ -26,13 +26,14 @@ class SeenLog(NamedTuple):
 
 
 async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, tables: bool) -> None:
-    """Whether they do, and what waits. `tables`: whether the database has those of a buffer, of this release or a later
-    one.
+    """Note whether log and Postgres belong together, and what waits.
+
+    `tables`: whether the database has the tables of a buffer, of this release or a later one.
     """
     config = BufferConfig.fitting(log.config, flusher=False)
     try:
         async with endpoints.buffer_of(log.target, config, timeout_s=_TIMEOUT_S).connected() as buffer:
-            # One in Postgres makes its tables when it is asked. A new one says what they would say.
+            # A ledger in Postgres makes its tables when it is asked. A new one in memory says what those would say.
             ledger = buffer.ledger if tables else MemoryLedger(endpoints.plain(pool_size=1))
             why = await _apart(buffer, ledger, log)
             waiting = await ledger.waiting.totals()
@@ -50,9 +51,9 @@ async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, ta
 
 
 async def _apart(buffer: AnyBuffer, ledger: Ledger, log: SeenLog) -> str | None:
-    """Why every store refuses to open; None when none does."""
+    """Return why every store refuses to open; None when none does."""
     try:
-        if not log.there:  # so nothing is known of its settings
+        if not log.there:  # nothing is known of its settings
             return await compare(buffer.log, ledger, log.config.stream, None, await ledger.epoch())
         named = log.target or await ledger.target()
         kind = named.kind if named is not None else buffer.backing.kind

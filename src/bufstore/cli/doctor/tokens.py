@@ -16,12 +16,12 @@ from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import WORKERS, oldest_s
 
 _FULL = 0.9
-#: Older than so many leases: its holder renews, or nobody works.
+#: When an item is older than this many leases, the holder of its key keeps renewing, or nobody works.
 _OLD = 10
 
 
 async def check_tokens(target: Endpoints, name: str) -> list[CheckResult]:
-    """The checks of one name."""
+    """Return the checks of the tokens of this name."""
     notes = Notes(f"tokens {name}")
     connection = Connection(target.nats, target.session)
     stream = NatsStream(connection, target.nats.api, f"{name}-items", 1)
