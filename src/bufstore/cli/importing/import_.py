@@ -31,15 +31,15 @@ from bufstore.threads.postgres.store import PostgresThreadStore
 _log = logging.getLogger(__name__)
 
 _REPORTED = 20
-#: Threads that are written at the same time.
+#: How many threads are written at the same time.
 _AT_ONCE = 64
-#: Lines, and their bytes, that are in memory at the same time.
+#: How many lines, and how many bytes of lines, are in memory at the same time.
 _LINES_HELD = 256
 _BYTES_HELD = 64 << 20
-#: Threads that are looked up in Postgres with one statement.
+#: How many threads one statement looks up in Postgres.
 _LOOKED_UP = 128
 _LOOK_UP_S = 5.0
-#: How long a Postgres that is away is waited for.
+#: How many seconds to wait for a Postgres that is away.
 _PATIENCE_S = 60.0
 
 
@@ -52,18 +52,18 @@ class ImportReport(msgspec.Struct, kw_only=True):
     checkpoints: int
     #: Checkpoints whose call returned.
     acknowledged: int
-    #: Acknowledged checkpoints that the last flush has moved into Postgres, by its watermark.
+    #: Acknowledged checkpoints that Postgres has applied after the last flush, by the threads' watermarks.
     flushed: int
     lost: int
     mismatched: int
-    #: Entries that went to quarantine meanwhile.
+    #: Entries that went to quarantine during the import.
     quarantined: int
     bad_lines: int
-    #: By the server's count; None if it lost count, which it does when it crashes.
+    #: The server's own count; None if the server lost count, which it does when it crashes.
     postgres_transactions: int | None
     append_p50_ms: float
     append_p99_ms: float
-    #: From the start to the end of the last flush.
+    #: The time from the start to the end of the last flush.
     seconds: float
 
 
@@ -140,7 +140,7 @@ async def _expected(source: Input, importer: Importer) -> AsyncIterator[Expected
 
 
 class _Progress:
-    """What is seen meanwhile, on standard error: the bad lines, and a status line if that is a terminal."""
+    """What an import shows on standard error: the bad lines, and a status line if that is a terminal."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -166,7 +166,7 @@ class _Progress:
         )
 
     def follow(self, importer: Importer) -> None:
-        """Show how far it is."""
+        """Show how far the importer is."""
         self._phase, self._importer = "importing", importer
 
     def say(self, phase: str) -> None:
@@ -196,7 +196,7 @@ class Importer:
         self._overwrite = overwrite
         self._report = report
         self._memory = MemoryBudget(_LINES_HELD, _BYTES_HELD)
-        #: Lines of a thread that is being written, to follow in order.
+        #: For each thread that is being written, its later lines, in order.
         self._following: dict[str, deque[Line]] = {}
         self.writer = ConversationWriter(store)
         self.journal = Journal()
@@ -205,12 +205,12 @@ class Importer:
     async def run(self, lines: Iterable[Line | BadLine]) -> None:
         """Write all threads. Returns when every checkpoint is acknowledged or reported."""
         if not self._overwrite:
-            # From here on Postgres alone can tell which threads there were before.
+            # After this flush, Postgres alone can tell which threads there were before.
             await self._store.force_flush_all()
         await each(self._admitted(lines), self._write, at_once=_AT_ONCE)
 
     async def _admitted(self, lines: Iterable[Line | BadLine]) -> AsyncIterator[Line]:
-        """The lines to be written, each the first one of its thread that is not done yet."""
+        """Yield the lines to write. A line whose thread is being written is not yielded: `_write` writes it next."""
         async for batch in read_ahead(lines, self._memory, lambda line: line.size, _LOOKED_UP):
             taken = await self._taken(batch)
             for line in batch:
@@ -238,7 +238,7 @@ class Importer:
         return f"thread {line.thread_id!r} {where} (--overwrite replaces it)"
 
     async def _write(self, line: Line) -> None:
-        """Write a line, and what follows it on the same thread."""
+        """Write a line, then the lines that follow on the same thread."""
         following = self._following[line.thread_id]
         while True:
             written = await self.writer.write(line.thread_id, line.messages)
@@ -258,7 +258,7 @@ class Importer:
 
 
 async def _existing(store: PostgresThreadStore, thread_ids: Sequence[str]) -> set[str]:
-    """Those of `thread_ids` that Postgres has, in one statement. Waits for a Postgres that is away for a while."""
+    """Return those of `thread_ids` that Postgres has, by one statement. Waits for a while if Postgres is away."""
     query = sql.SQL("SELECT thread_id FROM {}.threads WHERE thread_id = ANY (%s)").format(sql.Identifier(store.schema))
 
     async def look() -> set[str]:

@@ -11,7 +11,7 @@ from bufstore.cli.importing.lines import Line
 
 
 class Journal:
-    """What was imported, in some 100 bytes a thread: for millions of threads it is all that grows."""
+    """What was imported, in about 100 bytes a thread: with millions of threads, nothing else grows."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -21,7 +21,7 @@ class Journal:
         self._seqs = array("q")
 
     def begin(self, thread_id: str) -> bool:
-        """Note the thread; false if it was noted before."""
+        """Note the thread; return False if it was noted before."""
         known = len(self._places)
         return self._places.setdefault(_hash(thread_id), known) == known and self._grow()
 
@@ -31,7 +31,7 @@ class Journal:
         return True
 
     def end(self, line: Line, written: Written) -> None:
-        """Note what came of a line; a later line of the same thread takes its place."""
+        """Note what was written of a line; a later line of the same thread takes its place."""
         if written.acknowledged:
             place = self._places[_hash(line.thread_id)]
             self._lines[place] = line.number
@@ -40,7 +40,7 @@ class Journal:
             self._seqs[place] = written.thread_seq
 
     def find(self, line: Line) -> Expected | None:
-        """What Postgres must show of a line; None if nothing, or if that is up to a later line."""
+        """Return what Postgres must hold of a line; None if nothing, or if a later line took its place."""
         place = self._places.get(_hash(line.thread_id))
         if place is None or self._lines[place] != line.number:
             return None
@@ -54,5 +54,5 @@ class Journal:
 
 
 def _hash(thread_id: str) -> int:
-    # 64 bits: among ten million threads two share a hash once in 400,000 files, and then one is reported as repeated.
+    # With 64 bits, two of ten million threads share a hash in one of 400,000 files; then one is reported as repeated.
     return int.from_bytes(blake2b(thread_id.encode(), digest_size=8).digest())

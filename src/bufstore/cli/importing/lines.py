@@ -16,7 +16,7 @@ from bufstore.errors import Rejected
 from bufstore.threads.model import encode_messages
 from bufstore.types import check_id
 
-#: A longer line is a bad one: it would have to be held in memory as a whole.
+#: A longer line is a bad line: a line must be held in memory as a whole.
 LINE_BYTES_MAX = 64 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _STDIN = 0
@@ -40,7 +40,7 @@ class BadLine(NamedTuple):
 
 
 class Input:
-    """A file, or standard input (`-`). What cannot be read twice is kept in a temporary file meanwhile."""
+    """A file, or standard input (`-`). Input that cannot be read twice is also kept in a temporary file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -53,8 +53,8 @@ class Input:
             self._spool.close()
 
     def read(self) -> Iterator[Line | BadLine]:
-        """The lines, for the first time. Raises OSError when the file cannot be opened."""
-        # Not sys.stdin: the interpreter cannot end while a thread waits in that.
+        """Yield the lines, for the first time. Raises OSError when the file cannot be opened."""
+        # Not sys.stdin: the interpreter cannot end while a thread waits in a read of it.
         with open(_STDIN if self._path == "-" else self._path, "rb", closefd=self._path != "-") as raw:
             for number, line in _split(raw):
                 if self._spool is not None:
@@ -62,7 +62,7 @@ class Input:
                 yield from _parse(number, line)
 
     def read_again(self) -> Iterator[Line | BadLine]:
-        """The lines, once more, after `read` has come to its end."""
+        """Yield the lines once more, after `read` has come to its end."""
         if self._spool is None:
             yield from self.read()
             return
@@ -72,8 +72,8 @@ class Input:
 
 
 def _split(raw: io.BufferedReader) -> Iterator[tuple[int, bytes | str]]:
-    """Number and bytes of each line; or, in place of the bytes, why they cannot be had."""
-    # By content: a name says little, and standard input has none.
+    """Yield the number of each line with its bytes, or with the reason why they cannot be had."""
+    # The content decides: a name says little, and standard input has none.
     packed = raw.peek(2)[:2] == _GZIP_MAGIC
     stream: IO[bytes] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
     number = 0
@@ -91,7 +91,7 @@ def _split(raw: io.BufferedReader) -> Iterator[tuple[int, bytes | str]]:
 
 
 def _parse(number: int, line: bytes | str) -> Iterator[Line | BadLine]:
-    """The thread of a line, or why it has none; nothing for a blank one."""
+    """Yield the thread of a line, or why the line has none; nothing for a blank line."""
     if isinstance(line, str):
         yield BadLine(number, 0, line)
         return
@@ -104,7 +104,7 @@ def _parse(number: int, line: bytes | str) -> Iterator[Line | BadLine]:
 
 
 def _thread(line: bytes) -> tuple[str, list[Any]]:
-    """Thread id and messages. Raises Rejected or ValueError for what cannot be stored."""
+    """Return thread id and messages. Raises Rejected or ValueError for what cannot be stored."""
     try:
         value = msgspec.json.decode(line)
     except RecursionError:
@@ -119,6 +119,6 @@ def _thread(line: bytes) -> tuple[str, list[Any]]:
     messages = value["messages"]
     if not isinstance(messages, list):
         raise ValueError("messages is not a list")
-    # Now, for all of them: a thread is imported whole or not at all.
+    # All messages are checked now: a thread is imported whole or not at all.
     encode_messages(messages)
     return check_id(value["thread_id"], "thread_id"), messages
