@@ -22,28 +22,28 @@ class Expected(NamedTuple):
 
     thread_id: str
     messages: list[Any]
-    #: How many checkpoints were acknowledged: the first so many messages must be there.
+    #: How many checkpoints were acknowledged: at least this many messages, from the first on, must be there.
     acknowledged: int
-    #: Position of the last one in the log.
+    #: The position of the last acknowledged one in the log.
     thread_seq: int
-    #: Acknowledged checkpoints before these, whose messages these have replaced.
+    #: How many earlier checkpoints were acknowledged whose messages these have replaced.
     superseded: int = 0
 
 
 @dataclass
 class Comparison:
-    """What came of it."""
+    """The result of a comparison."""
 
     threads: int = 0
     #: Messages that were read back.
     compared: int = 0
-    #: Acknowledged checkpoints that Postgres has applied, by its watermark of the thread.
+    #: Acknowledged checkpoints that Postgres has applied, by the thread's watermark.
     flushed: int = 0
     #: Acknowledged checkpoints whose message is not in Postgres.
     lost: int = 0
     #: Messages in Postgres that differ from those written in their place.
     mismatched: int = 0
-    #: The first few of what is wrong, in words.
+    #: The first few problems, in words.
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -87,7 +87,7 @@ def _judge(comparison: Comparison, thread: Expected, found: ThreadState) -> None
 
 
 def _differences(written: list[Any], stored: list[bytes]) -> int:
-    """How many stored messages are not the written one of their place; those beyond the last count, too."""
+    """Count the stored messages that differ from the one written in their place, or have no such one."""
     same = sum(
         _exactly(ours) == _exactly(decode_message(theirs)) for ours, theirs in zip(written, stored, strict=False)
     )
@@ -95,5 +95,5 @@ def _differences(written: list[Any], stored: list[bytes]) -> int:
 
 
 def _exactly(value: Any) -> bytes:
-    # Not ==, for which 1, 1.0 and True are the same and the order of keys is nothing.
+    # Not ==, which takes 1, 1.0 and True for the same and ignores the order of keys.
     return msgspec.json.encode(value)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: How long a batch is waited for to grow, after its last item.
+#: How many seconds after its last item a batch waits for another.
 _GATHER_S = 0.02
 
 
@@ -29,7 +29,7 @@ class MemoryBudget:
         self._left = asyncio.Condition()
 
     async def take(self, size: int) -> None:
-        """Wait until there is so much left of it."""
+        """Wait until the budget has room for a thing of this size, and take it."""
         async with self._left:
             await self._left.wait_for(
                 lambda: not self._held or (self._held < self._things and self._held_bytes + size <= self._bytes)
@@ -63,9 +63,10 @@ async def each(items: AsyncIterable[T], work: Callable[[T], Awaitable[None]], *,
 async def read_ahead(
     items: Iterable[T], memory: MemoryBudget, size: Callable[[T], int], most: int
 ) -> AsyncIterator[Sequence[T]]:
-    """Iterate in a thread, because reading may block; yield what arrives within a moment, `most` items at a time.
+    """Iterate in a thread, because reading may block; yield batches of what arrives within a moment.
 
-    Each item takes its `size` of the memory, which the caller gives back when it is done with the item.
+    A batch has `most` items at most. Each item takes its `size` of the memory, which the caller gives back when it is
+    done with the item.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[T | _End] = asyncio.Queue()
@@ -83,10 +84,10 @@ async def read_ahead(
             return
         except BaseException as e:
             error = e
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits for items
             loop.call_soon_threadsafe(queue.put_nowait, _End(error))
 
-    # A daemon: nothing can interrupt a read from a pipe, and Ctrl-C must not wait for it.
+    # A daemon thread: nothing can interrupt a read from a pipe, and Ctrl-C must not wait for it.
     threading.Thread(target=work, name="bufstore-read-ahead", daemon=True).start()
     end: _End | None = None
     while end is None:

@@ -31,7 +31,7 @@ _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 
 
 def conversation(seed: int, index: int) -> tuple[str, list[Message]]:
-    """The conversation with this number: thread id and messages, 5 to about 40 of them."""
+    """Return the conversation with this number: its thread id, and 5 to about 40 messages."""
     rng = random.Random(f"{seed}/{index}")  # noqa: S311 - nothing secret
     script = _Script(rng)
     script.say("system", _POLICY)
@@ -43,7 +43,7 @@ def conversation(seed: int, index: int) -> tuple[str, list[Message]]:
 
 
 def _turn(script: _Script, rng: random.Random, *, first: bool) -> None:
-    """The customer wants something, the agent uses tools, and answers."""
+    """Add a turn: the customer wants something, and the agent uses tools and answers."""
     order = f"#{rng.randint(10_000, 99_999)}"
     tool, wish = rng.choice(list(_WISHES.items()))
     text = wish.format(order=order, day=rng.choice(_DAYS), thing=rng.choice(_THINGS))
@@ -80,7 +80,7 @@ class _Script:
         self.messages.append({"id": f"msg_{self._rng.getrandbits(64):016x}", "role": role, "content": content, **more})
 
     def call(self, tool: str, arguments: Message, result: Message) -> None:
-        """The assistant's call of a tool, and what that gives."""
+        """Add the assistant's call of a tool, and the result."""
         call_id = f"call_{self._rng.getrandbits(64):016x}"
         function = {"name": tool, "arguments": json.dumps(arguments, ensure_ascii=False)}
         self.say("assistant", None, tool_calls=[{"id": call_id, "type": "function", "function": function}])

@@ -21,7 +21,7 @@ class Latencies:
         self.count += 1
 
     def percentile_ms(self, percent: float) -> float:
-        """The duration, in milliseconds, that `percent` of all did not exceed; 0 without any."""
+        """Return the duration, in milliseconds, that `percent` of all durations do not exceed; 0 if there are none."""
         rank = math.ceil(self.count * percent / 100)
         for index in sorted(self._classes):
             rank -= self._classes[index]

@@ -18,13 +18,14 @@ _ENDED = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname
 async def count_transactions(target: Endpoints) -> int:
     """How many transactions the database has ended so far, by the server's own count.
 
-    All of them, also other clients' and those of this question. A session reports what it did at most once a second
-    and when it ends: so this waits until our closed sessions are gone. Other clients' last second may be missing.
+    All transactions count, also those of other clients and of this question. A session reports its transactions at
+    most once a second, and when it ends, so this waits until our closed sessions are gone. The last second of other
+    clients may be missing.
     """
     loop = asyncio.get_running_loop()
     async with target.plain(pool_size=1) as store:
         deadline = loop.time() + _SESSION_END_S
-        # Each look is a loan of its own: it has time of its own, and within a transaction it would never see a change.
+        # Each look borrows a connection anew: it has its own time, and in one transaction it would never see a change.
         while loop.time() < deadline:
             if not await _ask(store, _OTHERS, target.session):
                 break

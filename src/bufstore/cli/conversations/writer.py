@@ -17,22 +17,22 @@ from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.model import Run, RunStatus
 from bufstore.types import MAX_ID_BYTES, Receipt
 
-#: How long a checkpoint is tried again while the log is full or away: a full log has room again when what is flushed
-#: may leave it, which takes the log's `failover_window_s`.
+#: How many seconds a checkpoint is retried while the log is full or away. A full log has room again once flushed
+#: entries may leave it, which takes the log's `failover_window_s`.
 _PATIENCE_S = 180.0
-#: How long a flush may make no progress.
+#: How many seconds a flush may make no progress.
 _STANDSTILL_S = 30.0
 _FLUSH_ROUND_S = 5.0
 
 
 class Written(NamedTuple):
-    """What came of one thread."""
+    """What was written of one thread."""
 
     #: How many checkpoints were acknowledged.
     acknowledged: int
-    #: Position of the last one in the log.
+    #: The position of the last acknowledged one in the log.
     thread_seq: int
-    #: Why the thread was left before its end, if it was.
+    #: Why the thread was left before its end; None: it was not.
     refused: Rejected | None
 
 
@@ -51,7 +51,7 @@ class ConversationWriter:
     ) -> Written:
         """Write a thread, with a checkpoint after every message; `think` is awaited before each.
 
-        A thread without messages gets one checkpoint: with none it would not exist. Raises Unavailable, LogFull or
+        A thread without messages gets one checkpoint: without one it would not exist. Raises Unavailable, LogFull or
         OutcomeUnknown when the log stays away or full.
         """
         acknowledged = thread_seq = 0
@@ -102,7 +102,7 @@ class ConversationWriter:
 
 
 def run_id_of(thread_id: str) -> str:
-    """The one run of a thread that was not written by an agent: the same whenever it is written again."""
+    """Return the id of the one run of a thread that no agent wrote: the same whenever the thread is written again."""
     run_id = f"import:{thread_id}"
     if len(run_id.encode()) <= MAX_ID_BYTES:
         return run_id
@@ -110,7 +110,7 @@ def run_id_of(thread_id: str) -> str:
 
 
 async def flush_all(store: BufferedThreadStore) -> None:
-    """Flush what is acknowledged now, for as long as that makes progress. Raises FlushTimeout."""
+    """Flush what is acknowledged now. Raises FlushTimeout when the flush makes no progress any longer."""
     loop = asyncio.get_running_loop()
     left: int | None = None
     moved_at = loop.time()
@@ -120,7 +120,7 @@ async def flush_all(store: BufferedThreadStore) -> None:
             return
         except FlushTimeout:
             behind: int | None = None
-            with contextlib.suppress(Unavailable):  # if nobody can tell, that is no sign of progress
+            with contextlib.suppress(Unavailable):  # an unknown lag is no sign of progress
                 behind = sum((await store.lag()).values())
             if behind is not None and (left is None or behind < left):
                 left, moved_at = behind, loop.time()

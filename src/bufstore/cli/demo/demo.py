@@ -34,7 +34,7 @@ _SAMPLE_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class DemoPlan:
-    """What to show."""
+    """The options of a demo."""
 
     seconds: float
     writers: int
@@ -44,7 +44,7 @@ class DemoPlan:
 
 
 class DemoReport(msgspec.Struct, kw_only=True):
-    """The end of the demo; the fields of ``--json``."""
+    """The result of the demo; the fields of ``--json``."""
 
     threads: int
     messages: int
@@ -54,13 +54,13 @@ class DemoReport(msgspec.Struct, kw_only=True):
     appends_per_s: float
     append_p50_ms: float
     append_p99_ms: float
-    #: How long Postgres was away, how many checkpoints were accepted meanwhile, how many it was behind at most, and
-    #: how long it then took to catch up (None: no outage, or not before the end).
+    #: How long Postgres was away, how many checkpoints were accepted meanwhile, how many Postgres was behind at most,
+    #: and how long it then took to catch up (None: there was no outage, or Postgres did not catch up before the end).
     outage_s: float
     accepted_during_outage: int
     lag_max: int
     catch_up_s: float | None
-    #: By the server's count; None if it lost count, which it does when it crashes.
+    #: The server's own count; None if the server lost count, which it does when it crashes.
     postgres_transactions: int | None
     checkpoints_per_transaction: float | None
     flushed: int
@@ -68,7 +68,7 @@ class DemoReport(msgspec.Struct, kw_only=True):
     lost: int
     mismatched: int
     seconds: float
-    #: Every message of every thread was compared, and all is well.
+    #: True when every message of every thread was compared, and all is well.
     verified: bool
 
 
@@ -120,7 +120,7 @@ def demo(options: Options, seconds: float, writers: int, outage: float, think_ms
 
 @dataclass
 class _Outage:
-    """Of Postgres: what is measured around it."""
+    """What is measured around the outage of Postgres."""
 
     down_at: float | None = None
     up_at: float | None = None
@@ -154,7 +154,7 @@ class Demonstration:
         self._outage = _Outage()
 
     async def run(self) -> tuple[DemoReport, list[str]]:
-        """The report, and what is wrong, in words."""
+        """Run the demo; return the report, and the problems in words."""
         began = time.perf_counter()
         before = await count_transactions(self._target)
         with self._view:
@@ -171,7 +171,7 @@ class Demonstration:
         return report, comparison.problems
 
     async def _watched(self, store: BufferedThreadStore, writer: ConversationWriter) -> float:
-        """Write and flush while the view is kept up to date; how long the writing took."""
+        """Write and flush while the view is kept up to date; return how many seconds the writing took."""
         over = asyncio.Event()
         watching = spawn(self._watch(store, writer, over))
         try:
@@ -195,7 +195,7 @@ class Demonstration:
                 group.create_task(self._agent(number, writer, until))
 
     async def _agent(self, number: int, writer: ConversationWriter, until: float) -> None:
-        """Hold one conversation after the other; the last one is finished."""
+        """Hold one conversation after the other until the time is up, and finish the last one."""
         loop = asyncio.get_running_loop()
         rng = random.Random(f"{self._plan.seed}/agent/{number}")  # noqa: S311 - nothing secret
 

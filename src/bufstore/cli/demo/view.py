@@ -1,4 +1,4 @@
-"""What is seen of a running demo, on standard error: a panel on a terminal, else a line a second."""
+"""The view of a running demo, on standard error: a panel on a terminal, else a line a second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sample(msgspec.Struct, frozen=True):
     elapsed_s: float
     phase: str
     acknowledged: int
-    #: Since the sample before.
+    #: The rate since the sample before.
     appends_per_s: float
     #: Acknowledged checkpoints that are not in Postgres yet.
     lag: int
