@@ -200,7 +200,7 @@ class Endpoints:
             return part in await applied_migrations(connection, schema)
 
     async def noted(self, log: LogConfig) -> Target | None:
-        """Return the log's target that the database names; None: it names none. `log`: what is known of the log."""
+        """Return the target that the database names for its log; None: it names none. `log`: what is known of it."""
         config = BufferConfig(log=log, flusher=False)
         async with self.buffer_of(None, config).connected() as buffer:
             return await buffer.ledger.target()

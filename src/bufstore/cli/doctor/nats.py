@@ -281,7 +281,7 @@ async def _permissions(
         try:
             await attempt()
         except (Conflict, ConsumerMissing):
-            pass  # permitted, and nothing stored, as it should be; of a missing consumer its creation has said why
+            pass  # permitted and nothing stored, as it should be; a consumer that could not be made is already noted
         except (LogFull, StorageFailed) as e:
             failed = str(e)
         except (BufstoreError, AppendUnknown) as e:

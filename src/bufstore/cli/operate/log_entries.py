@@ -38,7 +38,7 @@ class LogEntry(msgspec.Struct, kw_only=True):
     seq: int
     stored_at: datetime
     partition: int
-    #: None: the entry's thread cannot be read.
+    #: The entry's thread; None: it cannot be read.
     thread_id: str | None
     #: snapshot, append, edit or removal; for LangGraph's checkpoints put, writes, rows, drop or delete; unknown:
     #: another release's, or of an app's own domain; damaged: see `trouble`.

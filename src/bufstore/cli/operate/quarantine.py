@@ -64,7 +64,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     waits: int
     undecodable: int
     refused: int
-    #: What was not applied, and why.
+    #: The entries that were not applied, and why.
     left: list[Replayed]
 
 
@@ -72,9 +72,9 @@ class DiscardReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore quarantine discard --json``."""
 
     discarded: int
-    #: Not (or no longer) in quarantine.
+    #: How many entries are not (or no longer) in quarantine.
     missing: int
-    #: What could not be deleted now, and why.
+    #: The entries that could not be deleted now, and why.
     left: list[Replayed]
 
 
