@@ -11,29 +11,30 @@ from bufstore.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class MailboxConfig:
-    """How a mailbox works, on whatever store. Set by the developer."""
+    """How a mailbox works, on any store. Set by the developer."""
 
-    #: How long a claim holds when `claim` names no other time.
+    #: How long a claim holds, unless `claim` is given another `lease_s`.
     lease_s: float = 30.0
     #: How long one call may take, its retries included.
     timeout_s: float = 5.0
-    #: How often expired claims are taken back and what has become due is signalled.
+    #: How often a sweeper takes back expired claims and signals threads whose delayed work has become due.
     sweep_interval_s: float = 5.0
-    #: So many claims are taken back (and finished dispatches removed) in one pass at most; the next goes on.
+    #: The largest batch of a sweep, of expired claims, due threads or finished dispatches. A pass handles at most ten
+    #: batches of each; the next pass goes on.
     sweep_limit: int = 1000
     #: How long finished dispatches are kept; None: until `purge_finished` is called.
     keep_finished_s: float | None = 7 * 24 * 3600.0
-    #: Largest payload of a dispatch, in bytes. It is written again with each renewal of a lease.
+    #: Largest payload of a dispatch, in bytes. Each renewal of a lease writes the payload again.
     payload_max: int = 128 << 10
-    #: So many signals are asked for at once.
+    #: The most signals that one request asks for.
     signal_batch_size: int = 32
-    #: So long a request for signals waits.
+    #: How long a request for signals waits.
     signal_fetch_expires_s: float = 0.5
     #: A signal that found nothing to claim comes back after this long, doubled each time …
     signal_nack_base_delay_s: float = 0.5
     #: … up to this.
     signal_nack_max_delay_s: float = 30.0
-    #: So many handlers of a worker run at once.
+    #: The most handlers that a worker runs at once.
     max_concurrent_handlers: int = 32
     #: A signal that is not answered comes to another worker after this long.
     signal_ack_wait_s: float = 30.0
@@ -57,7 +58,7 @@ class MailboxConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NatsMailboxNames:
-    """What a mailbox on NATS is called there, and how it is placed. The same for every instance of a deployment."""
+    """The names of a mailbox on NATS, and its placement. They are the same for every instance of a deployment."""
 
     #: The bucket that holds everything.
     bucket: str = "dispatch-state"
@@ -68,9 +69,9 @@ class NatsMailboxNames:
     replicas: int = 1
     placement_tags: Sequence[str] = ()
     placement_cluster: str | None = None
-    #: Limit of the bucket on disk, which the server reserves; -1: none.
+    #: Limit of the bucket in bytes, which the server reserves on disk; -1: no limit.
     max_bytes: int = 1 << 30
-    #: So many signals may be with workers (or wait for their delay) at once, over all instances.
+    #: The most signals that workers may have, or that may wait for their delay, at once, over all instances.
     signals_pending_max: int = 20_000
 
     def __post_init__(self) -> None:

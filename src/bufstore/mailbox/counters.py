@@ -11,7 +11,7 @@ import msgspec
 
 _KEPT = 1000
 
-#: Everything that is counted and timed: an alert that reads one of them must find it also before the first time.
+#: Everything that is counted and timed. All start at 0: an alert must find a counter before its first event, too.
 _COUNTED = (
     *("enqueued", "duplicates", "claimed", "claims_empty"),
     *("acked", "nacked", "dead_lettered", "cancelled", "superseded", "interrupted"),
@@ -24,7 +24,7 @@ _TIMED = ("enqueue", "claim", "ack", "sweep", "live", "waited", "worked")
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Of the last thousand, in milliseconds; 0 where there is none yet."""
+    """How many durations there were, and how long the last thousand took, in milliseconds; 0 before the first."""
 
     count: int
     p50_ms: float
@@ -40,17 +40,18 @@ class MailboxStatistics(msgspec.Struct, frozen=True):
 
 
 class MailboxGauges(msgspec.Struct, frozen=True, kw_only=True):
-    """How things stand now; asking costs no scan. What a store cannot tell is None."""
+    """The state of a mailbox now; asking costs no scan. A value that the store cannot tell is None."""
 
     #: How long the oldest queued dispatch has been queued; in Postgres, how long the thread that waits longest waits.
     oldest_queued_s: float | None = None
-    #: How long the lease that ran out first has been over: more than a sweep or two, and nobody sweeps.
+    #: How long ago the lease that ran out first did so; above a sweep interval or two, nobody sweeps.
     oldest_lease_over_s: float | None = None
-    #: Signals that no worker has yet; that workers have, or that are delayed; and of these, those that came again.
+    #: Signals that no worker has yet; signals that a worker has, or that are delayed; those of the latter that came
+    #: again.
     signals_waiting: int = 0
     signals_out: int | None = None
     signals_again: int | None = None
-    #: What the bucket holds, and may hold (-1: no limit).
+    #: How many bytes the bucket holds, and may hold (-1: no limit).
     bytes: int | None = None
     bytes_max: int | None = None
 
@@ -79,7 +80,7 @@ class Counters:
         self.took(what, time.perf_counter() - began)
 
     def read(self) -> MailboxStatistics:
-        """What was counted until now."""
+        """Return the counts and timings until now."""
         timings = {}
         for what, count in self._took.items():
             last = sorted(self._last[what]) or [0.0]

@@ -1,6 +1,6 @@
-"""The life of a dispatch: what leads from where to where, and what each step writes.
+"""The life of a dispatch: which step leads from which status to which, and what the step writes.
 
-No I/O and no clock: a step is decided on a thread's state as it was read, and written if the state is still that one.
+No I/O and no clock: a step is decided on a thread's state as it was read, and written if the thread still has it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bufstore.errors import ClaimInterrupted, StaleClaim
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants
 
-#: From a status to these. What is not here does not happen.
+#: The statuses that a dispatch may go to from each status. No other change happens.
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.QUEUED: frozenset({Status.CLAIMED, Status.CANCELLED, Status.SUPERSEDED}),
     Status.CLAIMED: frozenset({Status.ACKED, Status.QUEUED, Status.DEAD, Status.SUPERSEDED}),
@@ -21,7 +21,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 
 class Claiming(msgspec.Struct, frozen=True, array_like=True):
-    """What a claim says of its dispatch. New fields are appended with defaults: it is stored as it is."""
+    """What a claim adds to its dispatch. It is stored as it is, so new fields are appended, with defaults."""
 
     holder: str
     lease_until_ms: int
@@ -31,39 +31,39 @@ class Claiming(msgspec.Struct, frozen=True, array_like=True):
 class Move(msgspec.Struct, frozen=True):
     """One dispatch that changes its place."""
 
-    #: As it stands in the queue, which it leaves; None when it was the claimed one.
+    #: The dispatch as it stands in the queue that it leaves; None when it was the claimed one.
     before: Dispatch | None
-    #: Finished, or back in the queue; None when it becomes the claimed one.
+    #: The dispatch when it is finished, or back in the queue; None when it becomes the claimed one.
     after: Dispatch | None
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What is written together or not at all."""
+    """Changes that are written together or not at all."""
 
     thread: MailboxThread
     moves: tuple[Move, ...] = ()
-    #: Whether somebody may now find work: the thread has become free other than by an ack.
+    #: True when the thread has become free other than by an ack: somebody may now find work in it.
     wake: bool = False
 
 
 def is_same(found: Dispatch, draft: Dispatch) -> bool:
-    """Whether what was found is what an earlier attempt at `draft` has stored."""
+    """True when `found` is what an earlier attempt at `draft` has stored."""
     return all(getattr(found, name) == getattr(draft, name) for name in ("dispatch_id", "created_at_ms", "payload"))
 
 
 def is_stale(d: Dispatch, thread: MailboxThread) -> bool:
-    """True when an interrupt has come after the dispatch was enqueued."""
+    """True when an interrupt came after the dispatch was enqueued."""
     return d.epoch < thread.epoch
 
 
 def is_expired(thread: MailboxThread, now_ms: int) -> bool:
-    """True when the claim's lease is over; it still holds in its last millisecond."""
+    """True when the claim's lease is over; the lease still holds in its last millisecond."""
     active = thread.active
     return active is not None and active.lease_until_ms is not None and active.lease_until_ms < now_ms
 
 
 def held(thread: MailboxThread, claim: Dispatch) -> Dispatch:
-    """The thread's active dispatch, if `claim` is the claim that holds it. Raises StaleClaim."""
+    """Return the thread's active dispatch. Raises StaleClaim when `claim` is not the claim that holds it."""
     active = thread.active
     if active is None or active.dispatch_id != claim.dispatch_id or not 0 < active.token == claim.token:
         raise StaleClaim(claim.thread_id, claim.dispatch_id, claim.token)
@@ -80,14 +80,14 @@ def _became(d: Dispatch, status: Status, now_ms: int, **fields: object) -> Dispa
 
 
 def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
-    """The queued dispatch `d` as claimed."""
+    """Return the queued dispatch `d` as claimed."""
     now_ms, until_ms = claiming.now_ms, claiming.lease_until_ms
     lease = {"claimed_by": claiming.holder, "lease_until_ms": until_ms, "claimed_at_ms": now_ms}
     return _became(d, Status.CLAIMED, now_ms, token=token, **lease)
 
 
 def claim(thread: MailboxThread, d: Dispatch, claiming: Claiming) -> Step:
-    """The thread is free and `d`, queued and not stale, becomes its active dispatch."""
+    """Make `d` the active dispatch of the thread, which must be free; `d` must be queued and not stale."""
     assert thread.active is None
     assert not is_stale(d, thread)
     return Step(replace(thread, active=claimed(d, claiming, OWN)), (Move(d, None),))
@@ -98,7 +98,7 @@ def _release(thread: MailboxThread, after: Dispatch, *, wake: bool = True) -> St
 
 
 def ack(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
-    """The work is done, also when an interrupt came meanwhile."""
+    """End the claim: the work is done, even if an interrupt came meanwhile."""
     active = held(thread, claim)
     return _release(thread, _became(active, Status.ACKED, now_ms), wake=False)
 
@@ -125,20 +125,20 @@ def _again(
 
 
 def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
-    """It is handed back, to be tried again from `retry_at_ms` on, unless it was interrupted or has no attempt left."""
+    """Hand the claim back, to be tried again from `retry_at_ms` on, unless interrupted or without an attempt left."""
     active = held(thread, claim)
     return _again(thread, active, active.attempts + 1, retry_at_ms, error, now_ms)
 
 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
-    """It is handed back untouched: nobody got the claim. Like all that is handed back it is not new in the queue."""
+    """Hand back, without counting an attempt, a claim that nobody got. Like any other, it is not new in the queue."""
     active = held(thread, claim)
     at_ms = max(active.available_at_ms, active.created_at_ms + 1)
     return _again(thread, active, active.attempts, at_ms, None, now_ms)
 
 
 def expire(thread: MailboxThread, now_ms: int) -> Step | None:
-    """The claim whose lease is over is taken back; None when there is no such claim."""
+    """Take back the claim if its lease is over; None when there is no such claim."""
     active = thread.active
     if active is None or not is_expired(thread, now_ms):
         return None
@@ -146,32 +146,32 @@ def expire(thread: MailboxThread, now_ms: int) -> Step | None:
 
 
 def dead_letter(thread: MailboxThread, claim: Dispatch, error: str | None, now_ms: int) -> Step:
-    """The holder gives it up for good."""
+    """Give the dispatch up for good, as its holder asks."""
     active = held(thread, claim)
     return _release(thread, _became(active, Status.DEAD, now_ms, last_error=error or active.last_error))
 
 
 def supersede_claimed(thread: MailboxThread, now_ms: int) -> Step | None:
-    """The active dispatch ends and its holder is fenced off; None when there is none."""
+    """End the active dispatch and fence its holder off; None when there is none."""
     if thread.active is None:
         return None
     return _release(thread, _became(thread.active, Status.SUPERSEDED, now_ms))
 
 
 def cancel(thread: MailboxThread, d: Dispatch | None, now_ms: int) -> Step | None:
-    """A queued dispatch is taken out; None when it is not queued (any more)."""
+    """Take a queued dispatch out of the queue; None when it is not there, or no longer."""
     if d is None or d.status is not Status.QUEUED or is_stale(d, thread):
         return None
     return Step(thread, (Move(d, _became(d, Status.CANCELLED, now_ms)),))
 
 
 def interrupt(thread: MailboxThread) -> Step:
-    """What is queued now is superseded from here on, by the number of this one write."""
+    """Supersede everything that is queued now: the number of this one write becomes the thread's epoch."""
     return Step(replace(thread, epoch=OWN))
 
 
 def supersede_stale(thread: MailboxThread, queued: Sequence[Dispatch], now_ms: int) -> Step | None:
-    """Those of `queued` that are superseded are taken out of the queue; None when none is."""
+    """Take those of `queued` that are superseded out of the queue; None when none is superseded."""
     stale = [d for d in queued if is_stale(d, thread)]
     if not stale:
         return None
@@ -179,13 +179,13 @@ def supersede_stale(thread: MailboxThread, queued: Sequence[Dispatch], now_ms: i
 
 
 def extend(thread: MailboxThread, claim: Dispatch, lease_until_ms: int, now_ms: int) -> Step:
-    """The lease goes on, unless the thread was interrupted: then its holder shall stop."""
+    """Extend the lease. Raises ClaimInterrupted when the thread was interrupted: the holder must stop."""
     active = _uninterrupted(thread, claim)
     return _note(thread, active, now_ms, lease_until_ms=max(lease_until_ms, active.lease_until_ms or 0))
 
 
 def start(thread: MailboxThread, claim: Dispatch, instance_id: str, now_ms: int) -> Step:
-    """The holder says that it begins, unless the thread was interrupted."""
+    """Record that the holder begins. Raises ClaimInterrupted when the thread was interrupted."""
     active = _uninterrupted(thread, claim)
     return _note(thread, active, now_ms, instance_id=instance_id, run_status="running")
 
@@ -199,7 +199,7 @@ def finish(
     error: str | None,
     now_ms: int,
 ) -> Step:
-    """The holder says what came of it; the ack is a step of its own."""
+    """Record the outcome of the work; the ack is a step of its own."""
     said = {"run_status": run_status, "termination": termination, "result": result, "run_error": error}
     return _note(thread, held(thread, claim), now_ms, **said)
 
@@ -216,7 +216,7 @@ def _note(thread: MailboxThread, active: Dispatch, now_ms: int, **fields: object
 
 
 def as_seen(d: Dispatch, thread: MailboxThread) -> Dispatch:
-    """A queued dispatch as a reader shall see it: superseded as soon as the interrupt was written."""
+    """Return `d` as a reader must see it: a queued dispatch is superseded as soon as the interrupt was written."""
     if d.status is Status.QUEUED and is_stale(d, thread):
         return replace(d, status=Status.SUPERSEDED, completed_at_ms=d.updated_at_ms)
     return d

@@ -1,7 +1,7 @@
-"""A mailbox in memory: for tests of apps, and what the other two are compared with.
+"""A mailbox in memory: for tests of apps, and the model that the other two stores are compared with.
 
-Several stores on one `MemoryMailbox` are several instances of one deployment. As in Postgres, a thread's next look is
-at a time, so that what is delayed needs nobody who signals it.
+Several stores on one `MemoryMailbox` are several instances of one deployment. As in Postgres, each thread has a time
+at which it is looked at next, so nobody needs to signal it when delayed work becomes due.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from bufstore.tasks import own_cancels_only
 
 _log = logging.getLogger(__name__)
 
-#: What the wall clock said when our own clock, which does not jump, stood at 0.
+#: What the wall clock said, in seconds, when our own clock, which does not jump, stood at 0.
 _EPOCH_S = time.time() - time.monotonic()
 
 
 @dataclass(eq=False)
 class _Thread:
-    """A thread's state, with what is claimed, and its other dispatches by id, in the order in which they came."""
+    """A thread's state with its claimed dispatch, and its other dispatches by id, in the order in which they came."""
 
     state: MailboxThread
     queued: dict[str, Dispatch] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class _Thread:
 
 @dataclass(eq=False)
 class _Wake:
-    """When a thread is looked at. Each new signal is another: an answer to an earlier one is void."""
+    """When a thread is looked at. Each new signal is a new object: an answer to an earlier one changes nothing."""
 
     due_ms: float
     deliveries: int = 0
@@ -59,15 +59,15 @@ class MemoryMailbox:
         self.listeners: dict[str, list[LiveHandler]] = defaultdict(list)
         self.news = asyncio.Event()
         self.swept = float("-inf")
-        #: The one growing sequence.
+        #: The one growing sequence, of positions, versions, tokens and epochs.
         self.numbers = itertools.count(1)
 
     def of(self, thread_id: str) -> _Thread:
-        """What is kept of the thread; an empty one that is not kept if there is nothing."""
+        """Return the thread; if nothing is kept of it, an empty one, which is not kept either."""
         return self.threads.get(thread_id) or _Thread(MailboxThread(thread_id=thread_id))
 
     def wake(self, thread_id: str, at_ms: float) -> None:
-        """Have the thread looked at then, unless it is before."""
+        """Have the thread looked at at `at_ms`, unless it will be looked at before."""
         known = self.wakes.get(thread_id)
         if known is None or at_ms < known.due_ms:
             self.wakes[thread_id] = _Wake(at_ms)
@@ -75,14 +75,14 @@ class MemoryMailbox:
 
 
 class MemoryBackend(Backend):
-    """All that a server does is done at once."""
+    """A backend that does at once everything that a server would do."""
 
     def __init__(self, shared: MemoryMailbox, clock: Callable[[], float], ack_wait_s: float) -> None:
         self.shared = shared
         self._clock = clock
         self._ack_wait_s = ack_wait_s
         self._closed = False
-        #: Up to where lost signals were looked for.
+        #: How many threads were looked at for lost signals in this round.
         self._looked = 0
 
     async def open(self) -> None:
@@ -186,7 +186,7 @@ class MemoryBackend(Backend):
         return [t.state for t in self._state().threads.values() if is_expired(t.state, now_ms)][:limit]
 
     async def wake(self, thread_id: str) -> None:
-        self._state().wakes.pop(thread_id, None)  # whoever has the signal now
+        self._state().wakes.pop(thread_id, None)  # even if a worker has the signal now
         self.shared.wake(thread_id, self.now_ms())
 
     async def signal_lost(self, due_ms: int, limit: int) -> int:
@@ -263,7 +263,7 @@ class MemoryBackend(Backend):
             try:
                 with own_cancels_only():
                     await handler(payload)
-            except Exception:  # the listener's trouble, as on every store: a sender would enqueue what has arrived
+            except Exception:  # not the sender's trouble, on any store: it would enqueue what has already arrived
                 _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
         return Live.DELIVERED if handlers else Live.NO_SUBSCRIBER
 
@@ -279,7 +279,7 @@ class MemoryBackend(Backend):
 
 
 class MemoryMailboxStore(MailboxStore):
-    """A `MailboxStore` in memory. Give several stores one `MemoryMailbox` to have several instances of one."""
+    """A `MailboxStore` in memory. Stores that share a `MemoryMailbox` are several instances of one mailbox."""
 
     def __init__(
         self,

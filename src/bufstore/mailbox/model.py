@@ -1,7 +1,7 @@
-"""What a mailbox holds: dispatches, and per thread its present claim.
+"""What a mailbox holds: dispatches, and the present claim of each thread.
 
 Times are milliseconds since 1970. Tokens and epochs are numbers of one sequence that grows with every write of the
-store, so that no two claims ever carry the same one, not even after everything about a thread was removed.
+store, so that no two claims ever carry the same token, not even after everything about a thread was removed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from bufstore.errors import InvalidQuery, InvalidRecord
 from bufstore.types import check_id
 
-#: Stands for a number that the write itself gets from the store.
+#: Stands for the number that the store gives to the write itself.
 OWN = -1
 DEFAULT_PRIORITY = 128
 PRIORITY_MAX = 255
@@ -35,12 +35,12 @@ class Status(enum.Enum):
 
     @property
     def finished(self) -> bool:
-        """True for the four states that nothing leaves."""
+        """True for the four statuses that no dispatch leaves."""
         return self not in (Status.QUEUED, Status.CLAIMED)
 
 
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One piece of work for one thread. What `claim` returns is the dispatch as claimed: it carries the token."""
+    """One piece of work for one thread. `claim` returns the dispatch as claimed: it then carries the token."""
 
     thread_id: str
     #: Unique within the thread.
@@ -49,25 +49,25 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     payload: bytes = b""
     #: 0 is first, 255 last.
     priority: int = DEFAULT_PRIORITY
-    #: While a dispatch with this key is queued or claimed, the thread takes no other with it.
+    #: While a dispatch with this key is queued or claimed, the thread accepts no other with the same key.
     dedupe_key: str | None = None
-    #: The thread's epoch at its enqueueing; when the thread's is higher it is superseded.
+    #: The thread's epoch when the dispatch was enqueued; a queued dispatch is superseded once the thread's is higher.
     epoch: int = 0
     status: Status = Status.QUEUED
-    #: Its place among those of one priority; it keeps it when it is handed back.
+    #: The position in the queue of its priority, which a dispatch keeps when it is handed back.
     position: int = 0
-    #: 0: at once, whatever the clocks of two instances say.
+    #: When the dispatch may first be claimed; 0: at once, whatever the clocks of two instances say.
     available_at_ms: int = 0
-    #: How often a claim of it has ended without an ack.
+    #: How many claims of it ended with a nack, or because their lease ran out.
     attempts: int = 0
     max_attempts: int = 5
     last_error: str | None = None
-    #: The fencing token of the claim that holds it; 0 when none does.
+    #: The fencing token of the claim that holds it; 0: no claim does.
     token: int = 0
     claimed_by: str | None = None
     claimed_at_ms: int | None = None
     lease_until_ms: int | None = None
-    #: The worker that began, and the result, as recorded by the holder.
+    #: The worker that began, and the outcome, as the holder recorded them.
     instance_id: str | None = None
     run_status: str | None = None
     termination: str | None = None
@@ -75,7 +75,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run_error: str | None = None
     #: True when a live delivery of it got no answer: it may have reached its handler already.
     maybe_delivered: bool = False
-    #: The token of the claim that finished it.
+    #: The token of the claim that finished it; 0: no claim did.
     ended_by: int = 0
     completed_at_ms: int | None = None
     created_at_ms: int = 0
@@ -83,27 +83,27 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Claims go in this order."""
+        """The sort key of the order in which dispatches are claimed."""
         return self.priority, self.position
 
 
 class MailboxThread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a thread: the one thing that every step but an enqueueing compares and sets."""
+    """The state of a thread, which every step except an enqueue compares and sets."""
 
     thread_id: str
-    #: The number of the write that made this state; 0: there is none.
+    #: The number of the write that made this state; 0: the thread has no state.
     version: int = 0
     epoch: int = 0
     #: The dispatch that is claimed, if one is.
     active: Dispatch | None = None
-    #: A random id of the step that wrote it, to recognise it when its answer was lost.
+    #: A random id of the step that wrote this state, to recognize the step when its answer was lost.
     step: str = ""
-    #: Signals up to this number found nothing to do (where a signal that was answered may still be seen).
+    #: The number up to which signals found nothing to do, on a store where an answered signal may still be seen.
     answered: int = 0
 
 
 def numbered(state: MailboxThread, number: int) -> MailboxThread:
-    """The state that the write of this number has made, which its new epoch and token are as well."""
+    """Return the state that the write of this number made; a new epoch or token in the state is the same number."""
     epoch = number if state.epoch == OWN else state.epoch
     active = state.active
     if active is not None and active.token == OWN:
@@ -112,14 +112,14 @@ def numbered(state: MailboxThread, number: int) -> MailboxThread:
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interrupt has done."""
+    """The outcome of an interrupt."""
 
     epoch: int
     #: The dispatch that somebody works on; it keeps the thread until it ends (`supersede_claimed` ends it).
     active: Dispatch | None
-    #: What was queued and is now superseded, as far as it was taken out of the queue in the call's time.
+    #: The superseded dispatches that were taken out of the queue within the call's time.
     superseded: list[Dispatch]
-    #: Whether that is all. The rest is superseded, too, and is taken out by whoever claims next.
+    #: True when those are all. The others are superseded, too; the next claim takes them out of the queue.
     complete: bool = True
 
 
@@ -133,7 +133,7 @@ def draft(
     available_at_ms: int | None = None,
     **said: Any,
 ) -> Dispatch:
-    """A dispatch to be enqueued; `said`: further fields of it. Raises InvalidId or InvalidRecord."""
+    """Return a dispatch to be enqueued; `said` has further fields of it. Raises InvalidId or InvalidRecord."""
     made = Dispatch(
         thread_id=thread_id,
         dispatch_id=uuid.uuid4().hex if dispatch_id is None else dispatch_id,
@@ -165,7 +165,7 @@ def check_dispatch(d: Dispatch, *, payload_max: int) -> Dispatch:
 
 
 def check_claim(claim: Dispatch) -> Dispatch:
-    """Return `claim` if it can be one. Raises InvalidId or InvalidRecord."""
+    """Return `claim` if it can be a claim. Raises InvalidId or InvalidRecord."""
     if not isinstance(claim, Dispatch):
         raise InvalidRecord(f"a claim is the Dispatch that `claim` returned, not {type(claim).__name__}")
     check_id(claim.thread_id, "thread_id")
@@ -190,23 +190,23 @@ def check_ms(value: object, what: str) -> int:
 
 
 def lease_ms(lease_s: object) -> int:
-    """So many milliseconds. Raises InvalidRecord for what can be no lease."""
+    """Return a lease in milliseconds. Raises InvalidRecord when `lease_s` cannot be a lease."""
     if not isinstance(lease_s, (int, float)) or not 0.001 <= lease_s < 1 << 42:
         raise InvalidRecord(f"lease_s must be a number of seconds, 0.001 or more, not {lease_s!r}")
     return round(1000 * lease_s)
 
 
 def check_limit(value: object, what: str = "limit") -> int:
-    """Return `value` if it can say how many. Raises InvalidQuery."""
+    """Return `value` if it can be a limit or an offset. Raises InvalidQuery."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise InvalidQuery(f"{what} must be an int from 0 to below 2**62, not {value!r}")
     return value
 
 
 def clean(text: str | None, what: str) -> str | None:
-    """A text for the record: what no store could keep is replaced, and what is very long is cut. Raises InvalidRecord.
+    """Return a text that can be stored: characters that no store could keep are replaced, a very long text is cut.
 
-    Only a text: another value would be stored, and could not be read again.
+    Raises InvalidRecord for any value but a text: it would be stored, and could not be read again.
     """
     if text is None:
         return None
@@ -216,7 +216,7 @@ def clean(text: str | None, what: str) -> str | None:
 
 
 def check_invariants(d: Dispatch) -> Dispatch:
-    """Return `d` if it may be stored. Raises InvalidRecord: a mistake of this code, not of its caller."""
+    """Return `d` if it may be stored. Raises InvalidRecord, which shows a mistake of this code, not of its caller."""
     claim = (d.token != 0, d.claimed_by is not None, d.lease_until_ms is not None, d.claimed_at_ms is not None)
     wrong = ""
     if d.status is Status.CLAIMED:

@@ -1,6 +1,6 @@
 """A mailbox in one JetStream bucket: each step is one atomic batch, whose compare-and-set is on the thread's key.
 
-Docs of the keys: `bufstore.mailbox.nats_keys`. Everything is in one stream because only that makes a step atomic; see
+`bufstore.mailbox.nats_keys` documents the keys. Everything is in one stream because only that makes a step atomic; see
 docs/adr/0013.
 """
 
@@ -43,12 +43,12 @@ from bufstore.tasks import together
 
 _log = logging.getLogger(__name__)
 
-#: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
-#: What a read costs the server grows with the queue: so of a long one many are read at once.
+#: How many of a queue's first dispatches are read ahead at most, of about how many bytes, and for how many threads;
+#: their order cannot change. A read costs the server more the longer the queue is: so many are read of a long one.
 _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
-#: How long whoever asks again soon waits for a copy, which may have died with the question.
+#: How long `held` waits for a copy, which may have died with the question; its caller asks again soon anyway.
 _SOON_S = 1.0
 
 
@@ -68,10 +68,10 @@ class NatsBackend(NatsSweeps, Backend):
         patience_s = max(wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
         super().__init__(bucket, signals, patience_s)
         self._live = NatsLive(bucket, names)
-        #: Per thread and priority: the first of the queue, in order.
+        #: The first dispatches of each queue, in order, by thread and priority.
         self._ahead: Newest[str, defaultdict[int, _Ahead]] = Newest(_THREADS_AHEAD)
-        #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
-        self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # the next refusal raises the doubt again
+        #: Threads that had a step refused: something in their queue may have ended already (see `nats_keys`).
+        self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # a doubt that is forgotten returns when refused next
 
     async def open(self) -> None:
         self._connection.on_connect(self._forget)
@@ -79,7 +79,7 @@ class NatsBackend(NatsSweeps, Backend):
         self._bucket.writes.start()
 
     async def _forget(self, _: object) -> None:
-        self._ahead.clear()  # a server that went back gives sequences again that were passed
+        self._ahead.clear()  # a server that went back to an older state gives passed sequences again
 
     async def _prepare(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
@@ -154,7 +154,7 @@ class NatsBackend(NatsSweeps, Backend):
     async def _look(
         self, thread_id: str, now_ms: int, *more: str
     ) -> tuple[MailboxThread, Dispatch | None, list[Dispatch], list[int]]:
-        """`first`, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
+        """Return what `first` does, what was handed back or delayed, and the last sequences of the subjects `more`."""
         subject, t = self._keys.thread(thread_id), token(thread_id)
         filters = [self._keys.of("p", t, "*"), self._keys.of("r", t, "*")]
         deadline = time.monotonic() + self._config.timeout_s
@@ -175,12 +175,12 @@ class NatsBackend(NatsSweeps, Backend):
                 heads += [d for d in ahead if d.dispatch_id not in known]
             heads.sort(key=lambda d: d.order)
             left = await self._not_ended(thread_id, heads[:AT_ONCE])
-            if left or not heads:  # else all has ended, and was removed: what is behind it has not been read
+            if left or not heads:  # else all these had ended and are removed now: those behind them are still unread
                 return thread, left[0] if left else None, handed_back, seqs
         raise LogUnavailable("all that could be read of the queue in time has ended")
 
     async def ack_signal(self, signal: Signal) -> bool:
-        # The look comes before the answer, and what comes after the look has a signal of its own.
+        # The look comes before the answer: whatever comes after the look has a signal of its own.
         now_ms, subject = self.now_ms(), self._keys.signal(signal.thread_id).subject
         thread, first, handed_back, (newest,) = await self._look(signal.thread_id, now_ms, subject)
         number, soon = signal.mark.seq, 0.0
@@ -188,7 +188,7 @@ class NatsBackend(NatsSweeps, Backend):
             if newest < number or thread.active is not None:
                 return False  # what was read is older than the signal, or the thread is claimed
             if first is None:
-                # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
+                # A sweeper whose clock is ahead of ours has signalled work that is not due here yet: it will not again.
                 soon = min((d.available_at_ms - now_ms for d in handed_back), default=float("inf")) / 1000
             if first is not None or 0 < soon <= self._config.signal_nack_max_delay_s:
                 await self.put_off(signal, soon)
@@ -223,7 +223,7 @@ class NatsBackend(NatsSweeps, Backend):
         )
 
     async def _first_of(self, subject: str) -> list[Dispatch]:
-        """Some of the first that wait; what has left is marked for a second only, so they are soon found."""
+        """Return some of the first dispatches that wait, found soon: those that left are marked for a second only."""
         async for page in self._bucket.pages(subject, 16):
             if waiting := await self._bucket.waiting(page):
                 return waiting
@@ -238,7 +238,7 @@ class NatsBackend(NatsSweeps, Backend):
         return {t: (s.version, s.active.token if s.active is not None else 0, s.epoch) for t, s in states.items()}
 
     async def _not_ended(self, thread_id: str, queued: list[Dispatch]) -> list[Dispatch]:
-        """Of a thread in doubt: without those that have ended, or been handed back, which are removed once more."""
+        """Return `queued`; of a thread in doubt, without those that ended or were handed back: these are purged."""
         if thread_id not in self._doubted or not queued:
             return queued
         now_at = {s: d for d in queued for s in (self._keys.ended(d), self._keys.returned(d))}
@@ -248,14 +248,14 @@ class NatsBackend(NatsSweeps, Backend):
         if not gone:
             self._doubted.pop(thread_id, None)
             return queued
-        # Not replaced: of a purge the server keeps record, so that they do not come back each time it is killed.
+        # Purged, not replaced: the server keeps a record of a purge, so they do not come back each time it is killed.
         purge, at = self._bucket.stream.purge, self._keys.queued
         await together(purge(at(d), max(ended[d.dispatch_id], d.position)) for d in gone)
         self._ahead.pop(thread_id, None)
         return left
 
     async def _read_ahead(self, thread_id: str, priority: int) -> Mapping[str, Dispatch]:
-        """The first of a queue; read only when none is known: what comes later comes behind them."""
+        """Return the first dispatches of a queue, read only when none is known: later ones come behind them."""
         self._ahead[thread_id] = queues = self._ahead.get(thread_id) or defaultdict(_Ahead)
         ahead = queues[priority]
         subject = self._keys.of("q", token(thread_id), str(priority), "*")
@@ -263,7 +263,7 @@ class NatsBackend(NatsSweeps, Backend):
             found = await self._bucket.read(subject, ahead.floor, ahead.next_read)
             more = len(found) >= ahead.next_read
             if self._stream.replicated and not more and not any(m.body for m in found):
-                # What any copy shows is first in the queue; whether there is nothing only the leader knows.
+                # What any copy shows first is the first of the queue; only the leader knows whether there is none.
                 seq = found[-1].seq if found else ahead.floor
                 found += await self._stream.after(subject, seq, self._config.timeout_s, 2)
             ahead.read(found, [d for d, _ in self._bucket.dispatches(found)])
@@ -278,11 +278,11 @@ class NatsBackend(NatsSweeps, Backend):
             thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
             if thread.active is not None and thread.active.dispatch_id == dispatch_id:
                 return thread, thread.active
-            # It may be in several places (see `Keys`): its end counts, then that it was handed back.
+            # The dispatch may be in several places (see `nats_keys`): its end (x) counts first, then its return (r).
             places = sorted(found.values(), key=lambda m: self._keys.kind(m.subject), reverse=True)
             if there := [d for d, _ in self._bucket.dispatches(places)]:
                 return thread, there[0]
-            # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
+            # On replicas the reads are not of one moment: the dispatch may have moved between places meanwhile.
             if not self._stream.replicated or thread.version == version:
                 return thread, None
             version = thread.version
@@ -300,14 +300,14 @@ class NatsBackend(NatsSweeps, Backend):
             left = await self._not_ended(thread_id, wanted)
             if left or (not wanted and (most is None or len(messages) < limit)):
                 return left
-            most = limit if wanted else None  # those have ended, and were removed; or what is first came later
+            most = limit if wanted else None  # `wanted` had ended and is removed; or the first are of a later epoch
         raise LogUnavailable("all that could be read of the queue in time has ended")
 
     # For people
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         subject = self._keys.thread(thread_id)
-        # One after the other in the direction in which dispatches move.
+        # The places are read one after the other, in the direction in which dispatches move.
         found = await self._bucket.every([subject], self._keys.places(token(thread_id)))
         thread = self._keys.state(found.pop(subject, None), thread_id)
         # In the order q, r, x.
@@ -347,12 +347,12 @@ class NatsBackend(NatsSweeps, Backend):
 
 
 class _Ahead:
-    """The first of one queue, as far as they are known."""
+    """The first dispatches of one queue that are known."""
 
     def __init__(self) -> None:
-        #: By id, in order.
+        #: The dispatches by id, in the queue's order.
         self.dispatches: dict[str, Dispatch] = {}
-        #: Up to here the stream has nothing (any more) of the queue but `dispatches`, and nothing will come.
+        #: The sequence up to which the stream has nothing of the queue but `dispatches`, now and later.
         self.floor = 0
         self.next_read = 2
 
@@ -367,7 +367,7 @@ class _Ahead:
 class NatsMailboxStore(MailboxStore):
     """A `MailboxStore` in one JetStream bucket. `nats` as for `BufferedThreadStore.open`.
 
-    Opening raises ConfigError, ConfigDrift when the bucket or the consumer is not as configured, LogUnavailable.
+    Opening raises ConfigError, LogUnavailable, and ConfigDrift when the bucket or the consumer is not as configured.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class NatsMailboxStore(MailboxStore):
 
 
 async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
-    """The mailbox in this bucket, to be opened, with the settings that it has. Raises ConfigError, LogUnavailable."""
+    """Return the mailbox in this bucket, to be opened, with the settings it has. Raises ConfigError, LogUnavailable."""
     check_name(bucket, "the bucket's name")
     connection = Connection(nats, "bufstore mailbox")
     stream = NatsStream(connection, nats.api, f"KV_{bucket}", 1)

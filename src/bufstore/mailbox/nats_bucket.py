@@ -1,7 +1,7 @@
-"""A mailbox's bucket: reads that show what was written before them, writes of messages as neighbours, room, its clock.
+"""A mailbox's bucket: reads that show every earlier write, writes of messages as neighbours, its room, its clock.
 
-What is new is refused before the bucket is full, so that what waits can leave it: a claim, an end, a renewal and a
-sweep write, too; on a full bucket nothing could be worked off, and nothing purged.
+New dispatches are refused before the bucket is full, so that those that wait can leave it. Claims, ends, renewals and
+sweeps write, too: in a full bucket nothing could be worked off, and nothing purged.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from bufstore.tasks import together
 
 _log = logging.getLogger(__name__)
 
-#: Every step reads before it writes, which takes less than this share of a group's time.
+#: Every step reads before it writes. The read takes less than this share of a group's time.
 _LINGER = 0.3
-#: This part of the bucket is kept for what is there already.
+#: One part in this many of the bucket is kept for what is there already.
 _RESERVED = 8
-#: What a message needs besides on its way through the mailbox: marks, a lease's entry, the thread's state.
+#: Bytes that a message needs besides on its way through the mailbox: marks, a lease's entry, the thread's state.
 _ON_ITS_WAY = 300
-#: An instance looks again when it has added this part of the reserve: so many instances at once overrun it not.
+#: An instance looks again when it has added one part in this many of the reserve: so many instances do not overrun it.
 _LOOKS = 16
-#: How long a bucket that was full is taken for full.
+#: How long a bucket that was found full is taken for full without another look.
 _FULL_S = 0.2
 
 
 class Bucket(FreshReads):
-    """What all parts of a mailbox on NATS stand on."""
+    """The base that all parts of a mailbox on NATS use."""
 
     def __init__(
         self, connection: Connection, stream: NatsStream, keys: Keys, timeout_s: float, max_bytes: int
@@ -55,27 +55,30 @@ class Bucket(FreshReads):
         self.writes = GroupCommit(stream, linger=_LINGER)
         self._alone = asyncio.Lock()
         self._room = _Room(max_bytes, stream)
-        #: Sequences of messages that cannot be read, of which was told.
+        #: Sequences of messages that cannot be read and were logged.
         self._set_aside: set[int] = set()
-        #: The server's clock minus ours, which no step of the wall clock moves.
+        #: The server's clock minus ours, in seconds. No step of the wall clock moves ours.
         self._offset_s = 0.0
 
     def now_ms(self) -> int:
-        """The time by the server's clock, as near as is known."""
+        """Return the time by the server's clock, as near as is known."""
         return round(1000 * (time.monotonic() + self._offset_s))
 
     def set_clock(self, info: dict[str, Any]) -> None:
-        """Go by what the server has just said of the stream."""
+        """Set the clock by `info`, which the server has just sent about the stream."""
         self._offset_s = seconds(info["ts"]) - time.monotonic()
 
     async def put(self, messages: Sequence[Outgoing]) -> int:
-        """Write all or none, as neighbours; the last sequence. Raises Conflict, AppendUnknown, LogFull, TooLarge."""
+        """Write all or none, as neighbours; return the last sequence.
+
+        Raises Conflict, AppendUnknown, LogFull, TooLarge.
+        """
         for message in messages:
             self.stream.check_size(message.body)
         try:
             last = await self.writes.submit(messages)
         except LogFull:
-            # Other instances' groups on their way hold room that is free again a moment later, stored or refused.
+            # Other instances' groups on their way hold room. It is free again a moment later, whatever becomes of them.
             last = await AsyncRetrying(
                 retry=retry_if_exception_type(LogFull),
                 stop=stop_after_delay(self.timeout_s),
@@ -86,12 +89,12 @@ class Bucket(FreshReads):
         return last
 
     async def put_new(self, messages: Sequence[Outgoing]) -> int:
-        """The same for what comes anew, if there is room for it."""
+        """Write the messages of something new as `put` does, if there is room for it."""
         async with self._room.taken(messages):
             return await self.put(messages)
 
     async def _put_alone(self, messages: Sequence[Outgoing]) -> int:
-        # A step makes room when it is done, and needs some before: many at once need more than one after the other.
+        # A step makes room when it is done, but needs some before: many at once need more than one after the other.
         async with self._alone:
             try:
                 return await self.stream.publish_batch(messages, self.timeout_s)
@@ -99,7 +102,7 @@ class Bucket(FreshReads):
                 raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
     async def put_each(self, messages: Iterable[Outgoing]) -> set[str]:
-        """Write each by itself; the subjects of those that were not, or not surely. None is on its way afterwards."""
+        """Write each by itself; return the subjects of those not surely written. None is on its way afterwards."""
 
         async def failed(message: Outgoing) -> set[str]:
             with suppress(Conflict, AppendUnknown):
@@ -110,7 +113,7 @@ class Bucket(FreshReads):
         return set().union(*await together(map(failed, messages)))
 
     def dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
-        """What can be read; what cannot is set aside: it stands where it is, and nothing waits for it."""
+        """Yield the readable dispatches. Other messages are set aside: they stay, and nothing waits for them."""
         for message in found:
             try:
                 if message.body:
@@ -121,20 +124,20 @@ class Bucket(FreshReads):
                 self._set_aside = {message.seq, *islice(self._set_aside, 1000)}
 
     async def states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
-        """As any copy has them; of those that cannot be read the empty one."""
+        """Return the threads' states as any copy has them; for a state that cannot be read, the empty one."""
         states = {t: MailboxThread(thread_id=t) for t in thread_ids}
         return states | dict(self.readable((await self.copy(list(map(self.keys.thread, states)))).values()))
 
     def readable(self, found: Iterable[StoredMessage]) -> Iterator[tuple[str, MailboxThread]]:
-        """The states that can be read, with their threads' ids."""
+        """Yield the states that can be read, with their threads' ids."""
         for message in found:
             with suppress(MalformedEntry):
                 thread_id = untoken(message.subject.rpartition(".")[2])
                 yield thread_id, self.keys.state(message, thread_id)
 
     async def waiting(self, found: Iterable[StoredMessage]) -> list[Dispatch]:
-        """Dispatches of messages under ``q`` and ``r``; without what is superseded, and what a killed server brought
-        back of those that have ended or are claimed."""
+        """Return the dispatches that wait among messages under ``q`` and ``r``: not the superseded ones, and not those
+        that a killed server brought back although they have ended or are claimed."""
         queued = {(d.thread_id, d.dispatch_id): d for d, _ in self.dispatches(found)}
         states = await self.states({thread_id for thread_id, _ in queued})
         ended = await self.copy([self.keys.ended(d) for d in queued.values()])
@@ -144,21 +147,21 @@ class Bucket(FreshReads):
 
 
 class _Room:
-    """How much a bucket of `limit` bytes (-1: no limit) takes."""
+    """The room in a bucket of `limit` bytes (-1: no limit)."""
 
     def __init__(self, limit: int, stream: NatsStream) -> None:
         limit = limit if limit >= 0 else 1 << 62
         self._most, self._step = limit - limit // _RESERVED, limit // (_RESERVED * _LOOKS)
         self._stream = stream
         self._known = float("inf")
-        #: Bytes written since that was known, and on their way.
+        #: Bytes written since `_known` was read, and bytes on their way.
         self._added = self._flying = 0
         self._asking = asyncio.Lock()
         self._full_until = 0.0
 
     @asynccontextmanager
     async def taken(self, messages: Sequence[Outgoing]) -> AsyncIterator[None]:
-        """Write these within, if there is room for something new of their size. Raises LogFull."""
+        """Reserve room for these new messages, which the block writes. Raises LogFull when there is none."""
         size = sum(len(m.subject) + len(m.body) + _ON_ITS_WAY for m in messages)
         async with self._asking:
             if self._added > self._step or self._is_full(size):

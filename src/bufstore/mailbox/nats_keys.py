@@ -14,14 +14,14 @@
     d.<slot>.<thread>.<dispatch>      signal the thread in this slot of time, when this dispatch is due
     sweep                             the present sweeper
 
-A key that is removed is replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
-bring the replaced message back when it is killed after the empty one is gone too (it keeps no record of a message
-that was replaced, and goes by what it finds). So nothing under q, r, p, l, d, s, k and i is believed for being there: a
-claim requires in its batch that ``x`` knows no end of the dispatch. ``t`` is what the rest goes by: its removal
-stays for long. ``x`` is written once and then purged, of which the server keeps record.
+A key is removed by an empty message that replaces it, in the same batch as the change that it is about. If nats-server
+2.15 is killed after the empty message is gone too, it may bring the replaced message back: it keeps no record of a
+message that was replaced, and goes by what it finds. So the presence of a message under q, r, p, l, d, s, k and i
+proves nothing: a claim requires in its batch that ``x`` knows no end of the dispatch. All else goes by ``t``, whose
+removal stays for long. ``x`` is written once and then purged, and the server keeps a record of a purge.
 
-Every key leads with what it is read by: a queue, a slot of time, a thread. Ids are tokens
-(`bufstore.buffer.subjects`).
+Every key begins with what it is read by: a queue, a slot of time, a thread. Ids are tokens
+(`bufstore.jetstream.subject_tokens`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, numbered
 
-#: A slot of time: what becomes due in it is looked at together.
+#: The length of a slot of time: everything that becomes due in a slot is looked at together.
 SLOT_MS = 5000
-#: A removed key stays as an empty message for this long: the shortest time to live there is.
+#: How long a removed key stays as an empty message: the shortest time to live there is.
 GONE_S = 1
-#: And a thread's, which must not come back as it once was.
+#: The same for the key of a thread, whose earlier state must not come back.
 THREAD_GONE_S = 7 * 24 * 3600
 
-#: Of what is not an entry of ours: never.
+#: The slot and time of a message that is no entry of ours: it never comes due.
 _NEVER = 1 << 62
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -69,7 +69,7 @@ class Keys:
         self.stream = f"KV_{bucket}"
 
     def of(self, kind: str, *words: str) -> str:
-        """A subject of words that are tokens, numbers or wildcards."""
+        """Return the subject of these words, which are tokens, numbers or wildcards."""
         return f"{self.prefix}{kind}.{'.'.join(words)}"
 
     def thread(self, thread_id: str) -> str:
@@ -79,16 +79,16 @@ class Keys:
         return Outgoing(self.of("s", token(thread_id)), b"")
 
     def places(self, thread: str = "*") -> list[str]:
-        """Filters of the dispatches of a thread (a token), or of all; of what is in several places the last counts."""
+        """Return filters of a thread's dispatches (`thread`: a token), or of all. Of several places the last counts."""
         return [self.of("q", thread, "*", "*"), self.of("r", thread, "*"), self.of("x", thread, "*")]
 
     def by_id(self, thread_id: str, dispatch_id: str) -> list[str]:
-        """The thread, and where a dispatch of it may be."""
+        """Return the subject of the thread, and the filters of the places where a dispatch of it may be."""
         t, d = token(thread_id), token(dispatch_id)
         return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
 
     def is_returned(self, d: Dispatch) -> bool:
-        """Whether a queued dispatch is under ``r``."""
+        """True when a queued dispatch is under ``r``."""
         return d.attempts > 0 or d.available_at_ms > d.created_at_ms
 
     def queued(self, d: Dispatch) -> str:
@@ -103,20 +103,20 @@ class Keys:
         return self.of("x", token(d.thread_id), token(d.dispatch_id))
 
     def gone(self, subject: str, expected: int | None = None, *, ttl_s: int = GONE_S) -> Outgoing:
-        """The message that removes a key."""
+        """Return the message that removes a key."""
         return Outgoing(subject, b"", expected=expected, ttl_s=ttl_s)
 
     def kind(self, subject: str) -> str:
-        """The first word of a key."""
+        """Return the first word of a key."""
         return subject.removeprefix(self.prefix).partition(".")[0]
 
     def priorities(self, found: Iterable[StoredMessage]) -> list[int]:
-        """What those under ``p`` of these messages say."""
+        """Return the priorities that those of these messages name that are under ``p``."""
         words = [m.subject.removeprefix(self.prefix).split(".") for m in found if m.body]
         return [int(word[2]) for word in words if word[0] == "p" and word[2].isdecimal()]
 
     def entry(self, found: StoredMessage) -> Entry:
-        """What a message under ``l`` or ``d`` says; one that is not ours never comes due."""
+        """Return the entry of a message under ``l`` or ``d``; a message that is not ours never comes due."""
         try:
             slot, thread, *_ = found.subject.removeprefix(self.prefix).split(".")[1:]
             return Entry(int(slot), untoken(thread), int(found.body))
@@ -124,7 +124,7 @@ class Keys:
             return Entry(_NEVER, "", _NEVER)
 
     def state(self, found: StoredMessage | None, thread_id: str) -> MailboxThread:
-        """The thread's state; of a thread that has none, or none any more, too."""
+        """Return the thread's state; an empty one if the thread has none, or none any longer."""
         if found is None:
             return MailboxThread(thread_id=thread_id)
         if not found.body:
@@ -132,12 +132,12 @@ class Keys:
         return numbered(_decoded(_thread, found), found.seq)
 
     def dispatch(self, found: StoredMessage) -> Dispatch:
-        """The dispatch of a message under q, r or x."""
+        """Return the dispatch of a message under q, r or x."""
         d: Dispatch = _decoded(_dispatch, found)
         return replace(d, position=found.seq) if d.position == 0 else d
 
     def enqueued(self, draft: Dispatch, state: MailboxThread, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
-        """The dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
+        """Return the dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
         d = replace(draft, epoch=state.epoch, position=0)
         if self.is_returned(d):
             announced = [self._delayed(d)]
@@ -148,9 +148,9 @@ class Keys:
         return d, [*keys, *announced, Outgoing(self.queued(d), _encode(d), expected=0)]
 
     def step(self, before: MailboxThread, step: Step, now_ms: int) -> list[Outgoing]:
-        """The messages of a step, the thread's own last.
+        """Return the messages of a step, the thread's own last.
 
-        What is under ``r`` is rewritten in steps only, so the thread's number guards it.
+        Only steps rewrite what is under ``r``, so the number of the thread's state guards it.
         """
         messages: list[Outgoing] = []
         for move in step.moves:
@@ -169,13 +169,13 @@ class Keys:
         active, until = step.thread.active, before.active.lease_until_ms if before.active is not None else None
         if active is not None and active.lease_until_ms != until:
             due = self._entry(active.lease_until_ms or 0, "l", token(before.thread_id))
-            # Of a claim: that the dispatch has not ended already.
+            # A claim requires that the dispatch has not ended already.
             claimed = before.active is None
             messages.append(replace(due, expected=0, expected_of=self.ended(active)) if claimed else due)
         return [*messages, self.written(step.thread, before.version)]
 
     def written(self, state: MailboxThread, expected: int) -> Outgoing:
-        """The message that makes this the thread's state."""
+        """Return the message that makes this the thread's state."""
         return Outgoing(self.thread(state.thread_id), _encode(state), expected=expected)
 
     def _delayed(self, d: Dispatch) -> Outgoing:

@@ -1,7 +1,7 @@
 """Signals and live deliveries on NATS.
 
-A signal is the message at ``s.<thread>``: one at most per thread, put in the same batch as what it is about. All
-workers share one durable consumer of these.
+A signal is the message at ``s.<thread>``: one at most per thread, put in the same batch as the work that it is about.
+All workers share one durable consumer of signals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bufstore.tasks import own_cancels_only
 
 _log = logging.getLogger(__name__)
 
-#: How long a worker waits for whom the consumer has no more room among those that wait.
+#: How long a worker pauses when the consumer lets no more workers wait.
 _CROWDED_S = 0.5
 
 
@@ -34,16 +34,16 @@ class NatsSignals(SharedConsumer):
     """The consumer of signals."""
 
     async def pull(self, limit: int, timeout_s: float) -> list[tuple[str, Delivery]]:
-        """Threads that may have work: what waits, or the first that comes in time. Raises LogUnavailable."""
+        """Return threads that may have work: all that wait, or the first that comes in time. Raises LogUnavailable."""
         try:
             came = await self.pulls.ready(limit)
             if not came and timeout_s > 0:
-                # One only: a request that is open when its asker is gone would take signals with it.
+                # Only one: a request that is still open when its worker is gone would take signals with it.
                 came = [d for d in [await self.pulls.next(timeout_s)] if d is not None]
         except PullRefused as e:
             if e.code == "503":  # the consumer is gone: somebody removed it
                 await self.setup()
-            else:  # more wait than the consumer lets: this one asks again later
+            else:  # the consumer lets no more workers wait: this one asks again later
                 await asyncio.sleep(min(timeout_s, _CROWDED_S))
             return []
         return [(thread_id, delivery) for delivery in came if (thread_id := _thread_id(delivery)) is not None]
@@ -82,11 +82,11 @@ class NatsLive:
         """See `Backend.listen_live`."""
 
         async def heard(msg: Msg) -> None:
-            # Answered first: a sender that gets no answer enqueues what the handler may be at already.
+            # Answer first: a sender that gets no answer enqueues what the handler may be working on already.
             with contextlib.suppress(nats.errors.Error, OSError):
                 await msg.respond(b"")
             try:
-                with own_cancels_only():  # nats-py would end the subscription
+                with own_cancels_only():  # otherwise nats-py would end the subscription
                     await handler(msg.data)
             except Exception:
                 _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
@@ -107,8 +107,8 @@ class NatsLive:
         return stop
 
     async def _told(self) -> None:
-        """Return when the server knows of what was subscribed before: it answers in order.
+        """Return when the server knows of every earlier subscription: it answers in order.
 
-        Not nats-py's flush: its PING may overtake what still waits to be written.
+        This does not use nats-py's flush, whose PING may overtake what still waits to be written.
         """
         await self._bucket.stream.info()

@@ -1,4 +1,4 @@
-"""What a sweeper does in a mailbox's bucket: leases that are over, what is due, lost signals, finished records."""
+"""A sweeper's work in a mailbox's bucket: leases that are over, due dispatches, lost signals, finished records."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.nats_keys import GONE_S, SLOT_MS, THREAD_GONE_S, Entry
 from bufstore.mailbox.nats_signals import NatsSignals
 
-#: So old is an entry of a lease whose thread is not there at all.
+#: The age from which an entry of a lease is dropped although the state that was written with it is not seen.
 _FORGOTTEN_MS = 24 * 3600_000
 _WALK_BYTES, _WALK_MAX = 512 << 10, 512
 _WINDOW = 3600_000 // SLOT_MS
 
-#: Deals with entries that are due: with which threads it had to, and which of the entries (subjects) stay.
+#: Deals with due entries. Returns the threads that it dealt with, and the entries (subjects) that stay.
 _Handle = Callable[[dict[StoredMessage, Entry]], Awaitable[tuple[Collection[str], Collection[str]]]]
 
 
@@ -34,18 +34,18 @@ class NatsSweeps:
     """See `bufstore.mailbox.ports.Backend` for what the methods promise."""
 
     def __init__(self, bucket: Bucket, signals: NatsSignals, patience_s: float) -> None:
-        """`patience_s`: so long a worker may have a signal of a free thread."""
+        """`patience_s`: how long workers may have the signal of a free thread."""
         self._bucket = bucket
         self._keys = bucket.keys
         self._signals = signals
         self._patience_s = patience_s
         self._leases, self._delays = (_Agenda(kind, bucket) for kind in "ld")
         self._walks = [_Walk(bucket, place) for place in self._keys.places()[:2]]
-        #: Workers have had the signals up to here, as known when answered ones were last removed.
+        #: The sequence up to which workers have had the signals, as of when answered ones were last removed.
         self._delivered = 0
 
     async def sweeps(self, interval_s: float) -> bool:
-        # Whoever has not the turn keeps its clock, too.
+        # An instance without the turn sets its clock, too.
         self._bucket.set_clock(await self._bucket.stream.info())
         turn = Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))
         if await self._bucket.put_each([turn]):
@@ -73,7 +73,7 @@ class NatsSweeps:
             return expired, {
                 m.subject
                 for m, e in ripe.items()
-                # An entry comes with a state: a copy that shows only the first is behind.
+                # An entry is written together with a state: a copy that shows only the entry is behind.
                 if e.thread_id in expired or (states[e.thread_id].version < m.seq and e.at_ms > now_ms - _FORGOTTEN_MS)
             }
 
@@ -98,13 +98,13 @@ class NatsSweeps:
             for d, m in self._bucket.dispatches(await walk.next(limit)):
                 if d.available_at_ms <= due_ms:
                     first.setdefault(d.thread_id, m)
-            # Most have their signal: so a copy is asked first.
+            # Most threads have their signal, so a copy is asked first.
             told = self._told(first, await self._bucket.copy(self._told_by(first)))
             late = {w for w in told if w.signal <= self._delivered}
             overdue = walk.since(late, time.monotonic() - self._patience_s)
             for t in {w.thread_id for w in told if not w.signal} | {w.thread_id for w in overdue}:
                 seen = self._told([t], await self._bucket.last(self._told_by([t])))
-                # Only then: before, it may have been one that was claimed and ended since.
+                # Read after the thread: a dispatch that was read before may have been claimed and ended since.
                 queued = (await self._bucket.last([first[t].subject])).get(first[t].subject)
                 is_so = any(not w.signal or w in overdue for w in seen)
                 if is_so and queued is not None and queued.seq == first[t].seq:
@@ -115,7 +115,7 @@ class NatsSweeps:
         return [s for t in thread_ids for s in (self._keys.thread(t), self._keys.signal(t).subject)]
 
     def _told(self, thread_ids: Iterable[str], found: Mapping[str, StoredMessage]) -> set[_Waiting]:
-        """Those of the threads that are free."""
+        """Return those of the threads that are free."""
         free = set()
         for thread_id in thread_ids:
             subject, signal = self._told_by([thread_id])
@@ -135,7 +135,7 @@ class NatsSweeps:
             readable = list(self._bucket.dispatches(page))
             part = list(itertools.takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
             if part:
-                # First what makes room also where there is none; an id of which nothing is left may be used again.
+                # First the purge, which makes room even in a full bucket. An id may be used again once nothing is left.
                 await self._bucket.stream.purge(subject, part[-1][1].seq)
                 await self._drop_keys([d for d, _ in part])
                 await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
@@ -153,14 +153,14 @@ class NatsSweeps:
             if d.dedupe_key is not None:
                 holders[self._keys.of("k", t, token(d.dedupe_key))] = body
         found = await self._bucket.last(list(holders))
-        # Not the key of a later dispatch.
+        # The key of a later dispatch stays.
         await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for s, m in found.items() if m.body == holders[s])
 
     async def _drop_thread(self, thread_id: str) -> None:
-        """Forget a thread of which nothing is left. Its epoch and tokens are not needed: their numbers only grow."""
+        """Forget a thread if nothing is left of it. Its epoch and tokens are not needed: their numbers only grow."""
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
-            # First what is removed: whatever is put into a queue after this look has changed that by then.
+            # First read what is to be removed: an enqueue that the second read misses has rewritten its ``p`` by then.
             kept = await self._bucket.last([subject, self._keys.of("p", t, "*")])
             queued = await self._bucket.last(self._keys.places(t)[:2])
         except TooManyResults:
@@ -173,7 +173,7 @@ class NatsSweeps:
 
 
 class _Waiting(NamedTuple):
-    """A free thread with work: its state's number, and that of its signal; 0: there is none, or it was answered."""
+    """A free thread with work: the number of its state, and that of its signal (0: none, or it was answered)."""
 
     thread_id: str
     version: int
@@ -181,16 +181,16 @@ class _Waiting(NamedTuple):
 
 
 class _Walk(Walk):
-    """Through all queued dispatches."""
+    """A walk through all queued dispatches."""
 
     def __init__(self, bucket: Bucket, subject: str) -> None:
         super().__init__(bucket.stream, subject, bucket.timeout_s, _WALK_MAX, _WALK_BYTES, least=16)
-        #: Since when threads wait whose signal a worker has: as seen in this round, and in the one before.
+        #: Since when threads wait whose signal a worker has, as seen in this round and in the round before.
         self._since: dict[_Waiting, float] = {}
         self._before: dict[_Waiting, float] = {}
 
     def since(self, waiting: set[_Waiting], then: float) -> set[_Waiting]:
-        """Those that have waited like this since then."""
+        """Return those that have waited unchanged since `then`."""
         now = time.monotonic()
         seen = {w: self._before.get(w, now) for w in waiting}
         self._since |= seen
@@ -200,11 +200,11 @@ class _Walk(Walk):
 
 
 class _Agenda:
-    """What becomes due when: the keys under ``l`` or ``d``, in slots of time.
+    """The keys under ``l`` or ``d``, which say what becomes due when, in slots of time.
 
     Only slots that are over or running are read, however much lies ahead: those of the last hour, and with each pass
-    one page of everything. There is what was left for longer, and what a writer whose clock was far behind has put into
-    an earlier slot. Any copy is read: what it lacks is at the end, and comes with the next pass.
+    one page of everything. The page finds what was left for longer, and what a writer whose clock was far behind has
+    put into an earlier slot. Any copy is read: what the copy lacks is at the end, and the next pass finds it.
     """
 
     def __init__(self, kind: str, bucket: Bucket) -> None:
@@ -214,7 +214,7 @@ class _Agenda:
         self._everything = Walk(bucket.stream, bucket.keys.of(kind, ">"), bucket.timeout_s, _WALK_MAX, _WALK_BYTES)
 
     async def sweep(self, now_ms: int, limit: int, handle: _Handle) -> set[str]:
-        """Give `handle` what is due, the earliest first, until it has dealt with `limit` threads; which they are.
+        """Give `handle` what is due, earliest first, until it has dealt with `limit` threads; return the threads.
 
         Slots that are over are removed, except those with an entry that stays.
         """
@@ -237,7 +237,7 @@ class _Agenda:
         yield [m for m in page if m.body and self._slot(m) < now - _WINDOW]
 
     async def _slots(self, slots: Sequence[int]) -> AsyncIterator[list[StoredMessage]]:
-        """What lies in the slots; halved until the server gives it at once."""
+        """Yield what lies in the slots; they are halved until the server gives each part at once."""
         subjects = [self._keys.of(self._kind, str(slot), ">") for slot in slots]
         try:
             yield [m for m in (await self._bucket.stream.last(subjects, self._bucket.timeout_s)).values() if m.body]

@@ -46,7 +46,7 @@ _STATUSES = list(Status)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Dispatch).decode
 _decode_claiming = msgspec.msgpack.Decoder(Claiming).decode
-#: So many waiting threads are counted at most.
+#: The most waiting threads that are counted.
 _COUNTED = 10_000
 #: Outcomes of ``claim``.
 _SUPERSEDED, _MOVED = 0, 2
@@ -65,7 +65,7 @@ class PostgresBackend(Backend):
         self._timeout_s = config.timeout_s
         self._ack_wait_s = config.signal_ack_wait_s
         self._patience_ms = round(1000 * (config.signal_ack_wait_s + config.signal_nack_max_delay_s))
-        #: Up to which thread lost signals were looked for.
+        #: The last thread that was looked at for a lost signal; empty when a new round begins.
         self._looked = ""
         self._owns_pool = owns_pool
         self._notifier = notifier
@@ -74,7 +74,7 @@ class PostgresBackend(Backend):
         self._idle = WhileIdle(notifier, [self._kind], lambda _: self._news.set())
         self._telling: asyncio.Task[None] | None = None
         self._untold = 0
-        #: The server's clock minus ours, which no step of the wall clock moves.
+        #: The server's clock minus ours, in milliseconds. No step of the wall clock moves ours.
         self._offset_ms = 0
         self._open = False
         self._takes = Takes()
@@ -95,7 +95,7 @@ class PostgresBackend(Backend):
         return self._pool.closes_here()
 
     async def aclose(self) -> None:
-        if not self.closes_here():  # it could not be opened
+        if not self.closes_here():  # `open` has failed in a forked process
             return
         await self._takes.aclose()
         self._open = False
@@ -118,10 +118,10 @@ class PostgresBackend(Backend):
             return await arrays.rows_of(connection, self._sql[name], parameters)
 
     async def _step(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """The same for a write: without an answer it may have been done. Raises AppendUnknown, StepUnknown."""
+        """Run a write; without an answer it may have been done. Raises AppendUnknown, StepUnknown."""
         try:
             return await self._run(name, *parameters)
-        except Unconfirmed as e:  # a look would find it, and prove nothing
+        except Unconfirmed as e:  # a read would find the write, which would prove nothing
             raise StepUnknown(f"no answer came to the step: {e}") from e
         except NoAnswer as e:
             raise AppendUnknown(str(e)) from e
@@ -139,7 +139,7 @@ class PostgresBackend(Backend):
         return replace(d, position=rows[0][0], epoch=rows[0][1])
 
     def _tell(self) -> None:
-        """Whatever becomes of the notification: what was stored is stored, and nobody waits for it."""
+        """Notify workers in the background: nobody waits for it, and if it fails, what was stored is stored."""
         self._news.set()
         self._untold += 1
         if self._notifier is not None and (self._telling is None or self._telling.done()):
@@ -152,7 +152,7 @@ class PostgresBackend(Backend):
                 await notifier.notify_scheduled(self._kind, count)
 
     async def _holder(self, d: Dispatch) -> str:
-        """The holder of the dedupe key; if it is free again, an id that does not exist."""
+        """Return the holder of the dedupe key; if the key is free again, an id that does not exist."""
         rows = await self._run("holder", d.thread_id, d.dedupe_key)
         return str(rows[0][0]) if rows else d.dispatch_id
 
@@ -200,7 +200,7 @@ class PostgresBackend(Backend):
             raise Conflict("what was claimed cannot be read") from e
 
     async def _set_aside(self, thread_id: str, version: int, error: MalformedEntry) -> None:
-        """What is claimed cannot be read: it is dead, and the thread goes on."""
+        """Mark the claimed dispatch dead, because it cannot be read, so that the thread goes on."""
         _log.warning("thread %r: %s; it is dead", thread_id, error, extra={"action": "mailbox_foreign"})
         await self._run("set_aside", thread_id, version, self.now_ms(), self._numbers, _NUMBERS[Status.DEAD])
 
@@ -255,7 +255,7 @@ class PostgresBackend(Backend):
         self._tell()
 
     async def signal_lost(self, due_ms: int, limit: int) -> int:
-        # Whoever pulls a signal, or hands it back, puts the next look no further than this.
+        # A worker that pulls a signal, or hands it back, puts the next look no later than this.
         late = self.now_ms() + self._patience_ms
         rows = await self._run("signal_lost", self._looked, limit, due_ms, late, self._numbers)
         self._looked = rows[-1][0] if len(rows) >= limit else ""
@@ -283,9 +283,9 @@ class PostgresBackend(Backend):
                 if rows:
                     await self._idle.end()
                 return [Signal(self, *row) for row in rows]
-            with suppress(Closed):  # a notifier's: polling goes on
+            with suppress(Closed):  # the notifier is closed: polling goes on
                 if await self._idle.begin():
-                    continue  # what came before is not told
+                    continue  # look again: nobody tells of what came before
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._news.wait()
@@ -295,7 +295,7 @@ class PostgresBackend(Backend):
         return await self._takes.take(pulling, self._put_back)
 
     async def _put_back(self, rows: list[Any]) -> None:
-        """What was pulled for nobody would come to nobody until its time is over."""
+        """Put back signals that were pulled for nobody: they would come to nobody until their time is over."""
         for row in rows:
             await self.put_off(Signal(self, *row), 0)
 
@@ -312,7 +312,7 @@ class PostgresBackend(Backend):
 
 
 def _state(thread_id: str, rows: Sequence[Sequence[Any]]) -> MailboxThread:
-    """The thread of the first row, if there is one: version, epoch and step, and its active dispatch."""
+    """Return the thread of the first row, if there is one: version, epoch, step and active dispatch."""
     if not rows or rows[0][0] is None:
         return MailboxThread(thread_id=thread_id)
     version, epoch, step = rows[0][:3]
@@ -321,12 +321,12 @@ def _state(thread_id: str, rows: Sequence[Sequence[Any]]) -> MailboxThread:
 
 
 def _beside(rows: Sequence[Sequence[Any]]) -> Dispatch | None:
-    """The dispatch that the first row has beside the thread."""
+    """Return the dispatch that the first row has beside the thread."""
     return _dispatch(rows[0][9:15]) if rows and rows[0][9] is not None else None
 
 
 def _readable(rows: Iterable[Sequence[Any]]) -> list[Dispatch]:
-    """What can be read; of the rest the log tells."""
+    """Return the dispatches that can be read; log the rest."""
     dispatches = []
     for row in rows:
         try:
@@ -350,9 +350,9 @@ def _dispatch(row: Sequence[Any]) -> Dispatch:
 class PostgresMailboxStore(MailboxStore):
     """A `MailboxStore` in Postgres ≥ 15. `conninfo` and `schema` as for `PostgresThreadStore`.
 
-    `notifier`: a `bufstore.notify.Notifier`, the app's to close: workers need not wait for their next poll. Give
-    `pool` to share another store's. Opening creates or upgrades the tables; raises ConfigError, StoreUnavailable,
-    StoreMisconfigured.
+    `notifier`: a `bufstore.notify.Notifier`, which the app closes; with it, workers need not wait for their next poll.
+    `pool`: the pool of another store, to be shared. Opening creates or upgrades the tables; raises ConfigError,
+    StoreUnavailable, StoreMisconfigured.
     """
 
     def __init__(

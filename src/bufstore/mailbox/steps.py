@@ -1,4 +1,4 @@
-"""How a step is done: read a thread, decide, write it if the thread is still the same; else again, for a while."""
+"""How a step is done: read a thread, decide, write if the thread is still the same; else try again, for a while."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.ports import Backend
 from bufstore.newest import Newest
 
-#: Threads whose state after our last write is remembered, which saves a step of its holder the read.
+#: For how many threads the state after our last write is remembered. This saves the next step of a holder the read.
 _REMEMBERED = 4096
-#: So many superseded dispatches are taken out of a queue in one write.
+#: The most superseded dispatches that one write takes out of a queue.
 AT_ONCE = 100
 
-#: What may be over with the next attempt.
+#: Errors that the next attempt may not meet.
 _PASSING = (Conflict, AppendUnknown, LogUnavailable)
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Done(NamedTuple):
 
     @property
     def dispatch(self) -> Dispatch:
-        """What it was about: it has left its place, or it is still claimed."""
+        """The dispatch that the step was about: the one that moved, or the one that is still claimed."""
         found = self.step.moves[0].after if self.step.moves else self.thread.active
         assert found is not None
         return found
@@ -67,9 +67,9 @@ class Steps:
         self._last: Newest[str, MailboxThread] = Newest(_REMEMBERED)
 
     async def tried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
-        """The first result of `attempt` in the call's time; it is told whether an earlier one may have been done.
+        """Return the first result of `attempt` in the call's time; its argument: an earlier attempt may have been done.
 
-        Raises LogUnavailable (nothing was done), StepUnknown, and what is no use to repeat.
+        Raises LogUnavailable (nothing was done), StepUnknown, and errors that repeating does not help.
         """
         began, unsure = time.monotonic(), False
 
@@ -82,7 +82,7 @@ class Steps:
                 raise
 
         try:
-            # Almost always the first attempt does it, and what tries again costs more than the attempt.
+            # Almost always the first attempt succeeds, and the code that tries again costs more than the attempt.
             with suppress(*_PASSING):
                 return await once()
             return await AsyncRetrying(
@@ -103,7 +103,7 @@ class Steps:
             raise
 
     def known(self, claim: Dispatch) -> MailboxThread | None:
-        """What we last wrote of the claim's thread, if it was still held then."""
+        """Return the state that we last wrote for the claim's thread, if `claim` held the thread then."""
         last = self._last.get(claim.thread_id)
         return last if last is not None and last.active is not None and last.active.token == claim.token else None
 
@@ -116,7 +116,7 @@ class Steps:
         known: MailboxThread | None = None,
         load: Load | None = None,
     ) -> Done | None:
-        """Decide and write until it is written: first on `known`, if that is given. None when `decide` says so."""
+        """Decide a step, first on `known` if given, until one is written. None when `decide` finds nothing to do."""
         step_id = secrets.token_hex(8)
         sent: Step | None = None
 
@@ -145,14 +145,14 @@ class Steps:
         return await self.tried(attempt)
 
     async def write(self, thread: MailboxThread, step: Step, step_id: str, now_ms: int) -> MailboxThread:
-        """Write one step; the state after it. Raises Conflict, AppendUnknown."""
+        """Write one step; return the state after it. Raises Conflict, AppendUnknown."""
         named = replace(step, thread=replace(step.thread, step=step_id))
         after = await self.noted(thread.thread_id, self._backend.write(thread, named, now_ms))
         assert after is not None
         return after
 
     async def noted(self, thread_id: str, writing: Awaitable[MailboxThread | None]) -> MailboxThread | None:
-        """What a write to the thread gives, which is remembered."""
+        """Await a write to the thread; remember and return the state that it gives."""
         try:
             after = await writing
         except BaseException as e:
@@ -167,7 +167,7 @@ class Steps:
     async def drop_stale(
         self, thread: MailboxThread, queued: Sequence[Dispatch], now_ms: int
     ) -> tuple[MailboxThread, list[Dispatch]]:
-        """Take what is superseded out of the queue; others may do so at the same time."""
+        """Take superseded dispatches out of the queue; other instances may do so at the same time."""
         step = decisions.supersede_stale(thread, queued[:AT_ONCE], now_ms)
         if step is None:
             return thread, []

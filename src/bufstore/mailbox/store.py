@@ -1,7 +1,7 @@
 """One mailbox for every backend: reads a thread, decides a step, writes it if the thread is still the same.
 
-All that could differ between stores is in the backends; what a step means is in `bufstore.mailbox.decisions`, and how
-long it is tried is here.
+Everything that differs between stores is in the backends. `bufstore.mailbox.decisions` says what a step means, and
+`bufstore.mailbox.steps` how long it is tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bufstore.types import check_choice, check_id
 
 Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
 
-#: After so many claims that could not be taken back, the rest waits for the next call.
+#: After this many claims that could not be taken back, `reclaim_expired` leaves the rest to the next call.
 _FAILURES = 3
 
 
@@ -38,13 +38,12 @@ class MailboxStore:
     """A durable queue of dispatches per thread, claimed by one worker per thread at a time.
 
     A *claim* is the dispatch that `claim` returned. It carries a fencing token, higher than that of every earlier
-    claim, and each later step of its holder is done only if that token still holds the thread: else StaleClaim.
+    claim. Each later step of the holder is done only if that token still holds the thread; otherwise it raises
+    StaleClaim.
 
     `now_ms` is the time that a step goes by; without it, the store's clock. Every method raises InvalidId and
     InvalidRecord before any I/O, LogUnavailable or StoreUnavailable (nothing was done), StepUnknown (a step may have
-    been done) and Closed.
-
-    The stores of each kind make one and give it its backend.
+    been done) and Closed. A subclass for each kind of store gives the mailbox its backend.
     """
 
     def __init__(self, backend: Backend, config: MailboxConfig | None = None) -> None:
@@ -53,9 +52,9 @@ class MailboxStore:
         self.counters = Counters()
         self._closing = Closing()
         self._steps = Steps(backend, self.counters, self.config.timeout_s)
-        #: Threads whose expired claims could not be taken back, as far as they are still found.
+        #: Threads whose expired claims could not be taken back, as long as `expiring` still finds them.
         self._not_reclaimed: Set[str] = frozenset()
-        #: What is taken, and ends, when whoever waited for it is gone.
+        #: Claims and tasks whose callers are gone: they are handed back, or come to their end, before the store closes.
         self.takes = Takes()
 
     async def __aenter__(self) -> Self:
@@ -75,7 +74,7 @@ class MailboxStore:
         await self.backend.aclose()
 
     def statistics(self) -> MailboxStatistics:
-        """Counters and timings of this instance."""
+        """Return the counters and timings of this instance."""
         return self.counters.read()
 
     async def enqueue(
@@ -113,7 +112,7 @@ class MailboxStore:
         )
 
         async def attempt(unsure: bool) -> Dispatch:
-            if unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
+            if unsure:  # whoever chose the id: an earlier attempt may have stored it, and it may have ended since
                 _, found = await self.backend.find(thread_id, draft.dispatch_id)
                 if found is not None and is_same(found, draft):
                     return found
@@ -134,7 +133,7 @@ class MailboxStore:
         return stored
 
     async def _check_taken(self, draft: Dispatch, taken: KeyTaken, unsure: bool, now_ms: int) -> None:
-        """Raise AlreadyExists, unless nothing stands in the way of `draft` any more."""
+        """Raise AlreadyExists if another dispatch still stands in the way of `draft`."""
         thread, found = await self.backend.find(draft.thread_id, taken.holder)
         if unsure and found is not None and is_same(found, draft):
             return
@@ -153,7 +152,7 @@ class MailboxStore:
     ) -> Dispatch | None:
         """Claim the best available dispatch: lowest priority number, then longest in the queue.
 
-        None when none is available, or the thread has a claim (also one whose lease is over: `reclaim_expired`).
+        Returns None when none is available, or the thread has a claim (even if its lease is over: `reclaim_expired`).
         """
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
 
@@ -171,7 +170,7 @@ class MailboxStore:
     async def claim_dispatch(
         self, thread_id: str, dispatch_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
     ) -> Dispatch | None:
-        """Claim this one, whatever its time and place; None when it is not queued or the thread has a claim."""
+        """Claim this dispatch, whatever its time and position; None when it is not queued or the thread has a claim."""
         check_id(dispatch_id, "dispatch_id")
 
         async def find() -> tuple[MailboxThread, Dispatch | None]:
@@ -195,10 +194,10 @@ class MailboxStore:
                     return await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
             thread, head = await find()
             if again and head is None and thread.step != step_id:
-                # An earlier attempt may have been stored after the thread was read, and before its queue was.
+                # An earlier attempt may have been stored after the thread was read, and before its queue was read.
                 thread = await self.backend.thread(thread_id)
             again = True
-            if thread.step == step_id:  # an earlier attempt, whose answer was lost
+            if thread.step == step_id:  # an earlier attempt was stored, and its answer was lost
                 return thread
             if thread.active is not None or head is None or is_stale(head, thread):
                 return None
@@ -209,7 +208,7 @@ class MailboxStore:
                 await self._as_holder(after.active, now, decisions.release)
 
         with self.counters.timed("claim"):
-            # Of a claim that is done for a cancelled caller nobody would know; the end of its lease is an attempt.
+            # Nobody would know of a claim for a cancelled caller, and the end of its lease would count as an attempt.
             after = await self.takes.take(self._steps.tried(attempt), release)
         if after is None or after.active is None:
             self.counters.count("claims_empty")
@@ -220,12 +219,12 @@ class MailboxStore:
         return claimed
 
     async def ack(self, claim: Dispatch, *, now_ms: int | None = None) -> Dispatch:
-        """The work is done, also if the thread was interrupted meanwhile. Repeating it returns the same."""
+        """End the claim: the work is done, even if the thread was interrupted. Repeating the ack returns the same."""
         now = self._now(now_ms)
         try:
             with self.counters.timed("ack"):
                 ended = await self._as_holder(claim, now, decisions.ack)
-        except (StaleClaim, StepUnknown) as e:  # its answer may be lost, and the thread another's since
+        except (StaleClaim, StepUnknown) as e:  # the ack's answer may be lost, and another may hold the thread since
             try:
                 _, found = await self.backend.find(claim.thread_id, claim.dispatch_id)
             except BufstoreError as now_away:
@@ -241,9 +240,9 @@ class MailboxStore:
     async def nack(
         self, claim: Dispatch, *, retry_at_ms: int | None = None, error: str | None = None, now_ms: int | None = None
     ) -> Dispatch:
-        """Hand it back: queued again at its old place, available from `retry_at_ms` on.
+        """Hand the claim back: its dispatch is queued again at its old position, available from `retry_at_ms` on.
 
-        Dead after `max_attempts` claims; superseded when the thread was interrupted.
+        After `max_attempts` claims the dispatch is dead; when the thread was interrupted, it is superseded.
         """
         retry_at = 0 if retry_at_ms is None else model.check_ms(retry_at_ms, "retry_at_ms")
         ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, model.clean(error, "error"))
@@ -251,7 +250,7 @@ class MailboxStore:
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
-        """Give it up for good."""
+        """Give the dispatch up for good."""
         ended = await self._as_holder(claim, now_ms, decisions.dead_letter, model.clean(error, "error"))
         self.counters.count("dead_lettered")
         return ended
@@ -259,14 +258,14 @@ class MailboxStore:
     async def extend_lease(
         self, claim: Dispatch, *, lease_s: float | None = None, now_ms: int | None = None
     ) -> Dispatch:
-        """Hold the claim longer. Raises ClaimInterrupted when its holder shall stop."""
+        """Hold the claim longer. Raises ClaimInterrupted when its holder must stop."""
         now = self._now(now_ms)
         extended = await self._as_holder(claim, now, decisions.extend, self._until(now, lease_s))
         self.counters.count("extended")
         return extended
 
     async def record_start(self, claim: Dispatch, instance_id: str, *, now_ms: int | None = None) -> Dispatch:
-        """Record the worker that begins. Raises ClaimInterrupted when none must begin."""
+        """Record the worker that begins. Raises ClaimInterrupted when the work must not begin."""
         return await self._as_holder(claim, now_ms, decisions.start, check_id(instance_id, "instance_id"))
 
     async def record_result(
@@ -279,7 +278,7 @@ class MailboxStore:
         error: str | None = None,
         now_ms: int | None = None,
     ) -> Dispatch:
-        """Note what came of it, before the ack."""
+        """Record the outcome of the work, before the ack."""
         if result is not None:
             model.check_bytes(result, "result", self.config.payload_max)
         said = {"run_status": run_status, "termination": termination, "error": error}
@@ -287,7 +286,7 @@ class MailboxStore:
         return await self._as_holder(claim, now_ms, decisions.finish, status, ended, result, failed)
 
     async def cancel(self, thread_id: str, dispatch_id: str, *, now_ms: int | None = None) -> Dispatch | None:
-        """Take a queued dispatch out; None when it is not queued."""
+        """Take a queued dispatch out of the queue; None when it is not queued."""
         check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
         now = self._now(now_ms)
@@ -302,9 +301,9 @@ class MailboxStore:
         return self._ended(done, "cancelled")
 
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
-        """Supersede all that is queued now, in one write, and tell the holder of a claim with its next step to stop.
+        """Supersede all that is queued now, in one write. A claim's holder is told to stop when it extends or starts.
 
-        What it superseded is listed as far as the call's time allows (`Interruption.complete`).
+        Lists the superseded dispatches as far as the call's time allows (`Interruption.complete`).
         """
         check_id(thread_id, "thread_id")
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
@@ -313,7 +312,7 @@ class MailboxStore:
         thread = done.thread
         self.counters.count("interrupted")
         superseded: list[Dispatch] = []
-        # The one write above has superseded them; this takes them out of the way, a part at a time.
+        # The one write above has superseded the dispatches; the loop takes them out of the queue, a part at a time.
         current, complete = thread, False
         with suppress(Conflict, AppendUnknown, BufstoreError):
             while not complete and time.monotonic() < deadline:
@@ -321,13 +320,13 @@ class MailboxStore:
                 current, dropped = await self._steps.drop_stale(current, queued, now)
                 superseded += dropped
                 complete = not queued
-        if not complete:  # then whoever claims next goes on
+        if not complete:  # the next claim takes the rest out
             with suppress(BufstoreError):
                 await self.wake(thread_id)
         return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded, complete=complete)
 
     async def current_epoch(self, thread_id: str) -> int:
-        """A number that grows with each interrupt; 0 when there was none, or long ago."""
+        """Return a number that grows with each interrupt; 0 when there was none, or it was long ago."""
         return (await self.backend.thread(check_id(thread_id, "thread_id"))).epoch
 
     async def supersede_claimed(self, thread_id: str, *, now_ms: int | None = None) -> Dispatch | None:
@@ -338,7 +337,7 @@ class MailboxStore:
         return self._ended(done, "superseded")
 
     async def load_dispatch(self, thread_id: str, dispatch_id: str) -> Dispatch | None:
-        """The dispatch as it is now; None if the id is unknown or was purged. Raises Unavailable."""
+        """Return the dispatch as it is now; None if the id is unknown or was purged. Raises Unavailable."""
         check_id(dispatch_id, "dispatch_id")
         thread, found = await self.backend.find(check_id(thread_id, "thread_id"), dispatch_id)
         return None if found is None else as_seen(found, thread)
@@ -346,7 +345,7 @@ class MailboxStore:
     async def list_dispatches(
         self, thread_id: str, statuses: Collection[Status] | None = None, *, limit: int = 100, offset: int = 0
     ) -> list[Dispatch]:
-        """The thread's dispatches, in the order of claims. Costs what is kept of the thread."""
+        """Return the thread's dispatches, in the order of claims. The cost grows with what is kept of the thread."""
         limit, offset = model.check_limit(limit), model.check_limit(offset, "offset")
         chosen = list(Status) if statuses is None else [*statuses]
         for status in chosen:
@@ -357,25 +356,25 @@ class MailboxStore:
         return sorted(wanted, key=lambda d: d.order)[offset : offset + limit]
 
     async def list_finished(self, *, limit: int = 100) -> list[Dispatch]:
-        """Finished dispatches of all threads, the oldest first."""
+        """Return finished dispatches of all threads, the oldest first."""
         return await self.backend.finished(model.check_limit(limit))
 
     async def count_by_status(self, thread_id: str | None = None) -> dict[Status, int]:
-        """How many there are; of one thread, or of all (which costs what is kept)."""
+        """Return how many dispatches have each status; of one thread, or of all (the cost grows with what is kept)."""
         if thread_id is None:
             return await self.backend.counts()
         listed = await self.list_dispatches(thread_id, limit=1 << 30)
         return {**dict.fromkeys(Status, 0), **Counter(d.status for d in listed)}
 
     async def queued_thread_ids(self, *, limit: int = 1000) -> list[str]:
-        """Threads that have queued dispatches, sorted."""
+        """Return the threads that have queued dispatches, sorted."""
         return sorted(await self.backend.queued_threads(model.check_limit(limit)))
 
     async def reclaim_expired(self, *, limit: int = 1000, now_ms: int | None = None) -> list[Dispatch]:
-        """Take back claims whose lease is over: queued again, dead or superseded, as with `nack`.
+        """Take back claims whose lease is over; their dispatches are queued again, dead or superseded, as with `nack`.
 
-        Fewer than there are when the store goes away meanwhile; the rest is found again. One that cannot be taken back
-        holds up no other: it comes last from then on. Raises what the first said when nothing could be taken back.
+        Takes back fewer when the store goes away meanwhile; a later call finds the rest. A claim that cannot be taken
+        back holds up no other: later calls try it last. Raises the first error when nothing could be taken back.
         """
         now = self._now(now_ms)
         reclaimed: list[Dispatch] = []
@@ -386,7 +385,7 @@ class MailboxStore:
                 done = await self._steps.change(found.thread_id, now, lambda t: decisions.expire(t, now), known=found)
             except BufstoreError as e:
                 failed[found.thread_id] = e
-                if len(failed) == _FAILURES:  # most likely it is the store, and each failure may take `timeout_s`
+                if len(failed) == _FAILURES:  # most likely the store is away, and each failure may take `timeout_s`
                     break
                 continue
             if done is None:
@@ -402,20 +401,20 @@ class MailboxStore:
         return reclaimed
 
     async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
-        """Remove what finished before that time, the oldest first; how many."""
+        """Remove dispatches that finished before that time, the oldest first; return how many."""
         before_ms = model.check_ms(finished_before_ms, "finished_before_ms")
         purged = await self.backend.purge(before_ms, model.check_limit(limit))
         self.counters.count("purged", purged)
         return purged
 
     async def gauges(self) -> MailboxGauges:
-        """How things stand now, for dashboards and alerts."""
+        """Return the state of the mailbox now, for dashboards and alerts."""
         now = self.backend.now_ms()
         ends = [t.active.lease_until_ms or now for t in await self.backend.expiring(now, 100) if t.active is not None]
         return replace(await self.backend.gauges(), oldest_lease_over_s=(now - min(ends)) / 1000 if ends else None)
 
     async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
-        """Which threads may have work: each signal goes to one worker, over all instances, until it is answered."""
+        """Return signals of threads that may have work. Each goes to one worker, over all instances, until answered."""
         c = self.config
         limit = model.check_limit(limit or c.signal_batch_size)
         signals = await self.backend.signals(limit, c.signal_fetch_expires_s if timeout_s is None else timeout_s)
@@ -423,12 +422,12 @@ class MailboxStore:
         return signals
 
     async def wake(self, thread_id: str) -> None:
-        """Signal a thread, whatever the store takes to be its state. A needless signal does no harm."""
+        """Signal a thread, whatever its state seems to be. A needless signal does no harm."""
         check_id(thread_id, "thread_id")
         await self._steps.tried(lambda _: self.backend.wake(thread_id))
 
     async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
-        """Hand something to the present listener of the thread; nothing is kept."""
+        """Hand `payload` to the present listener of the thread; nothing is stored."""
         check_id(thread_id, "thread_id")
         model.check_bytes(payload, "payload")
         timeout_s = self.config.live_timeout_s if timeout_s is None else timeout_s
@@ -438,7 +437,7 @@ class MailboxStore:
         return live
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
-        """Take live deliveries until the returned function is called. Each is answered before `handler` runs."""
+        """Hand live deliveries to `handler` until the returned function is called. Each is answered before it runs."""
         return await self.backend.listen_live(check_id(thread_id, "thread_id"), handler)
 
     async def deliver(
@@ -454,9 +453,9 @@ class MailboxStore:
         dispatch_id: str | None = None,
         now_ms: int | None = None,
     ) -> Dispatch | None:
-        """Live if somebody listens (None), else enqueued. What could not be enqueued is not delivered either.
+        """Deliver live if somebody listens (None), else enqueue. What could not be enqueued is not delivered either.
 
-        A live delivery without an answer may have arrived: what is enqueued then says ``maybe_delivered``.
+        A live delivery without an answer may have arrived: the dispatch that is enqueued then says ``maybe_delivered``.
         """
         said: dict[str, Any] = {"run_id": run_id, "priority": priority, "available_at_ms": available_at_ms}
         said |= {"dedupe_key": dedupe_key, "max_attempts": max_attempts, "dispatch_id": dispatch_id}
@@ -482,7 +481,7 @@ class MailboxStore:
     async def _as_holder(
         self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object
     ) -> Dispatch:
-        """A step of a claim's holder: `decide` gets the thread, the claim, `words`, and the time."""
+        """Do a step of a claim's holder: `decide` gets the thread, the claim, `words`, and the time."""
         now, known = self._now(now_ms), self._steps.known(model.check_claim(claim))
         done = await self._steps.change(
             claim.thread_id, now, lambda thread: decide(thread, claim, *words, now), known=known

@@ -1,7 +1,7 @@
-"""Periodic work: takes back expired claims, signals what is due and what no signal tells of, purges what is finished.
+"""Periodic work: take back expired claims, signal due work and work that no signal tells of, purge finished dispatches.
 
-Every instance runs one; of n instances one at a time does the work. A pass is bounded and costs what is due; what it
-leaves the next pass finds. Nothing ends it but `aclose`: an error is told once, waited out and tried again.
+Every instance runs a sweeper, but only one at a time does the work. A pass is bounded, and its cost depends on what is
+due; the next pass finds what it leaves. Only `aclose` ends a sweeper: after an error it logs once, waits, and goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bufstore.tasks import end, own_cancels_only, spawn
 
 _log = logging.getLogger(__name__)
 
-#: How long to wait after a failed pass at most, in intervals.
+#: The longest wait after a failed pass, in sweep intervals.
 _WAIT_MAX = 6
 _PARTS_PER_PASS = 10
 _LOST = {"action": "mailbox_resignalled"}
@@ -34,7 +34,7 @@ class Sweeper:
         self._task: asyncio.Task[None] | None = None
         #: Why the last pass failed; None when it did not.
         self.trouble: str | None = None
-        #: When a pass last succeeded here, even if another instance had the turn (monotonic seconds).
+        #: When a pass last succeeded here, even if another instance had the turn (monotonic seconds); None: never yet.
         self.last_pass: float | None = None
 
     async def __aenter__(self) -> Self:
@@ -45,18 +45,18 @@ class Sweeper:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop. What is on its way is done or not."""
+        """Stop. A step that is on its way may or may not be done."""
         await end(self._task)
 
     async def sweep(self) -> bool:
-        """One pass, if it is this instance's turn; whether it was."""
+        """Make one pass if it is this instance's turn; return whether it was."""
         box, c = self._mailbox, self._mailbox.config
         if not await box.backend.sweeps(c.sweep_interval_s):
             return False
         with box.counters.timed("sweep"):
             await self._parts(self._reclaim)
             await self._parts(self._signal_due)
-            # What has become due since the last pass or two is on its way.
+            # The signals of what has become due since the last pass or two are on their way.
             due_ms = box.backend.now_ms() - round(2000 * c.sweep_interval_s)
             lost = await box.backend.signal_lost(due_ms, c.sweep_limit)
             if lost:
@@ -69,7 +69,7 @@ class Sweeper:
         return True
 
     async def _parts(self, part: Callable[[int], Awaitable[int]]) -> None:
-        """One part after the other, until one is not full."""
+        """Do one part after the other, until one is not full."""
         limit = self._mailbox.config.sweep_limit
         for _ in range(_PARTS_PER_PASS):
             if await part(limit) < limit:
@@ -90,7 +90,7 @@ class Sweeper:
     async def _run(self) -> None:
         failures = 0
         while True:
-            # Not all instances at once.
+            # The jitter keeps the instances from sweeping all at once.
             interval = self._mailbox.config.sweep_interval_s * random.uniform(0.9, 1.1)  # noqa: S311
             await asyncio.sleep(interval * min(_WAIT_MAX, 1 + failures))
             try:

@@ -1,9 +1,9 @@
-"""A worker: pulls signals, claims what there is in the thread, hands it to a function, and ends each claim.
+"""A worker: pulls signals, claims the dispatches of their threads, hands each to a function, and ends each claim.
 
 While the function runs, lease and signal are renewed, and every half second one read shows for all claims whether
 they are still held. When the claim is lost or the thread interrupted, the function is cancelled: whatever it still does
-is not this worker's any more. A signal is answered when its thread has nothing left to claim, so that of a worker that
-dies another finishes the queue. A worker without a free slot works on a thread for a turn, and then takes the next.
+is no longer this worker's work. A signal is answered only when its thread has nothing left to claim: if the worker
+dies, another finishes the queue. A worker without a free slot works on a thread for a turn, and then takes the next.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from bufstore.tasks import end, own_cancels_only, spawn
 
 _log = logging.getLogger(__name__)
 
-#: How long a worker stays with one thread while it has no slot for another. Between two dispatches only.
+#: How long a worker stays with one thread while it has no slot for another. It leaves only between two dispatches.
 _TURN_S = 0.2
-#: How long a thread waits at most after a step that the store did not answer: it may be there again at once.
+#: The longest time that a thread waits after a step that the store did not answer: the store may be back at once.
 _AWAY_S = 5.0
-#: How often a worker looks whether it still holds what it works on.
+#: How often a worker looks whether it still holds its claims.
 _WATCH_S = 0.5
 _STOPPED = "the worker was stopped"
 
@@ -37,7 +37,7 @@ Handler = Callable[[Dispatch], Awaitable[None]]
 
 
 def backoff_s(attempt: int, base_s: float, max_s: float) -> float:
-    """How long to wait after the `attempt`-th failure, from 1: doubled each time, up to `max_s`."""
+    """Return how long to wait after the `attempt`-th failure, from 1: doubled each time, up to `max_s`."""
     return min(max_s, base_s * 2.0 ** min(attempt - 1, 60))
 
 
@@ -52,12 +52,12 @@ class Worker:
         self._pulling: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
-        #: What is worked on, by thread.
-        #: By token: of a thread there may be one that is lost and still ends, and the next.
+        #: The claims that are worked on, and their handlers, by token: a thread may have a claim that is lost and still
+        #: ends, and the next one.
         self._claims: dict[int, tuple[Dispatch, asyncio.Task[None]]] = {}
         self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
         self._closing = self._stopped = False
-        #: Why no signals could be pulled; None when they could.
+        #: Why the last pull of signals failed; None when it did not.
         self.trouble: str | None = None
 
     async def __aenter__(self) -> Self:
@@ -69,9 +69,9 @@ class Worker:
         await self.aclose()
 
     async def aclose(self, drain_s: float = 10.0) -> None:
-        """Take nothing new; let what runs end for `drain_s`, then cancel it: its claims are handed back.
+        """Take nothing new; give what runs `drain_s` to end, then cancel it: its claims are handed back.
 
-        Who is cancelled meanwhile gives up waiting: what runs is cancelled at once.
+        Cancelling this call ends the wait: what runs is then cancelled at once.
         """
         self._closing = True
         try:
@@ -81,7 +81,7 @@ class Worker:
         finally:
             self._stopped = True
             for _, task in self._claims.values():
-                task.cancel()  # the handlers only: a claim that ends is acked or handed back
+                task.cancel()  # only the handlers: every claim is still acked or handed back
             for thread in self._running:
                 self._mailbox.takes.leave(thread)
             await end(self._watching)
@@ -136,13 +136,13 @@ class Worker:
                 longest_s = min(longest_s, _AWAY_S)
         self._mailbox.counters.count("signals_nacked")
         delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, longest_s)
-        with suppress(BufstoreError):  # then it comes again by itself
+        with suppress(BufstoreError):  # an unanswered signal comes again by itself
             await signal.nack(0 if self._closing else delay)
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = spawn(self._called(claim))
         if self._stopped:
-            task.cancel()  # it does not begin
+            task.cancel()  # the handler does not begin
         self._claims[claim.token] = claim, task
         c, began = self._config, asyncio.get_running_loop().time()
         holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))
@@ -163,7 +163,7 @@ class Worker:
             _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
 
     async def _called(self, claim: Dispatch) -> None:
-        await self._handler(claim)  # here, for a handler may also fail before it gives its awaitable
+        await self._handler(claim)  # here, because a handler may also fail before it returns its awaitable
 
     async def _end(self, claim: Dispatch, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -194,16 +194,16 @@ class Worker:
         return True
 
     async def _watch(self) -> None:
-        """Stop what is interrupted or lost soon, however long its lease."""
+        """Soon cancel handlers whose claim is interrupted or lost, however long its lease."""
         while True:
             await asyncio.sleep(_WATCH_S)
             working = dict(self._claims)
             if not working:
                 continue
-            with suppress(Exception), own_cancels_only():  # then the renewal says so
+            with suppress(Exception), own_cancels_only():  # when this read fails, the renewal finds out
                 held = await self._mailbox.backend.held(list({claim.thread_id for claim, _ in working.values()}))
                 for claim, task in working.values():
-                    # A claim's token is the version that it made: what is older does not know of it.
+                    # A claim's token is the version that the claim made: an older version does not know of the claim.
                     version, token, epoch = held.get(claim.thread_id, (0, 0, 0))
                     known = version >= claim.token and not task.done()
                     if known and (token != claim.token or epoch > claim.epoch):
@@ -211,6 +211,6 @@ class Worker:
 
     def _lost(self, task: asyncio.Task[None], how: str) -> None:
         if task.cancelling():
-            return  # it is told once, and may take its time to end
+            return  # the handler is cancelled once, and may take its time to end
         self._mailbox.counters.count(f"work_{how}")
         task.cancel()
