@@ -1,9 +1,9 @@
-"""A key's record: read, written by compare-and-set, and held by whoever wrote itself into it.
+"""A key's record: read, written by compare-and-set, and held by the holder that wrote itself into it.
 
-A write's outcome is always known in the end. A hold has three guards, each for what the previous one cannot see. A
-clock of our own: without a confirmed renewal the holder stops before others may take the key. The renewal is a
-compare-and-set, and shows whether another holder has it. And so is the last write: a holder that slept through the
-other guards finds there that it is too late.
+A write's outcome is always known in the end. A hold has three guards, each for what the previous one cannot see. The
+first is our own clock: without a confirmed renewal the holder stops before others may take the key. The second is the
+renewal, a compare-and-set, which shows whether another holder has the key. The third is the last write, also a
+compare-and-set: a holder that slept through the other guards learns there that it is too late.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 H = TypeVar("H")
 
-#: The fraction of its time before the end at which a holder that could not renew stops.
+#: The fraction of its time that is left when a holder that could not renew stops.
 _MARGIN = 0.1
 _RENEWED = 1 / 3
 _UNRENEWED = "it was not renewed in time"
 
 
 class Seen(NamedTuple):
-    """A record, its sequence (0: there is none), and for how long it has stood, by the server's clock."""
+    """A record, its sequence (0: there is none), and its age by the server's clock."""
 
     seq: int
     record: Record
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
     @property
     def holder(self) -> Holder | None:
-        """Who holds the key now, if anybody does."""
+        """The holder of the key now, if it has one."""
         held = self.record.holder and self.age_s < self.record.lease_s
         return Holder(self.record.holder, self.record.token or self.seq, self.age_s) if held else None
 
@@ -69,19 +69,19 @@ class Register:
         self._reads = FreshReads(stream, timeout_s, f"{stream.name}.unused")
 
     async def read(self, subject: str) -> tuple[int, Record]:
-        """Sequence and record; 0 and that of a free key if there is none."""
+        """Return sequence and record; 0 and the record of a free key if there is none."""
         found = (await self._reads.last([subject])).get(subject)
         return (found.seq, decode(found.body)) if found is not None else (0, Record())
 
     async def seen(self, *which: dict[str, Any]) -> list[Seen]:
-        """What these requests (STREAM.MSG.GET) find, with their ages."""
+        """Return what these requests (STREAM.MSG.GET) find, with their ages."""
         found = await asyncio.gather(*map(self._get, which))
-        # Asked afterwards, so that nothing seems older than it is. One server's clock says both times.
+        # Ask for the time afterwards, so that nothing seems younger than it is. Both times are by the server's clock.
         now = seconds((await self._stream.info(self._timeout_s))["ts"])
         return [Seen(seq, decode(body), max(now - stored_s, 0.0)) for seq, body, stored_s in found]
 
     async def _get(self, which: dict[str, Any]) -> tuple[int, bytes, float]:
-        """Sequence, body and time; as of something that was stored never if there is none."""
+        """Return sequence, body and time; if there is no message, 0 and the record of a free key, infinitely old."""
         try:
             answer = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", which, self._timeout_s)
         except MessageMissing:
@@ -92,15 +92,15 @@ class Register:
     async def write(self, subject: str, record: Record, expected: int, ttl_s: int = 0) -> int:
         """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
 
-        Without an answer it is tried again: the expectation lets only one of all attempts through. So no two records
-        that are written may be equal.
+        Without an answer the write is tried again: the expectation lets only one of all attempts through. A record
+        found there that equals ours counts as that write, so no two records that are written may be equal.
         """
         message = Outgoing(subject, encode(record), expected=expected, ttl_s=ttl_s)
 
         async def once() -> int:
             try:
                 seq = await self._stream.publish(message, self._timeout_s)
-            except Conflict:  # perhaps with an earlier attempt of ours
+            except Conflict:  # perhaps an earlier attempt of ours was stored
                 seq, found = await self.read(subject)
                 if not seq or found != record:
                     raise
@@ -119,7 +119,7 @@ class Register:
 
 
 class Hold(NamedTuple):
-    """A record that was written, as `seq` and not before `began` by the loop's clock."""
+    """A record that was written at sequence `seq`, and not before `began` by the loop's clock."""
 
     key: str
     register: Register
@@ -132,31 +132,31 @@ class Hold(NamedTuple):
 class Lease:
     """What `Task` and `Lock` have in common."""
 
-    #: After which the server removes what we write; 0: never.
+    #: The seconds after which the server removes what we write; 0: never.
     _server_ttl_s = 0
 
     def __init__(self, hold: Hold) -> None:
         self.key, self._register, self._subject, self._seq, record, began = hold
-        #: Larger than that of every earlier holder of this key. Pass it to everything that is written under it.
+        #: The token, larger than that of every earlier holder of this key. Pass it along with everything you write.
         self.token = hold.seq
-        #: Set when the key was found lost.
+        #: Set when the key was found to be lost.
         self.lost = asyncio.Event()
         self._record, self._ttl_s = replace(record, token=hold.seq), record.lease_s
         self._holding = Holding(record.lease_s * (1 - _MARGIN), began, lambda: self._lose(_UNRENEWED))
         self._reason = ""
-        #: It was done, given back or released.
+        #: True when the item was done or given back, or the lock was released.
         self._over = False
         self._changing = asyncio.Lock()
 
     def check(self) -> None:
-        """Raise TokenLost if the key is lost, or may be: before each step that cannot be undone."""
+        """Raise TokenLost if the key is lost, or may be. Call this before each step that cannot be undone."""
         if asyncio.get_running_loop().time() >= self._holding.until:
             self._lose(_UNRENEWED)
         if self.lost.is_set():
             raise TokenLost(self.key, self._reason)
 
     async def extend(self) -> None:
-        """Hold it for its whole time from now on. Raises TokenLost, and LogUnavailable when that is not known."""
+        """Hold the key for its whole time from now on. Raises TokenLost, and LogUnavailable when that is not known."""
         if self.lost.is_set():
             raise TokenLost(self.key, self._reason)
         began = asyncio.get_running_loop().time()
@@ -180,7 +180,7 @@ class Lease:
                         return
 
     async def _found_again(self) -> Record:
-        """What stands there instead of what we knew: a write of ours whose answer was lost. Raises TokenLost."""
+        """Return the record that stands there: our write whose answer was lost. Raises TokenLost for another's."""
         seq, found = await self._register.read(self._subject)
         if found.mark != self._record.mark:
             self._lose(f"another has it (token {found.token or seq})" if seq else "its time was over")
@@ -209,10 +209,10 @@ class Lease:
 
 
 class Keyed:
-    """What work and locks have in common; their `open` gives it, for an ``async with`` block or to be closed."""
+    """What work and locks have in common. Their `open` returns one, for an ``async with`` block or to be closed."""
 
     def __init__(self, connection: Connection, register: Register, prefix: str) -> None:
-        """`register`: of the records of keys, whose subjects begin with `prefix`."""
+        """`register` has the records of keys, whose subjects begin with `prefix`."""
         self._connection, self._register, self._prefix = connection, register, prefix
         self._takes = Takes()
         self._closing = Closing()
@@ -221,7 +221,7 @@ class Keyed:
         return self
 
     async def aclose(self) -> None:
-        """Disconnect. What is held goes to others when its time is over."""
+        """Disconnect. Keys that are still held go to others when their time is over."""
         if self._connection.closes_here():
             await self._closing(self._close)
 
@@ -230,24 +230,24 @@ class Keyed:
         await self._connection.aclose()
 
     async def _to_the_end(self, taking: Coroutine[Any, Any, H]) -> H:
-        """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
+        """Await `taking`, to its end even if cancelled: a key taken by half would have no holder for its whole time."""
         return await self._takes.take(taking, self._hand_back)
 
     async def _hand_back(self, held: Any) -> None:
-        """Release what was taken."""
+        """Release what was taken for a caller that is gone."""
         raise NotImplementedError
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def who(self, key: str) -> Holder | None:
-        """Who holds the key, if anybody does. Raises LogUnavailable."""
+        """Return the holder of the key, or None. Raises LogUnavailable."""
         return (await self._register.seen({"last_by_subj": self._subject(key)}))[0].holder
 
     async def release(self, key: str, *, force: bool = False) -> Holder | None:
-        """Take the key from its holder, who finds it lost. Returns who that was.
+        """Take the key from its holder, which then finds it lost. Returns that holder, or None.
 
-        The item that was worked on goes to another. Raises TokenBusy without `force`, LogFull and LogUnavailable.
+        The item that was worked on goes to another holder. Raises TokenBusy without `force`, LogFull, LogUnavailable.
         """
         found = await self.who(key)
         if found is not None and not force:
@@ -256,7 +256,7 @@ class Keyed:
         return found
 
     async def _free(self, subject: str, holder: Holder | None) -> None:
-        """Make the key of this record free, which that holder had."""
+        """Free the key whose record has this subject, and which `holder` had."""
         raise NotImplementedError
 
     def _subject(self, key: str) -> str:
@@ -264,8 +264,8 @@ class Keyed:
 
 
 def holder_name(given: str) -> str:
-    """What others see as the holder: what was given, or host and process. Raises InvalidId.
+    """Return the name that others see as the holder: the one given, or host and process. Raises InvalidId.
 
-    Only a text: a record with another value could not be read, and would be taken for that of a free key.
+    The name must be text: a record with another value could not be read, and would be taken for that of a free key.
     """
     return check_id(given, "the holder") if given != "" else f"{socket.gethostname()}:{os.getpid()}"

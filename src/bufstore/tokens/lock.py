@@ -1,7 +1,7 @@
 """A plain lock with a time to live: one record per held key, which the server removes when its time is over.
 
-Acquiring, extending and releasing it are each compare-and-set on that record: a holder that comes too late is told
-so, and does no harm.
+Acquiring, extending and releasing a lock are each a compare-and-set on that record: a holder that comes too late is
+told so, and does no harm.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Locks(Keyed):
         return locks
 
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0, holder: str = "") -> Lock:
-        """The lock, for `ttl_s` (whole seconds). Raises TokenBusy when another holds it, still after `wait_s`.
+        """Take the lock for `ttl_s` (whole seconds). Raises TokenBusy when another still holds it after `wait_s`.
 
-        `holder` (else host and process) is shown to whoever finds the key busy. Raises LogUnavailable when it is not
-        known whether it was taken; it is free again after `ttl_s` at the latest.
+        `holder` (by default host and process) is shown to callers that find the key busy. Raises LogUnavailable when it
+        is not known whether the lock was taken; it is free again after `ttl_s` at the latest.
         """
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
@@ -69,11 +69,11 @@ class Locks(Keyed):
         )(once)
 
     async def held(self) -> int:
-        """How many locks are held. Raises LogUnavailable."""
+        """Return how many locks are held. Raises LogUnavailable."""
         return int((await self._stream.info())["state"]["messages"])
 
     async def _free(self, subject: str, holder: Holder | None) -> None:
-        if holder is not None:  # else somebody may have taken it since
+        if holder is not None:  # else somebody may have taken the free lock since
             await self._stream.purge(subject)
 
     async def _hand_back(self, held: Lock) -> None:
@@ -107,10 +107,10 @@ class Lock(Lease):
             await self.release()
         except (TokenLost, LogUnavailable) as e:
             if error[0] is None and not (believed and isinstance(e, LogUnavailable)):
-                raise  # until now the block believed that it held the lock
+                raise  # the block must learn that it may not have held the lock to its end
 
     async def release(self) -> None:
-        """Give it up. Raises TokenLost when it was lost before, and LogUnavailable when that is not known."""
+        """Give the lock up. Raises TokenLost when it was lost before, and LogUnavailable when that is not known."""
         if self._over:
             return
         # End the renewals first: a later one would take the lock again.
@@ -118,7 +118,7 @@ class Lock(Lease):
         try:
             async with self._changing:
                 while not self._over:
-                    try:  # by its sequence: it can only be ours
+                    try:  # delete by sequence: that record can only be ours
                         await self._stream.delete(self._seq)
                         self._over = True
                     except MessageMissing:

@@ -1,9 +1,9 @@
 """Exclusive work and locks: options, the streams they ask for, and the record that decides who holds a key. No I/O.
 
-The record of a key is written by compare-and-set only. Whoever writes itself into it holds the key, and the sequence of
-that write is the **fencing token**: it grows with every holder. A holder writes again to stay it (a lease), and writes
-in the end that the item is done. Messages that are delivered only hint at keys that may have work: one that is lost,
-late or repeated costs time, and nothing else.
+The record of a key is written by compare-and-set only. A worker that writes itself into the record holds the key, and
+the sequence of that write is the **fencing token**: it grows with every holder. The holder writes again to keep the key
+(a lease), and in the end writes that the item is done. Delivered messages only hint at keys that may have work: a
+message that is lost, late or repeated costs time, and nothing else.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Medium = Literal["file", "memory"]
 class Policy(enum.Enum):
     """What happens to an item that is submitted while the key has one."""
 
-    #: It waits, up to `TokensConfig.waiting_max`; then TokenQueueFull.
+    #: The item waits, up to `TokensConfig.waiting_max` items; then TokenQueueFull.
     QUEUE = "queue"
-    #: It replaces what waits: only the newest counts, as for "bring it to this state".
+    #: The item replaces the one that waits: only the newest counts, as for "bring it to this state".
     REPLACE = "replace"
-    #: TokenBusy.
+    #: The item is refused with TokenBusy.
     REFUSE = "refuse"
 
 
@@ -60,7 +60,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig(Storage):
-    """One kind of exclusive work; the same for all submitters and workers. Set by the developer, but for storage."""
+    """One kind of exclusive work, the same for all submitters and workers. Set by the developer, except storage."""
 
     #: First word of the subjects, and of the names of the streams.
     name: str = "tokens"
@@ -71,9 +71,9 @@ class TokensConfig(Storage):
     ttl_s: float = 30.0
     #: How long a call may take.
     timeout_s: float = 5.0
-    #: An item that was begun so often goes to `run`'s `dead_letter`; 0: never.
+    #: After this many attempts an item goes to `run`'s `dead_letter`; 0: never.
     max_attempts: int = 0
-    #: Operator: the limit of all items together; then LogFull. -1: none.
+    #: Operator: the limit of all items together, in bytes; then LogFull. -1: no limit.
     max_bytes: int = -1
 
     def __post_init__(self) -> None:
@@ -96,24 +96,24 @@ class TokensConfig(Storage):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """A key's record: its holder, the item, and whether that is done."""
+    """A key's record: its holder, the item, and whether the item is done."""
 
     #: The holder's name, for people; empty when nobody holds the key.
     holder: str = ""
-    #: Random, drawn for each holder, and a number for each of its writes: it knows its own writes by them.
+    #: A random mark for each holder, and a number for each of its writes: the holder knows its own writes by them.
     mark: str = ""
     number: int = 0
-    #: The holder's; 0 in its first record, whose sequence it is.
+    #: The holder's token; 0 in its first record, whose sequence is the token.
     token: int = 0
-    #: The item worked on, or the last one done: its sequence in the stream, and which stream that was.
+    #: The item that is worked on, or the last one done: its sequence in the stream, and the id of that stream.
     item: int = 0
     stream: str = ""
-    #: How often that was begun.
+    #: How often that item was begun.
     attempt: int = 0
     done: bool = False
-    #: For so long after this was written nobody else takes the key: a holder's lease, or the delay before a retry.
+    #: How long after this was written nobody else takes the key: a holder's lease, or the delay before a retry.
     lease_s: float = 0.0
-    #: Others wait behind the item that is done: it is the turn of whoever has the message that says so.
+    #: True when others wait behind the item that is done: the worker that gets the key's turn message takes the next.
     turn: bool = False
 
 
@@ -127,14 +127,14 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """What exclusive work has to do, as the server counts it; no scan."""
+    """How much exclusive work there is to do, as the server counts it, without a scan."""
 
-    #: Stored and not done, with the messages that give waiting keys their turn.
+    #: The items that are not done, and the messages that give waiting keys their turn: how many, and their bytes.
     stored: int
     bytes: int
-    #: Age of the oldest of them.
+    #: The age of the oldest of these messages.
     oldest_s: float
-    #: How many of them no worker was told of yet, how many are in the hands of one, and how many of these again.
+    #: How many of these messages no worker was told of yet, how many a worker has, how many of the latter came again.
     untold: int
     told: int
     told_again: int
@@ -147,7 +147,7 @@ encode = msgspec.msgpack.encode
 
 
 def decode(body: bytes) -> Record:
-    """The record; that of a key which nobody holds for bytes that are none."""
+    """Return the record in `body`; for bytes that are no record, that of a key which nobody holds."""
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError:
@@ -155,33 +155,33 @@ def decode(body: bytes) -> Record:
 
 
 def done_to(record: Record, stream: str) -> int:
-    """Up to which sequence of this stream the key's items are done. A leader that lags may still show them."""
+    """Return the sequence in `stream` up to which the key's items are done. A leader that lags may still show them."""
     return record.item - (not record.done) if record.stream == stream else 0
 
 
 def attempt_of(record: Record, item: int) -> int:
-    """Which attempt it is to begin this item now."""
+    """Return the number of the attempt that begins this item now."""
     return record.attempt + 1 if record.item == item and not record.done else 1
 
 
 def backoff_s(attempt: int) -> float:
-    """How long to wait after this attempt has failed."""
+    """Return how long to wait after this attempt has failed."""
     return min(_BACKOFF_S * 2.0 ** min(attempt, 20), _BACKOFF_MAX_S)
 
 
 def oldest_s(info: Mapping[str, Any]) -> float:
-    """The age of the oldest message of a stream, by its STREAM.INFO; 0 if there is none."""
+    """Return the age of the oldest message of a stream, by its STREAM.INFO; 0 if there is none."""
     state = info["state"]
     return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
 
 
 def items_config(config: TokensConfig) -> dict[str, Any]:
-    """Items that are not done, and a message for each key that waits for its turn."""
+    """Return the stream of items that are not done, and of a message for each key that waits for its turn."""
     return last_values(
         f"{config.name}-items",
         [f"{config.name}.item.*", f"{config.name}.turn.*"],
         max_msgs_per_subject=config.per_key,
-        # Not per subject: the newest item of a key replaces the one before, and never one of another key.
+        # REPLACE does not refuse per subject: a key's newest item replaces the one before, never one of another key.
         discard_new_per_subject=config.policy is not Policy.REPLACE,
         discard="new",
         max_bytes=config.max_bytes,
@@ -190,13 +190,13 @@ def items_config(config: TokensConfig) -> dict[str, Any]:
 
 
 def fence_config(config: TokensConfig) -> dict[str, Any]:
-    """The last record of each key. Without a bound: what makes room for items writes here."""
+    """Return the stream of each key's last record. It has no limit: a holder that makes room for items writes here."""
     age = RECORD_AGE_S * 10**9
     return last_values(f"{config.name}-fence", [f"{config.name}.fence.*"], max_age=age, **_stored(config))
 
 
 def locks_config(name: str, storage: Storage) -> dict[str, Any]:
-    """A record per lock that is held."""
+    """Return the stream of locks: a record for each lock that is held."""
     return last_values(f"{name}-locks", [f"{name}.lock.*"], allow_msg_ttl=True, **_stored(storage))
 
 

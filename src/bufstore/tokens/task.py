@@ -20,18 +20,18 @@ Finish = Callable[["Task"], Awaitable[None]]
 
 
 class Task(Lease):
-    """What `ExclusiveWork.take` gives. Use it as a context manager, or call `done` or `retry` in the end.
+    """An item that `ExclusiveWork.take` gives. Use it as a context manager, or call `done` or `retry` in the end.
 
-    Leaving the block without either gives the item back at once.
+    Leaving the block without either call gives the item back at once.
     """
 
     def __init__(
         self, hold: Hold, payload: bytes, delivery: Delivery | None, others_wait: bool, pulls: Pulls, finish: Finish
     ) -> None:
-        """`delivery` of `pulls` told of the item, if any did. `others_wait`: behind this item."""
+        """`delivery` (of `pulls`) told of the item; None: none did. `others_wait`: other items wait behind this one."""
         super().__init__(hold)
         self.payload = payload
-        #: Which attempt of this item this is: above 1 another holder began it before.
+        #: The number of this attempt at the item; above 1, another holder began the item before.
         self.attempt = hold.record.attempt
         self.item = hold.record.item
         self.delivery, self.others_wait = delivery, others_wait
@@ -46,7 +46,7 @@ class Task(Lease):
             try:
                 await self.retry()
             except (TokenLost, Unavailable) as e:
-                # It comes back when its time is over.
+                # The item comes back when the holder's time is over.
                 _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
         self._holding.stop()
 
@@ -56,16 +56,16 @@ class Task(Lease):
         await self._pulls.answer(self.delivery, b"+WPI")
 
     async def done(self) -> None:
-        """The item is done for good, and never handed out again.
+        """Mark the item as done for good: it is never handed out again.
 
         Raises TokenLost when another holder has the key: whatever this holder did, the other does it again (unless the
         answer to an earlier try was lost: then the item may be done). Raises LogUnavailable when that could not be
-        found out; call it again.
+        found out; then call `done` again.
         """
         if self._done:
             return
         await self._holding.aclose()
-        # Those behind it take turns with other keys: their turn comes with a message that `_finish` sends.
+        # The items behind it take turns with other keys: their turn comes with a message that `_finish` sends.
         reserved_s = self._ttl_s if self.others_wait else 0.0
         await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
         self._over = self._done = True
@@ -73,21 +73,21 @@ class Task(Lease):
         await self._finish(self)
 
     async def retry(self, delay_s: float = 0.0) -> None:
-        """Not done: have any worker try it again after `delay_s`. The key stays busy. Raises like `done`.
+        """Give the item back: any worker tries it again after `delay_s`. The key stays busy. Raises like `done`.
 
-        Raises InvalidRecord for a delay that is none, or not below the 7 days after which a key's record is forgotten.
+        Raises InvalidRecord for an invalid delay, or one not below the 7 days after which a key's record is forgotten.
         """
         if not isinstance(delay_s, (int, float)) or not 0 <= delay_s < RECORD_AGE_S:
             raise InvalidRecord(f"delay_s must be a number of seconds from 0 to below {RECORD_AGE_S}, not {delay_s!r}")
         await self._give_back(float(delay_s), self.attempt)
 
     async def release(self) -> None:
-        """As if it had never been taken: no attempt is counted. Raises like `done`."""
+        """Give the item back as if it had never been taken: no attempt is counted. Raises like `done`."""
         await self._give_back(0.0, self.attempt - 1)
 
     async def _give_back(self, delay_s: float, attempt: int) -> None:
         await self._holding.aclose()
-        # With another mark: from here on this holder cannot complete the item.
+        # The record gets another mark: from here on this holder cannot complete the item.
         mark = secrets.token_hex(8)
         await self._change(replace(self._record, holder="", mark=mark, attempt=attempt, lease_s=delay_s))
         self._over = True

@@ -1,10 +1,10 @@
 """Exclusive work: items per key, in order, one at a time, however many workers there are.
 
-A submitter stores the item, and that is all. A delivery of it says that its key may have work. The receiver reads the
-key's record: if nobody holds the key, it takes the key's first item. If another does, that one looks again when it is
-done, and its own delivery comes again should it die. When items of a key wait, the next one's turn comes with a message
-behind all that is stored: keys take turns. And whatever became of deliveries, each worker looks at some of the oldest
-items now and then, and finds those that nobody works on (`_look`).
+A submitter only stores the item. A delivery of the item says that its key may have work. The receiver reads the key's
+record: if nobody holds the key, it takes the key's first item. If another worker holds the key, that holder looks again
+when it is done; should it die, its own delivery comes again. When further items of a key wait, the turn of the next one
+comes with a message behind all that is stored: keys take turns. Whatever becomes of deliveries, each worker looks at
+some of the oldest items now and then, and finds those that nobody works on (`_look`).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from bufstore.types import check_id
 _log = logging.getLogger(__name__)
 
 _ID = "bufstore.id"
-#: So many items may be with workers, and so many workers may wait for some, at once.
+#: The most items that workers may have at once, and the most workers that may wait for some.
 _TOLD_MAX, _ASKING_MAX = 100_000, 10_000
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
-#: A worker looks at so many items, of so many bytes or so, and so often in `ttl_s`.
+#: How many items a worker looks at, of about how many bytes, and how often in `ttl_s`.
 _LOOKED_AT, _LOOKED_AT_BYTES, _LOOKS = 50, 1 << 20, 10
 
 Handler = Callable[[Task], Awaitable[None]]
@@ -70,10 +70,10 @@ class ExclusiveWork(Keyed):
         super().__init__(connection, Register(self._fences, config.timeout_s), f"{config.name}.fence.")
         self._config = config
         self._holder = holder_name(holder)
-        #: What tells the stream of the items from one of the same name before or after it.
+        #: The id that tells the stream of items from an earlier or later stream of the same name.
         self._id = ""
         self._stored = Register(self._items, config.timeout_s)  # for the ages of items
-        # Only an idle worker asks it for more, and many wait at once.
+        # Only idle workers ask the consumer for items, and many of them wait at once.
         wanted = consumer_config(WORKERS, config.ttl_s, _TOLD_MAX, max_waiting=_ASKING_MAX)
         self._consumer = SharedConsumer(connection, self._items, api, wanted, "TokensConfig")
         self._pulls = self._consumer.pulls
@@ -85,7 +85,7 @@ class ExclusiveWork(Keyed):
     async def open(cls, nats: ToNats, config: TokensConfig | None = None, *, holder: str = "") -> Self:
         """Connect, and create or check the streams. Raises ConfigError, ConfigDrift, LogUnavailable.
 
-        `holder`: what others see as the holder of keys taken here; without it, host and process.
+        `holder`: the name that others see as the holder of keys taken here; by default host and process.
         """
         config, nats_config = config or TokensConfig(), as_nats_config(nats)
         connection = Connection(nats_config, "bufstore-tokens")
@@ -101,10 +101,10 @@ class ExclusiveWork(Keyed):
         await self._consumer.setup()
 
     async def submit(self, key: str, payload: bytes = b"") -> None:
-        """Add an item of work for a key. When this returns it is stored, and will be worked on.
+        """Add an item of work for a key. When this returns, the item is stored, and will be worked on.
 
         Raises TokenBusy or TokenQueueFull as `TokensConfig.policy` says, LogFull, TooLarge, InvalidId, InvalidRecord
-        and LogUnavailable: nothing was submitted then. SubmitUnknown: it may have been.
+        and LogUnavailable: then nothing was submitted. Raises SubmitUnknown when the item may have been submitted.
         """
         name = token(check_id(key, "the key"))
         if not isinstance(payload, (bytes, bytearray, memoryview)):
@@ -122,7 +122,7 @@ class ExclusiveWork(Keyed):
             raise SubmitUnknown(key, str(e)) from None
 
     async def take(self, wait_s: float = 5.0) -> Task | None:
-        """The next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
+        """Return the next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:
@@ -144,9 +144,9 @@ class ExclusiveWork(Keyed):
     ) -> None:
         """Work until `stopping`: call `handler` with each item, and mark the item done when it returns.
 
-        An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled.
-        `dead_letter` gets an item instead that was begun `TokensConfig.max_attempts` times, also by processes that
-        died of it; when it returns, the item is done.
+        An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled. An item
+        that was begun `TokensConfig.max_attempts` times, also by processes that died of it, goes to `dead_letter`
+        instead; when that returns, the item is done.
         """
         if self._config.max_attempts and dead_letter is None:
             raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
@@ -155,9 +155,9 @@ class ExclusiveWork(Keyed):
         workers = [spawn(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*map(asyncio.shield, workers))
-        finally:  # when one has failed, none works on after this has ended
+        finally:  # when one worker has failed, none goes on after this call has ended
             for worker in workers:
-                worker.cancel()  # once: a second time would stop it in the middle of handing back
+                worker.cancel()  # once: a second cancel would stop the worker in the middle of handing back
                 self._takes.leave(worker)
             await asyncio.gather(*map(asyncio.shield, workers), return_exceptions=True)
 
@@ -166,15 +166,15 @@ class ExclusiveWork(Keyed):
     async def _free(self, subject: str, holder: Holder | None) -> None:
         name = subject.rpartition(".")[2]
         if holder is None and not await self._waiting(name, 1):
-            return  # where one waits, it may wait for its next attempt
+            return  # if an item does wait, it may wait for its next attempt: go on then
         seq, record = await self._register.read(subject)
         free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
-        with contextlib.suppress(Conflict):  # another holds it meanwhile
+        with contextlib.suppress(Conflict):  # another holds the key meanwhile
             await self._register.write(subject, free, seq)
         await self._give_turn(name)
 
     async def statistics(self) -> Statistics:
-        """What there is to do, as the server counts it. Raises LogUnavailable."""
+        """Return how much there is to do, as the server counts it. Raises LogUnavailable."""
         stream, consumer = await asyncio.gather(self._items.info(), self._consumer.info())
         state, untold, told = stream["state"], consumer["num_pending"], consumer["num_ack_pending"]
         again = consumer["num_redelivered"]
@@ -199,14 +199,14 @@ class ExclusiveWork(Keyed):
             raise
 
     async def _begin(self, key: str, name: str, delivery: Delivery | None) -> Task | None:
-        """Take the key's first item; None when there is none, or its turn is not now. `delivery`: what told of it."""
+        """Take the key's first item; None when there is none, or its turn is not now. `delivery` told of the key."""
         c, subject = self._config, self._prefix + name
-        # A delivery that came before may be the only one that will tell of the key when its holder is gone.
+        # A delivery that comes again may be the only one that will tell of the key when its holder is gone.
         again, is_turn = delivery is None or delivery.times > 1, _is_turn(delivery)
         while True:
             (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
             if items and items[0].seq <= model.done_to(record, self._id):
-                await self._remove(items[0].seq)  # its holder died just before, or this leader lags
+                await self._remove(items[0].seq)  # its holder died just before it removed the item, or this leader lags
                 continue
             if not items:
                 await self._drop(delivery)
@@ -238,44 +238,44 @@ class ExclusiveWork(Keyed):
         return await self._items.after(f"{c.name}.item.{name}", 0, c.timeout_s, limit=min(limit, c.per_key))
 
     async def _finish(self, task: Task) -> None:
-        """After the item is done for good: clean up, and see to the next. Failing here costs time, nothing else."""
+        """Clean up after an item that is done for good, and see to the next. A failure here only costs time."""
         name, delivery = token(task.key), task.delivery
         try:
-            # Only now: what comes after this look is told of by a delivery of its own, to somebody who finds us done.
+            # Look only now: a later item has a delivery of its own, whose receiver finds that we are done.
             if task.others_wait or any(item.seq != task.item for item in await self._waiting(name, 2)):
                 try:
                     await self._give_turn(name)
                 except LogFull:
-                    await self._remove(task.item)  # which makes room
+                    await self._remove(task.item)  # this makes room
                     await self._give_turn(name)
             await asyncio.gather(self._remove(task.item), self._drop(delivery))
         except (Unavailable, LogFull) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
-            await self._pulls.hand_back(delivery)  # what told us tells another
+            await self._pulls.hand_back(delivery)  # the delivery that told us tells another worker
 
     async def _give_turn(self, name: str) -> None:
-        """Tell of the key behind all that is stored now."""
-        with contextlib.suppress(SubjectFull):  # there are such messages
+        """Store a message that tells of the key, behind all that is stored now."""
+        with contextlib.suppress(SubjectFull):  # the key has such messages already
             try:
                 await self._items.publish(Outgoing(f"{self._config.name}.turn.{name}", b""), self._config.timeout_s)
             except AppendUnknown as e:
                 raise LogUnavailable(str(e)) from None
 
     async def _drop(self, delivery: Delivery | None) -> None:
-        """It need not come again. An item stays stored; a turn goes, and is not acknowledged before it is gone."""
+        """Acknowledge a delivery: it need not come again. An item stays stored; a turn's message is removed first."""
         if delivery is not None and _is_turn(delivery):
             await self._remove(delivery.seq)
         await self._pulls.answer(delivery, b"+ACK")
 
     async def _remove(self, seq: int) -> None:
-        with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
+        with contextlib.suppress(MessageMissing):  # the message was replaced meanwhile, or removed already
             await self._items.delete(seq)
 
     async def _look(self) -> Task | None:
-        """Look at some of the oldest items, others each time: take one that nobody works on.
+        """Look at some of the oldest items, others each time, and take one that nobody works on.
 
-        Its delivery was lost, or its holder's: a consumer was made anew, messages were removed by hand, a leader that
-        others had left answered. An item is not looked at before it and its key's record have stood for `ttl_s`.
+        Its delivery was lost, or its holder's: a consumer was made anew, messages were removed by hand, or a leader
+        that the others had left answered. An item counts only after it and its key's record have stood for `ttl_s`.
         """
         c = self._config
         if model.oldest_s(await self._items.info()) < c.ttl_s:
@@ -302,7 +302,7 @@ class ExclusiveWork(Keyed):
             try:
                 await _unless(stopping, taking)
             except asyncio.CancelledError:
-                self._takes.abandon(taking, self._hand_back)  # it may just have ended
+                self._takes.abandon(taking, self._hand_back)  # `taking` may just have ended with a task
                 raise
             try:
                 task = None if taking.cancelled() else taking.result()
@@ -332,17 +332,17 @@ class ExclusiveWork(Keyed):
 
 
 def _is_turn(delivery: Delivery | None) -> bool:
-    """Whether it says that it is the turn of its key, and is no item."""
+    """True when the delivery is no item, but says that it is its key's turn."""
     return delivery is not None and ".turn." in delivery.subject
 
 
 async def _called(handler: Handler, task: Task) -> None:
-    with own_cancels_only():  # else it would count as cancelled because its token is lost
+    with own_cancels_only():  # else the handler would count as cancelled because its token is lost
         await handler(task)
 
 
 async def _unless(stopping: asyncio.Event, task: asyncio.Future[Any]) -> None:
-    """Wait for the end of `task`; it is cancelled when `stopping` comes first, and with the caller."""
+    """Wait for the end of `task`; cancel it when `stopping` comes first, or when the caller is cancelled."""
     stop = spawn(stopping.wait())
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
