@@ -1,4 +1,4 @@
-"""What the notifier needs of a server, and nothing else: each adapter is one of these."""
+"""What the notifier needs of a server, and nothing else: each adapter is a `Broker`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Broker(Protocol):
         """
 
     def claim(self, hint: str, wanted: int) -> int | Awaitable[int]:
-        """Take up to `wanted` of what is left of a hint and say how many: all of them if nothing is known of it."""
+        """Take up to `wanted` of what is left of a hint and return how many: all of them if the hint is unknown."""
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         """Deliver the event's payloads from now on: what is published after this returned arrives."""
@@ -36,11 +36,11 @@ class Broker(Protocol):
         """Call `hook` whenever the connection was lost and subscriptions are in place again."""
 
     def closes_here(self) -> bool:
-        """False in a process that was forked off. Raises ConfigError on another event loop, unless it is closed."""
+        """Return False in a forked process. Raises ConfigError on another event loop, unless the broker is closed."""
         return True
 
     async def aclose(self) -> None:
-        """Release the connections that it owns."""
+        """Release the connections that the broker owns."""
 
 
 class HintUnavailable(Exception):

@@ -18,14 +18,14 @@ from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
-#: So much longer than asked for may a pause be, at random: workers that began together do not poll together.
+#: The largest fraction by which a pause is longer, at random: workers that began together do not poll together.
 _JITTER = 0.1
 
 
 class WhileIdle:
-    """Listens for as long as there is nothing to do: a notifier wakes as many workers as there are items.
+    """Listens only while its worker has nothing to do.
 
-    A busy one must not be among them.
+    A notifier wakes as many workers as there are items, and a busy worker must not be among them.
     """
 
     def __init__(self, notifier: Notifier | None, kinds: Iterable[str], call: Callable[[str], None]) -> None:
@@ -35,11 +35,14 @@ class WhileIdle:
 
     @property
     def listening(self) -> bool:
-        """Whether it listens now."""
+        """True while it listens."""
         return self._unlisten is not None
 
     async def begin(self) -> bool:
-        """Listen, unless it does or cannot; whether it has begun now: what came before is not told. Raises Closed."""
+        """Begin to listen, if it can and does not yet; return whether it began.
+
+        Work that came before is not told. Raises Closed.
+        """
         async with self._changing:
             if self._notifier is None or self._unlisten is not None:
                 return False
@@ -47,12 +50,12 @@ class WhileIdle:
                 self._unlisten = await self._notifier.listen_scheduled(self._kinds, self._call)
             except Closed:
                 raise
-            except (Unavailable, ConfigError) as e:  # of the latter the notifier has warned
+            except (Unavailable, ConfigError) as e:  # the notifier has logged a warning of a ConfigError
                 _log.debug("waiting without notifications: %s", e, extra={"action": "notify_poll"})
             return self._unlisten is not None
 
     async def end(self) -> None:
-        """Listen no more, until `begin` is called again."""
+        """Stop listening, until `begin` is called again."""
         async with self._changing:
             unlisten, self._unlisten = self._unlisten, None
             if unlisten is not None:
@@ -67,11 +70,11 @@ async def wait_for_work(
     poll_s: float = 60.0,
     stopping: asyncio.Event | None = None,
 ) -> bool:
-    """Wait until it is worth trying to get work, and return true; false as soon as `stopping` is set.
+    """Wait until it is worth trying to get work, and return True; return False as soon as `stopping` is set.
 
-    `kinds`: of work; a str is one. `due_in_s` looks how long it is until work is due: 0 now, None as far as it knows
-    never. What it raises is raised here. A worker that is called gets work until there is none, and only then waits
-    again.
+    `kinds` are kinds of work; a str is one. `due_in_s` looks and returns in how many seconds work is due: 0: now; None:
+    never, as far as it knows. Its errors are raised here. A worker that is called takes work until there is none, and
+    only then waits again.
     """
     called = asyncio.Event()
     scheduled: list[str] = []
@@ -93,12 +96,12 @@ async def wait_for_work(
     finally:
         await idle.end()
         if not worth:
-            for kind in scheduled:  # it was for this worker only, which stops, or is cancelled
+            for kind in scheduled:  # the call went to this worker only, which stops or is cancelled: tell another
                 await notifier.notify_scheduled(kind)
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:
-    """Wait for one of the events, at most so long."""
+    """Wait for one of the events, for at most `pause_s`."""
     waiting = [spawn(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)

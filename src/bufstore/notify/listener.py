@@ -1,8 +1,8 @@
-"""One subscription for any number of callbacks: made when the first comes, ended when the last has gone.
+"""One subscription for any number of callbacks: made for the first callback, ended after the last has gone.
 
 The callbacks live in a table of their own, whatever state the subscription is in: a message that arrives while it
 starts or stops finds everybody registered, and nobody stays in a table that is no longer used. Only the
-subscription's own steps take turns, in tasks that a cancelled caller does not take along.
+subscription's own steps take turns, in tasks that go on when their caller is cancelled.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class _Member(Generic[C]):
         self.keys = keys
         self.callback = callback
         self.present = True
-        #: Until when it is taken to be at what it was called for.
+        #: Until when the callback counts as busy with what it was called for (monotonic seconds).
         self.busy_until = 0.0
 
 
 class SharedListener(Generic[P, C]):
     """Callbacks of type C by key, and one subscription that delivers payloads of type P to `deliver`.
 
-    `open_` makes the subscription and returns what ends it. It is given the function to call with each payload, which
-    does nothing more once that subscription has been given up.
+    `open_` makes the subscription and returns the function that ends it. It gets the function to call with each
+    payload; that function does nothing once the subscription has been given up.
     """
 
     def __init__(self, name: str, open_: Callable[[Deliver[P]], Awaitable[Teardown]], deliver: Deliver[P]) -> None:
@@ -65,16 +65,16 @@ class SharedListener(Generic[P, C]):
         return self._state
 
     def count(self, key: str) -> int:
-        """How many callbacks there are for a key."""
+        """Return how many callbacks there are for a key."""
         return len(self._members.get(key, ()))
 
     def idle(self, key: str) -> int:
-        """How many of them were not picked just now. Who was will leave, if it is one that listens while it is idle."""
+        """Return how many callbacks of a key were not just picked. One that was will leave if it listens while idle."""
         now = time.monotonic()
         return sum(member.busy_until <= now for member in self._members.get(key, ()))
 
     def pick(self, key: str, most: int) -> list[C]:
-        """Up to `most` callbacks of a key: idle ones first, and of these who was not picked for the longest time."""
+        """Pick up to `most` callbacks of a key: idle ones first, of these the ones not picked for the longest time."""
         members, now = self._members.get(key, {}), time.monotonic()
         picked = sorted(members, key=lambda member: member.busy_until > now)[:most]
         for member in picked:
@@ -84,7 +84,7 @@ class SharedListener(Generic[P, C]):
         return [member.callback for member in picked]
 
     def everyone(self) -> list[tuple[str, C]]:
-        """Every callback with each of its keys."""
+        """Return every callback with each of its keys."""
         return [(key, member.callback) for key, members in self._members.items() for member in members]
 
     async def subscribe(self, keys: Iterable[str], callback: C) -> Unlisten:
@@ -141,7 +141,7 @@ class SharedListener(Generic[P, C]):
     def _moved(self, task: asyncio.Task[None]) -> None:
         self._moves.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller has it, or is gone
+            task.exception()  # the caller has the error, or is gone
 
     async def _start(self) -> None:
         failures = self._failures
@@ -150,7 +150,7 @@ class SharedListener(Generic[P, C]):
             if self._state is not ListenerState.IDLE or not self._members:
                 return
             if self._failure is not None and self._failures != failures:
-                raise self._failure  # of an attempt that hung while this one waited: for all of them one is enough
+                raise self._failure  # another attempt hung while this one waited: one such wait is enough for all
             self._state = after(self._state, ListenerStep.WANTED)
             self._generation += 1
             generation = self._generation
@@ -181,7 +181,7 @@ class SharedListener(Generic[P, C]):
             except Exception as e:
                 _log.warning("%s: cannot unsubscribe: %s", self._name, e, extra={"action": "notify_unsubscribe"})
             finally:
-                # Somebody may subscribe while this ends, and then waits for a new subscription.
+                # A callback that is registered while this subscription ends waits for a new one.
                 self._generation += 1
                 self._teardown = None
                 self._state = after(self._state, ListenerStep.STOPPED)

@@ -12,7 +12,7 @@ import enum
 
 
 class ListenerState(enum.Enum):
-    """Where a listener is."""
+    """The state of a listener."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -21,13 +21,13 @@ class ListenerState(enum.Enum):
 
 
 class ListenerStep(enum.Enum):
-    """What happens to it."""
+    """What happens to a listener."""
 
     WANTED = "wanted"
     STARTED = "started"
     FAILED = "failed"
     EMPTY = "empty"
-    #: The server was told, or could not be: either way nothing that it still sends is heard.
+    #: The server was told, or could not be told: either way, what it still sends is not heard.
     STOPPED = "stopped"
 
 
@@ -41,7 +41,7 @@ NEXT: dict[tuple[ListenerState, ListenerStep], ListenerState] = {
 
 
 def after(state: ListenerState, step: ListenerStep) -> ListenerState:
-    """The state that follows. Raises RuntimeError for a step that the table does not have."""
+    """Return the state that follows. Raises RuntimeError for a step that the table does not have."""
     try:
         return NEXT[state, step]
     except KeyError:

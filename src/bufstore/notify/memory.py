@@ -1,4 +1,4 @@
-"""The notifier of one process: callbacks are called before `notify_*` returns. For tests, and apps of one process."""
+"""The notifier in one process: callbacks are called before `notify_*` returns. For tests, and apps of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MemoryBroker:
         self._ttl_s = hint_ttl_s
         self._clock = clock
         self._hearers: dict[Event, dict[object, Callable[[str], None]]] = {event: {} for event in Event}
-        #: What is left of each hint, and until when it is known; the oldest first.
+        #: What is left of each hint, and until when the hint is known; the oldest first.
         self._hints: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     async def publish(self, event: Event, payload: str) -> None:
@@ -51,13 +51,13 @@ class MemoryBroker:
         return teardown
 
     def on_restored(self, hook: Callable[[], None]) -> None:
-        """Memory is never lost and found again."""
+        """Do nothing: memory has no connection that is lost and comes back."""
 
     def closes_here(self) -> bool:
         return True
 
     async def aclose(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: memory has no connections to release."""
 
 
 class MemoryNotifier(Notifier):

@@ -1,8 +1,8 @@
 """The notifier on NATS: plain subjects, and hints in JetStream where there is one.
 
-A connection of its own is the supervised one of `bufstore.jetstream.connection`; a client of the app's is used as it
-is, and watched for reconnections. Every publish is followed by a round trip: what nats-py still has in its buffers
-would arrive only when the caller's loop comes to rest.
+The notifier's own connection is the supervised one of `bufstore.jetstream.connection`; a client of the app's is used
+as it is, and watched for reconnections. Every publish is followed by a round trip: without it, what nats-py still has
+in its buffers would arrive only when the caller's loop comes to rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NatsBroker:
         self._timeout_s = timeout_s
         self._wanted: dict[Event, Callable[[str], None]] = {}
         self._subscriptions: dict[Event, Any] = {}
-        #: So that no violation of ours hides another one of ours.
+        #: Held by each subscription, so that no refusal of one hides the refusal of another.
         self._one_at_a_time = asyncio.Lock()
         self._restored: list[Callable[[], None]] = []
         self._watch: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class NatsBroker:
         self._restored.append(hook)
 
     def client(self) -> Client:
-        """The live client. Raises NotifyUnavailable when there is none now, ConfigError on another event loop."""
+        """Return the live client. Raises NotifyUnavailable when there is none, ConfigError on another event loop."""
         if isinstance(self._link, Connection):
             try:
                 return self._link.client()
@@ -90,7 +90,7 @@ class NatsBroker:
             raise HintUnavailable
         client = self.client()
         try:
-            # Part of the time only: what is left is for the message without a hint.
+            # Only part of the time: the rest is for the message without a hint.
             async with asyncio.timeout(self._timeout_s / 2):
                 await self._hints.provide(client, hint, count)
         except Exception as e:
@@ -109,11 +109,11 @@ class NatsBroker:
         try:
             permitted = _permitted(client, "subscription", channel(self._prefix, event, "."))
             async with asyncio.timeout(self._timeout_s), self._one_at_a_time, permitted:
-                # Answered after the server has seen the subscription: what others publish from now on arrives.
+                # `permitted` ends when the server has seen the subscription: what others publish from then on arrives.
                 subscription = await self._subscribe(client, event, deliver)
         except BaseException as e:
             self._wanted.pop(event, None)
-            # The other one, if our own connection was made anew meanwhile.
+            # `_subscriptions` has another one if our own connection was made anew meanwhile.
             await self._unsubscribe(subscription, self._subscriptions.pop(event, None))
             if isinstance(e, (nats.errors.Error, OSError)):
                 raise NotifyUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
@@ -145,14 +145,14 @@ class NatsBroker:
         return await client.subscribe(channel(self._prefix, event, "."), cb=heard, **_NO_LIMIT)
 
     async def _unsubscribe(self, *subscriptions: Any) -> None:
-        """Whatever the server says: the client forgets them at once."""
+        """Unsubscribe, whatever the server says: the client forgets the subscriptions at once."""
         for each in filter(None, subscriptions):
             with contextlib.suppress(nats.errors.Error, OSError):
                 async with asyncio.timeout(self._timeout_s):
                     await each.unsubscribe()
 
     async def _resubscribe(self, client: Client) -> None:
-        """On every new client of our own connection, before anybody else uses it."""
+        """Subscribe again on a new client of our own connection, before anybody else uses it."""
         for event, deliver in list(self._wanted.items()):
             self._subscriptions[event] = await self._subscribe(client, event, deliver)
         await round_trip(client)
@@ -161,7 +161,7 @@ class NatsBroker:
         self._seen += 1
 
     async def _watch_client(self, client: Client) -> None:
-        # nats-py subscribes again by itself, and tells only the client's creator.
+        # nats-py subscribes again by itself, and tells only the client's creator that it reconnected.
         while True:
             await asyncio.sleep(_WATCH_S)
             if client.is_connected and client.stats["reconnects"] != self._seen:
@@ -179,9 +179,9 @@ class NatsBroker:
 
 @contextlib.asynccontextmanager
 async def _permitted(client: Client, verb: str, subject: str) -> AsyncIterator[None]:
-    """Followed by a round trip, which comes after what NATS says of it. Raises ConfigError when it does not permit it.
+    """Make a round trip after the block: NATS answers it after any refusal. Raises ConfigError when NATS refuses.
 
-    An app's client has an error callback of the app's, which stays: there only the last error shows.
+    An app's client keeps the app's error callback, so only the client's last error shows here.
     """
     before = refusal(client, verb, subject)
     yield
@@ -210,10 +210,10 @@ class NatsNotifier(Notifier):
         domain: str | None = None,
         timeout_s: float = 2.0,
     ) -> Self:
-        """Connect, or use a connected client of the app's, which stays the app's to close.
+        """Connect, or use a connected client of the app's, which the app still closes.
 
         `domain`: the JetStream domain for the hints of an app's client; `NatsConfig` has one of its own.
-        `hints`: where budgets are kept; a KV bucket of the app's (its values should live about 60 s) may be given.
+        `hints`: where hints are kept; may be a KV bucket of the app's, whose values should live about 60 s.
         Raises ConfigError, and LogUnavailable when NATS cannot be reached. JetStream is asked when it is first needed.
         """
         check_prefix(prefix)
@@ -239,5 +239,5 @@ class NatsNotifier(Notifier):
 
     @property
     def hints(self) -> Hints:
-        """Where hints are kept: AUTO as long as that has not been found out."""
+        """Where hints are kept; AUTO until that has been found out."""
         return self._hint_store.kind if self._hint_store is not None else Hints.NONE

@@ -4,8 +4,8 @@ A counter is exact however many ask at once, in one round trip each. It starts a
 answer to a claim tells a used-up hint from one that is unknown (or forgotten): only the second is below zero, since
 nobody can claim as much as the bias. Claims below the bias need not be given back: the hint is used up.
 
-The KV value loses a race now and then; it is tried again, with growing random pauses, until the time is over, and
-then everybody is called. Five attempts and then nobody, as elsewhere, left 92 of 100 workers asleep.
+A change of the KV value loses a race now and then. It is tried again, with growing random pauses, until the time is
+over; then everybody is called. Five attempts and then nobody, as elsewhere, left 92 of 100 workers asleep.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bufstore.notify.payload import HINT_TTL_S, hint_key
 _log = logging.getLogger(__name__)
 
 _BIAS = 1 << 40
-#: How long to wait after JetStream could not be set up before trying again.
+#: How long to wait before JetStream is tried again that could not be set up.
 _AGAIN_S = 10.0
 
 
@@ -59,7 +59,7 @@ class HintStore:
 
     @property
     def kind(self) -> Hints:
-        """What is used; AUTO as long as that is not known."""
+        """Where hints are kept; AUTO until that is known."""
         return self._kind
 
     async def provide(self, client: Client, hint: str, count: int) -> None:
@@ -71,17 +71,17 @@ class HintStore:
             else:
                 await self._kv().create(hint_key(self._prefix, hint, "_"), str(count).encode())
         except nats.js.errors.NoStreamResponseError:
-            self._js = None  # somebody has removed the stream: the next one makes it again
+            self._js = None  # somebody has removed the stream: the next call makes it again
             raise
 
     async def claim(self, client: Client, hint: str, wanted: int) -> int:
-        """Take up to `wanted`; all of it when the hint is not known."""
+        """Take up to `wanted` of a hint and return how many: all of them when the hint is unknown."""
         js = await self._prepare(client)
         if self._kind is Hints.COUNTERS:
             ack = await js.publish(self._subject(hint), headers={"Nats-Incr": f"-{wanted}"}, timeout=self._timeout_s)
             return granted(int(str(ack.val)), wanted)
         async for attempt in AsyncRetrying(
-            # Without end: the caller has a clock.
+            # Without a limit: the caller ends it when its time is over.
             wait=wait_random_exponential(multiplier=0.001, max=0.05),
             retry=retry_if_exception_type(nats.js.errors.KeyWrongLastSequenceError),
         ):
@@ -92,10 +92,10 @@ class HintStore:
     async def _compare_and_take(self, key: str, wanted: int) -> int:
         try:
             entry = await self._kv().get(key)
-        except nats.js.errors.KeyNotFoundError:  # a deleted one too
+        except nats.js.errors.KeyNotFoundError:  # also for a deleted key
             return wanted
         if not entry.value or not entry.value.isdigit():
-            return wanted  # a marker of the server's, or another's value
+            return wanted  # a marker of the server's, or a value that is not ours
         take = min(int(entry.value), wanted)
         if take:
             await self._kv().update(key, str(int(entry.value) - take).encode(), last=entry.revision)
@@ -110,7 +110,7 @@ class HintStore:
         return bucket
 
     async def _prepare(self, client: Client) -> JetStreamContext:
-        """The JetStream context of this client, with the stream or bucket made once per client."""
+        """Return the JetStream context of this client; make the stream or bucket once per client."""
         if self._js is not None and self._js[0] is client:
             return self._js[1]
         async with self._ready:
@@ -129,7 +129,7 @@ class HintStore:
 
     async def _set_up(self, client: Client, js: JetStreamContext) -> None:
         version = client.connected_server_version
-        # An older server makes the stream, without the field that it does not know.
+        # An older server would make the stream without the field, which it does not know.
         if self._kind is Hints.COUNTERS or (self._kind is Hints.AUTO and (version.major, version.minor) >= (2, 12)):
             await _ensure_counters(js, self._prefix)
             self._kind = Hints.COUNTERS
@@ -149,7 +149,7 @@ async def _ensure_counters(js: JetStreamContext, prefix: str) -> None:
         discard=DiscardPolicy.OLD,
         max_msgs_per_subject=1,
         max_age=HINT_TTL_S,
-        # A hint that is lost wakes too many once: not worth a disk.
+        # A lost hint wakes too many workers once: that is not worth a disk.
         storage=StorageType.MEMORY,
         allow_msg_counter=True,
     )
@@ -159,13 +159,13 @@ async def _ensure_counters(js: JetStreamContext, prefix: str) -> None:
 
 
 def granted(value: int, wanted: int) -> int:
-    """What a claim of `wanted` got when the counter then showed `value`."""
+    """Return what a claim of `wanted` got when the counter then showed `value`."""
     if value < 0:
         return wanted  # an unknown hint
     return max(0, min(wanted, value + wanted - _BIAS))
 
 
 def hint_failure(error: Exception) -> str:
-    """A line for the log: nats-py's own texts may be empty."""
+    """Return a line for the log: nats-py's own texts may be empty."""
     detail: Any = getattr(error, "description", None) or error
     return f"{type(error).__name__}: {detail}"

@@ -1,7 +1,7 @@
-"""The notifier on any broker: routes payloads to callbacks, asks hints, and keeps all trouble to itself.
+"""The notifier on any broker: routes payloads to callbacks, asks for hints, and keeps all trouble to itself.
 
-Hints fail open: whenever one cannot be stored, asked or understood, everybody is called. One claim is made for all
-callbacks of a process, so a hundred workers in it cost one question.
+Hints fail open: when one cannot be stored, asked for or understood, everybody is called. One claim is made for all
+callbacks of a process, so a hundred workers in a process cost one question.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Notifier:
         self._claims: set[asyncio.Task[None]] = set()
         self._closed = False
         self._closing = Closing()
-        #: Of what it has sent or listens to; None: nothing.
+        #: The event loop and process in which the notifier has sent or listened; None: it has done neither.
         self._home: Home | None = None
         self._healthy = True
-        #: What may not be listened to.
+        #: The events that the server refuses to deliver.
         self._refused: set[Event] = set()
         self._published = self._dropped = self._received = self._woken = self._spared = 0
         self._hint_failures = self._restored = 0
@@ -73,7 +73,7 @@ class Notifier:
         async def open_(heard: Callable[[str], None]) -> Callable[[], Awaitable[None]]:
             try:
                 unlisten = await self._broker.subscribe(event, heard)
-            except ConfigError as e:  # it stays so until somebody changes it
+            except ConfigError as e:  # the server refuses until somebody changes its configuration
                 if event not in self._refused:
                     _log.warning("cannot listen; waiting workers poll: %s", e, extra={"action": "notify_refused"})
                 self._refused.add(event)
@@ -91,7 +91,7 @@ class Notifier:
         await self.aclose()
 
     async def notify_scheduled(self, kind: str, count: int = 1) -> None:
-        """Tell that `count` items of a kind are ready: wakes about as many of its listeners."""
+        """Tell that `count` items of a kind are ready; this wakes about as many of the kind's listeners."""
         check_id(kind, "the kind")
         if count < 0:
             raise InvalidQuery("count must not be negative")
@@ -104,13 +104,13 @@ class Notifier:
         try:
             await self._broker.publish_hinted(hint, count, pack(hint, kind))
         except HintUnavailable as e:
-            if str(e):  # otherwise hints are not there at all, as configured
+            if str(e):  # without a text: there are no hints at all, as configured
                 self._hint_failures += 1
                 _log.debug("cannot store a hint; all workers wake: %s", e, extra={"action": "notify_hint"})
             await self._broker.publish(Event.SCHEDULED, pack("", kind))
 
     async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
-        """Call back with the kind when work of one of `kinds` (a str is one) is ready, until the result is called."""
+        """Call back with the kind when work of one of `kinds` (a str is one) is ready. Call the result to end this."""
         wanted = [check_id(kind, "the kind") for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         if not wanted:
             raise InvalidQuery("name at least one kind to listen for")
@@ -125,15 +125,15 @@ class Notifier:
         return await self._completed.subscribe([check_id(work_id, "the work id")], _here(callback))
 
     async def notify_ownership_lost(self, work_id: str) -> None:
-        """Tell the worker on this id that it may have lost it."""
+        """Tell the worker on this id that it may have lost the work."""
         await self._tell(self._broker.publish(Event.OWNERSHIP_LOST, check_id(work_id, "the work id")))
 
     async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
-        """Call back when this work is said to be somebody else's: look, then stop."""
+        """Call back when this work is said to be somebody else's: look whether it is, then stop."""
         return await self._lost.subscribe([check_id(work_id, "the work id")], _here(callback))
 
     def statistics(self) -> NotifierStatistics:
-        """What has been told, heard and dropped."""
+        """Return what has been told, heard and dropped."""
         return NotifierStatistics(
             healthy=self._healthy and not self._refused,
             published=self._published,
@@ -165,7 +165,7 @@ class Notifier:
         await self._send(sending)
 
     async def _send(self, sending: Coroutine[Any, Any, None]) -> None:
-        """Send, and ignore what goes wrong: waiting workers poll as well."""
+        """Send, and ignore failures: waiting workers poll as well."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await sending
@@ -178,13 +178,13 @@ class Notifier:
             self._home = self._home or Home()
 
     def _trouble(self, error: Exception) -> None:
-        if self._healthy:  # once an outage
+        if self._healthy:  # log once per outage
             text = str(error) or type(error).__name__
             _log.warning("dropping notifications; waiting workers poll: %s", text, extra={"action": "notify_dropped"})
         self._healthy = False
 
     def _on_restored(self) -> None:
-        """Something may have been missed: call everybody once."""
+        """Call everybody once: they may have missed something."""
         self._healthy = True
         self._restored += 1
         for kind, callback in self._scheduled.everyone():
@@ -210,7 +210,7 @@ class Notifier:
         if not hint or len(self._claims) >= _CLAIMS_MAX:
             self._wake(kind, wanted)
             return
-        # What this process takes is not there for the idle of another: so who was just called stands back.
+        # What this process claims is missing for idle callbacks of another: callbacks that were just called stand back.
         granted = self._broker.claim(hint, idle) if idle else 0
         if isinstance(granted, int) and (granted < idle or idle == wanted):
             self._wake(kind, granted)
@@ -224,10 +224,10 @@ class Notifier:
         task.add_done_callback(self._claims.discard)
 
     async def _ask(self, kind: str, hint: str, wanted: int, idle: int, granted: int | Awaitable[int]) -> None:
-        """Wake the idle, and of those who were just called as many as are left when all the idle were asked."""
+        """Wake idle callbacks, then as many of those just called as the hint has left after all idle ones claimed."""
         granted = await self._granted(granted, idle)
         woken = self._wake(kind, granted)
-        if granted > woken:  # somebody left while we asked
+        if granted > woken:  # a callback left while we asked
             self._start(self._pass_on(kind, granted - woken))
         elif granted == idle < wanted:
             await asyncio.sleep(BUSY_S)
@@ -236,7 +236,7 @@ class Notifier:
         self._spared += max(0, wanted - woken)
 
     async def _pass_on(self, kind: str, count: int) -> None:
-        """What this process took and has nobody left for. A close may have begun; nobody sees this fail."""
+        """Schedule again what was claimed and has no callback left. Nobody sees this fail: a close may have begun."""
         await self._send(self._schedule(kind, count))
 
     async def _granted(self, claim: int | Awaitable[int], wanted: int) -> int:
@@ -266,10 +266,10 @@ class Notifier:
 
 
 def _here(callback: Callable[P, None]) -> Callable[P, None]:
-    """The callback as it is called from here: who calls it has the context of somebody else, or none."""
+    """Return the callback bound to the present context: its later caller has another context, or none."""
     context = copy_context()
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        context.copy().run(callback, *args, **kwargs)  # of a copy each, for one may be entered once at a time
+        context.copy().run(callback, *args, **kwargs)  # in a copy each: a context can be entered only once at a time
 
     return call

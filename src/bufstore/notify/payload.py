@@ -1,6 +1,6 @@
 """What is sent: channel names, and the payload ``{hint id}:{kind}``. No I/O.
 
-The split is at the first colon, so a kind may have colons; a hint id has none. An empty one means "no hint": all
+The split is at the first colon, so a kind may have colons; a hint id has none. An empty hint id means "no hint": all
 listeners are called.
 """
 
@@ -11,21 +11,21 @@ import re
 from bufstore.errors import ConfigError
 from bufstore.notify.protocol import Event
 
-#: How long a hint is remembered. Later listeners are called whatever the hint was.
+#: How long a hint is remembered. Listeners that ask later are called, whatever the hint was.
 HINT_TTL_S = 60
 #: Words of letters, digits, "_" and "-", joined by dots: good in a subject, a KV key and a channel alike.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,48}(\.[A-Za-z0-9_-]{1,48}){0,3}")
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix. Raises ConfigError for one that does not fit into a subject, a key and a channel."""
+    """Return the prefix. Raises ConfigError for one that does not fit into a subject, a key and a channel."""
     if not _PREFIX.fullmatch(prefix):
         raise ConfigError("a notifier's prefix must be one to four words of A-Z a-z 0-9 _ -, joined by dots")
     return prefix
 
 
 def channel(prefix: str, event: Event, joint: str) -> str:
-    """The subject or channel of an event; `joint` is what the server's users join words with."""
+    """Return the subject or channel of an event; `joint` is the text that joins words on this kind of server."""
     return f"{prefix}{joint}{event.value}"
 
 
@@ -38,6 +38,6 @@ def pack(hint: str, kind: str) -> str:
 
 
 def unpack(payload: str) -> tuple[str, str] | None:
-    """Hint id and kind, or None for any other payload: anybody may publish on the channel."""
+    """Return hint id and kind, or None for any other payload: anybody may publish on the channel."""
     hint, colon, kind = payload.partition(":")
     return (hint, kind) if colon else None

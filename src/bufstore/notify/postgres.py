@@ -27,9 +27,9 @@ from bufstore.postgres.connection.pool import Pool, in_time, open_pool
 
 #: A listening connection that is silent for this long is asked whether it listens.
 _QUIET_S = 10.0
-#: A publish ends itself in time, and orderly; it is only cancelled when even that takes longer.
+#: A publish ends itself in time and in good order. It is cancelled only when that takes this much longer.
 _GRACE_S = 2.0
-#: Longest name of a channel.
+#: The longest name of a channel, in bytes.
 _CHANNEL_BYTES = 63
 
 AnyPool = AsyncConnectionPool[Any]
@@ -94,7 +94,7 @@ class PostgresBroker:
             raise
         except Unavailable as e:
             reason = str(e)
-        # Not within the except: psycopg's error, which would be our context, has the password in an attribute.
+        # Not raised within the except: psycopg's error would be our context, and has the password in an attribute.
         raise NotifyUnavailable(f"cannot listen on Postgres: {reason}")
 
     async def _listening(self) -> _Source:
@@ -111,7 +111,7 @@ class PostgresBroker:
         if isinstance(self._pool, Pool):
             return await self._listen_on(await self._pool.take(self._timeout_s), self._pool)
         for _ in range(self._pool.max_size):
-            # A connection of the pool may be dead; drop it and try the next, in the end a new one.
+            # A connection of the pool may be dead: drop it and try the next, and in the end a new one.
             with suppress(NoAnswer), map_errors():
                 return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
         return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
@@ -167,7 +167,7 @@ class _Source:
             if self._notes is not None:
                 await self._notes.aclose()
         try:
-            # As it was before, or not at all: the pool lends it to others.
+            # The pool lends the connection to others: it goes back as it was before, or closed.
             async with in_time(self._connection, _GRACE_S):
                 await self._connection.execute("UNLISTEN *")
                 await self._connection.set_autocommit(self._autocommit)
@@ -203,11 +203,11 @@ class PostgresNotifier(Notifier):
         timeout_s: float = 2.0,
         quiet_s: float = _QUIET_S,
     ) -> Self:
-        """Use a pool of the app's, which stays the app's to close, or make a small one of a connection string.
+        """Use a pool of the app's, which the app still closes, or make a small one of a connection string.
 
-        While anybody listens, one connection of the pool is kept for that; `listen`, a connection string, is used
-        instead, for a pool that goes through a pooler in transaction mode. After `quiet_s` without a notification it
-        is asked whether it still listens. Postgres need not be up. Raises ConfigError.
+        While anybody listens, one connection of the pool is kept for that. `listen` is a connection string to use
+        instead, for a pool that goes through a pooler in transaction mode. After `quiet_s` without a notification the
+        listening connection is asked whether it still listens. Postgres need not be up. Raises ConfigError.
         """
         if len(channel(check_prefix(prefix), Event.COMPLETED, "_")) > _CHANNEL_BYTES:
             raise ConfigError("a notifier's prefix on Postgres must be at most 56 characters")

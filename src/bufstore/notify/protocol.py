@@ -4,9 +4,9 @@ A notification says "go and look", not "it is so": it may be lost, doubled or la
 often. In return, notifying never fails and never takes long: when the server is away the event is dropped, counted and
 logged once, and when it is back every listener is called once, for all that it may have missed.
 
-Against the thundering herd a scheduling of `n` items carries a **hint**: of all listeners, in all processes, only
-about `n` are called. So a worker listens while it is idle and only then (see `bufstore.notify.idle`): a call that a
-busy worker gets is one that an idle one does not get.
+Against the thundering herd, a notification of `n` scheduled items carries a **hint**: of all listeners, in all
+processes, only about `n` are called. So a worker listens only while it is idle (see `bufstore.notify.idle`): a call
+that goes to a busy worker is missing for an idle one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Event(enum.Enum):
 class NotifierStatistics:
     """Counted since the start, in this process."""
 
-    #: Whether the server could be reached when it was last needed, and permits what is listened to.
+    #: True when the server could be reached when it was last needed, and permits the events that are listened to.
     healthy: bool
     published: int
     #: Events that were dropped because the server did not take them.
@@ -39,9 +39,9 @@ class NotifierStatistics:
     received: int
     #: Callbacks called.
     woken: int
-    #: Callbacks not called because the hint was used up by others.
+    #: Callbacks that were not called, because others had used up the hint.
     spared: int
-    #: Hints that could not be stored or asked: their listeners were all called.
+    #: Hints that could not be stored or asked for: all their listeners were called.
     hint_failures: int
-    #: Times the connection came back, and everybody was called.
+    #: How often the connection came back, and everybody was called.
     restored: int

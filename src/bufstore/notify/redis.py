@@ -22,16 +22,16 @@ from bufstore.notify.payload import HINT_TTL_S, channel, check_prefix, hint_key
 from bufstore.notify.protocol import Event
 from bufstore.notify.subscription import Heard, Subscription
 
-#: A listening connection that says nothing for so long is asked whether it lives.
+#: A listening connection that is silent for this long is asked whether it lives.
 _QUIET_S = 5.0
 
-#: A hint and the message that names it, at once.
+#: Stores a hint and publishes the message that names the hint, at once.
 _PROVIDE = """
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 return redis.call('PUBLISH', ARGV[3], ARGV[4])
 """
 
-#: Takes what there is and no more, and leaves the key's time to live alone; -1 for a hint that nobody knows.
+#: Takes what the hint has left and no more, and leaves the key's time to live alone; -1 for an unknown hint.
 _CLAIM = """
 local left = tonumber(redis.call('GET', KEYS[1]))
 if not left then return -1 end
@@ -82,7 +82,7 @@ class RedisBroker:
             async with asyncio.timeout(self._timeout_s / 2):
                 await self._client.eval(_PROVIDE, 1, key, count, HINT_TTL_S, to, payload)
         except (RedisError, OSError) as e:
-            # It may have been published; then some are called twice.
+            # The message may have been published: then some listeners are called twice.
             raise HintUnavailable(f"cannot store a hint in Redis: {type(e).__name__}") from None
 
     async def claim(self, hint: str, wanted: int) -> int:
@@ -131,7 +131,7 @@ class _Source:
         self._asked = False
 
     async def subscribe(self) -> None:
-        """Returns when Redis has confirmed all channels."""
+        """Return when Redis has confirmed all channels."""
         await self._pubsub.subscribe(*self._channels)
         while self._to_confirm:
             await self._read()
@@ -152,7 +152,7 @@ class _Source:
             await self._pubsub.aclose()  # type: ignore[no-untyped-call]
 
     async def _read(self) -> Any:
-        """A message or a confirmation, or None. Raises when the connection is dead."""
+        """Return a message or a confirmation, or None. Raises when the connection is dead."""
         message = await self._pubsub.get_message(timeout=self._quiet_s)
         if message is None:
             if self._asked:
@@ -186,11 +186,11 @@ class RedisNotifier(Notifier):
         timeout_s: float = 2.0,
         quiet_s: float = _QUIET_S,
     ) -> Self:
-        """Use a client of the app's, which stays the app's to close, or make one of a URL.
+        """Use a client of the app's, which the app still closes, or make one of a URL.
 
-        `listener` is the client that listens, if it is not the same. Redis is first
-        asked when something is published or listened for. After `quiet_s` without a message a listening connection is
-        asked whether it lives. Raises ConfigError.
+        `listener` is the client that listens, if that is another one. Redis is first asked when something is published
+        or listened for. After `quiet_s` without a message a listening connection is asked whether it lives. Raises
+        ConfigError.
         """
         check_prefix(prefix)
         if not timeout_s > 0 or not quiet_s > 0:
@@ -207,7 +207,7 @@ class RedisNotifier(Notifier):
 
 def _client_of(url: str, timeout_s: float) -> Redis:
     try:
-        # Without retries of its own: a listening connection that is lost must be noticed.
+        # The client has no retries of its own: the loss of a listening connection must be noticed.
         return Redis.from_url(
             url,
             socket_connect_timeout=timeout_s,

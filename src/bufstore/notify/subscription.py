@@ -1,6 +1,7 @@
-"""A subscription that heals itself: whenever its connection ends, it makes a new one, for as long as wanted.
+"""A subscription that heals itself: whenever its connection ends, it makes a new one, as long as it is wanted.
 
-Subscribers do not hear that it was gone, only, once, that it is back: they may have missed something.
+Subscribers are not told that the connection is gone. They are told, once, that it is back: they may have missed
+something.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Source(Protocol):
     """One connection that is subscribed to all three events."""
 
     async def next(self) -> Heard | None:
-        """The next payload; None when something may have been missed. Raises when the connection is unusable."""
+        """Return the next payload; None when something may have been missed. Raises when the connection is unusable."""
 
     async def aclose(self) -> None:
         """Release the connection."""
@@ -42,11 +43,11 @@ class Subscription:
         self._shared: SharedListener[Heard, Callable[[str], None]] = SharedListener(name, self._open, self._deliver)
 
     def on_restored(self, hook: Callable[[], None]) -> None:
-        """Call `hook` when payloads may have been missed and arrive again."""
+        """Call `hook` when payloads may have been missed, and arrive again from now on."""
         self._restored.append(hook)
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-        """Deliver an event's payloads. Raises what making the source raises, if this is the first."""
+        """Deliver an event's payloads. The first subscription makes the source, and raises what that raises."""
         return await self._shared.subscribe([event.value], deliver)
 
     async def aclose(self) -> None:
