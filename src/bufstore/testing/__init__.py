@@ -9,7 +9,7 @@
         async with await BufferedThreadStore.open(MyStore(DSN), nats=NATS, postgres=DSN) as store:
             await check(store)
 
-`APPLY_CHECKS` ask the one method that writes directly, without a log, and tell more when it is wrong:
+`APPLY_CHECKS` call the one method that writes, directly and without a log, and tell more when it is wrong:
 
     from bufstore.testing import APPLY_CHECKS, Applier
 
@@ -23,10 +23,10 @@
 
         await check(Applier(mine, apply))
 
-A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
-A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
-needs more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an
-entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
+A store that cannot do all of it names what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
+A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); it
+refuses calls that need more with ConfigError. A store whose columns hold only JSON lacks ANY_VALUE, too: an entry with
+another value is acknowledged, then refused by Postgres at the flush and parked in quarantine. So an app with such
 columns keeps to what JSON has.
 
 `LEDGER_CHECKS`, `LOG_CHECKS` and `SHARED_STATE_CHECKS` are for a backend of the buffer itself: each takes a `Ledgers`,
@@ -55,17 +55,17 @@ from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.ledger import Ledgers
 from bufstore.testing.log import Logs
 
-#: What a store does that is written to and read: each takes a `ThreadRunStore`.
+#: The checks of a store that is written to and read. Each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
-#: What a store does that the buffer flushes into: each takes an `Applier`.
+#: The checks of a store that the buffer flushes into. Each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
-#: What a ledger does, where watermarks, cursors, terms, quarantine and waiting entries live: each takes a `Ledgers` of
-#: its own.
+#: The checks of a ledger, where watermarks, cursors, terms, quarantine and waiting entries live. Each takes a `Ledgers`
+#: of its own.
 LEDGER_CHECKS: list[Check] = [*ledger.CHECKS, *parked.CHECKS, *waiting.CHECKS]
-#: What a log does, where entries are acknowledged: each takes a `Logs` of its own.
+#: The checks of a log, where entries are acknowledged. Each takes a `Logs` of its own.
 LOG_CHECKS: list[Check] = [*log.CHECKS, *feeds.CHECKS]
-#: What instances share beside the log: each takes a `Logs` of its own.
+#: The checks of what instances share beside the log. Each takes a `Logs` of its own.
 SHARED_STATE_CHECKS: list[Check] = shared_state.CHECKS
 
 __all__ = [

@@ -36,12 +36,12 @@ class Applier:
     apply: Callable[[Sequence[ThreadChange]], Awaitable[None]]
 
     async def messages(self, thread_id: str) -> list[Any] | None:
-        """What the store holds."""
+        """Return the messages that the store has for the thread; None if it does not know the thread."""
         found = await self.store.load_checkpoint(thread_id)
         return None if found is None else list(found.messages)
 
     async def thread(self, thread_id: str) -> Thread | None:
-        """The thread\'s row."""
+        """Return the thread's row; None if the store does not know the thread."""
         found = await self.store.load_checkpoint(thread_id)
         return None if found is None else found.thread
 
@@ -49,7 +49,7 @@ class Applier:
 def change(
     thread_id: str, keep: int, messages: list[Any], *runs: Run, whole: bool = False, appends: bool = False
 ) -> ThreadChange:
-    """A change as the buffer makes it of checkpoints with these runs."""
+    """Return a change as the buffer makes it from checkpoints with these runs."""
     return ThreadChange(
         thread_id=thread_id,
         keep=keep,
@@ -117,7 +117,7 @@ async def a_thread_becomes_shorter_and_longer_again(applier: Applier) -> None:
 
 @_check()
 async def the_row_of_a_thread_follows_its_runs(applier: Applier) -> None:
-    """Several saves in one change: `ThreadChange.project` says what comes of them."""
+    """A change may have several saves: `ThreadChange.project` says which row they lead to."""
     thread_id, parent = fresh(), fresh()
     expected = Thread(thread_id=thread_id)
     for statuses in (["running", "waiting"], ["done", "created"], ["running", "running"], ["done", "done"]):
@@ -143,7 +143,7 @@ async def metadata_and_state_of_a_change_are_applied(applier: Applier) -> None:
     for _ in range(2):
         found = await applier.store.load_checkpoint(thread_id)
         assert (found.thread.metadata, found.state, found.messages) == (metadata, [1], [1, 2])
-        await applier.apply([change(thread_id, 2, [])])  # a change without them leaves them
+        await applier.apply([change(thread_id, 2, [])])  # a change without metadata and state leaves both
 
 
 @_check(Capability.LINEAGE)
@@ -178,7 +178,7 @@ async def parents_and_deletions_are_applied(applier: Applier) -> None:
 
 @_check(Capability.LISTS)
 async def lists_follow_the_order_of_the_log(applier: Applier) -> None:
-    """Within a batch: threads by `thread_seq`, the last first; runs by `run_seqs`, the first first."""
+    """Within a batch, threads go by `thread_seq`, the highest first, and runs by `run_seqs`, the lowest first."""
     prefix = fresh()
     a, b, c = (f"{prefix}-{n}" for n in "abc")
     runs = [run_of(a, "2" + a), run_of(a, "1" + a)]
@@ -202,7 +202,7 @@ async def an_empty_batch_changes_nothing(applier: Applier) -> None:
 
 @_check(Capability.RUN_OWNERS)
 async def another_threads_run_fails_the_batch(applier: Applier) -> None:
-    """Which error says so is the store's affair; that nothing of the batch is left is not."""
+    """The store may choose the error, but it must leave nothing of the batch."""
     a, b, c = fresh(), fresh(), fresh()
     await applier.apply([change(a, 0, [1], run_of(a))])
     for batch in (

@@ -18,7 +18,7 @@ Body = Callable[[Any], Awaitable[None]]
 
 
 class Capability(enum.Enum):
-    """What a store may do without. What no check names here, every store does."""
+    """What a store may lack. What needs no capability, every store does."""
 
     #: Gives back any value that bufstore takes, not only what JSON has: bytes, NUL in text, keys that are no text.
     ANY_VALUE = "any value"
@@ -27,11 +27,11 @@ class Capability(enum.Enum):
     #: query_runs, query_threads.
     LISTS = "lists"
     #: save_thread, update_metadata, save_thread_state, create_run, append_messages, delete_messages; in `apply`: the
-    #: fields of a ThreadChange that come of these.
+    #: fields of a ThreadChange that these calls fill.
     EDITS = "edits"
     #: set_parent, delete_thread, and parents that are checked; in `apply`: `parent`, `deleted` and `gone`.
     LINEAGE = "lineage"
-    #: `apply` fails for a run whose id another thread has. Without it only the buffer's shared state tells.
+    #: `apply` fails for a run whose id another thread has. Without this, only the buffer's shared state refuses it.
     RUN_OWNERS = "run owners"
 
 
@@ -45,7 +45,7 @@ class Check:
 
     #: A sentence, its words joined by underscores.
     name: str
-    #: What to know beyond the name, if anything.
+    #: What to know beyond the name; empty when there is nothing more.
     text: str
     needs: frozenset[Capability]
     body: Body
@@ -58,7 +58,7 @@ class Check:
 
 
 def registrar(checks: list[Check]) -> Callable[..., Callable[[Body], Check]]:
-    """A decorator with the capabilities that a check needs; what it decorates is put into `checks`."""
+    """Return a decorator that takes the capabilities that a check needs, and puts the check into `checks`."""
 
     def needing(*needs: Capability) -> Callable[[Body], Check]:
         def register(body: Body) -> Check:
@@ -90,7 +90,7 @@ def raises(kind: type[E]) -> Iterator[Raised[E]]:
 
 
 async def at_once(*calls: Awaitable[Receipt], refused: type[Exception]) -> list[Receipt | Exception]:
-    """The outcomes of calls made at once; any error but `refused` is raised."""
+    """Return the outcomes of calls made at once; raise any error but `refused`."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     found: list[Receipt | Exception] = []
     for outcome in outcomes:
@@ -101,12 +101,12 @@ async def at_once(*calls: Awaitable[Receipt], refused: type[Exception]) -> list[
 
 
 def count(outcomes: list[Receipt | Exception], kind: type[object]) -> int:
-    """How many of the outcomes are of this kind."""
+    """Return how many of the outcomes are of this kind."""
     return sum(isinstance(outcome, kind) for outcome in outcomes)
 
 
 def fresh(what: str = "thread") -> str:
-    """An id that nothing else has."""
+    """Return an id that nothing else has."""
     return f"{what}-{uuid.uuid4().hex}"
 
 

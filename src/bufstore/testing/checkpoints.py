@@ -171,7 +171,7 @@ async def an_idempotency_key_works_once(store: ThreadRunStore) -> None:
     with raises(IdempotencyConflict):
         await store.checkpoint(thread_id, [1], run, idempotency_key="k")
     assert await store.load_messages(thread_id) == [1]
-    # Known before the version is looked at: a retry must not be refused for what it has done itself.
+    # The key is looked up before the version: a retry must not be refused for what it has done itself.
     kept = await store.checkpoint_append(thread_id, [2], run, expected_version=1, idempotency_key="v")
     retried = await store.checkpoint_append(thread_id, [2], run, expected_version=1, idempotency_key="v")
     assert (retried.repeated, retried.version, kept.version) == (True, 2, 2)
@@ -289,7 +289,7 @@ async def of_two_threads_with_one_run_one_wins(store: ThreadRunStore) -> None:
 
 @_check()
 async def messages_and_run_of_a_checkpoint_belong_together(store: ThreadRunStore) -> None:
-    """Of whole lists written at once, one is the last, with its own run."""
+    """When whole lists are written at once, one is the last, and the latest run is its own."""
     thread_id = fresh()
     calls = (store.checkpoint(thread_id, [n], run_of(thread_id, f"{n}-{thread_id}", steps=n)) for n in range(20))
     await at_once(*calls, refused=VersionConflict)

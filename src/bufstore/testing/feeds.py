@@ -1,4 +1,4 @@
-"""The conformance suite of logs, second part: `bufstore.buffer.ports.log.Feed`, by which a partition is followed."""
+"""The conformance suite of logs, second part: `bufstore.buffer.ports.log.Feed`, which delivers a partition."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bufstore.testing.log import FIRST, PATIENCE_S, Logs, eventually, put
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
 
-#: Entries in a group, and more groups than are delivered ahead.
+#: How many entries a group has, and a number of groups, more than are delivered ahead.
 _MANY = 10
 _GROUPS = 150
 
 
 @dataclass
 class _Follower:
-    """What follows a partition as a flusher does: it takes whenever it is woken."""
+    """A reader that follows a partition as a flusher does: it takes entries whenever it is woken."""
 
     feed: Feed
     woken: asyncio.Event
-    #: Positions, as they came.
+    #: The positions of the entries, in the order in which they came.
     seen: list[int] = field(default_factory=list)
 
     async def until(self, check: Callable[[], bool]) -> None:
-        """Take until this is so."""
+        """Take entries until `check` gives True."""
         async with asyncio.timeout(PATIENCE_S):
             self.seen += [m.seq for m in self.feed.take()]
             while not check():
@@ -44,7 +44,7 @@ async def _follow(log: Log, term: int = 1, start: int = FIRST, partition: int = 
 
 
 async def _lost(feed: Feed) -> None:
-    """Wait for that as a flusher does, by looking: where nothing more is said, silence tells it."""
+    """Wait until the feed is lost, by looking, as a flusher does: where the server says nothing more, silence tells."""
 
     async def lost() -> bool:
         return feed.lost is not None
@@ -59,7 +59,7 @@ async def a_feed_delivers_one_partition_in_order(logs: Logs) -> None:
     places = await put(writer, a, c, b)
     follower = await _follow(log)
     await follower.until(lambda: len(follower.seen) == 2)
-    # What comes later wakes the follower.
+    # Entries that come later wake the follower.
     places += await put(writer, c, a, c, b)
     await follower.until(lambda: len(follower.seen) == 4)
     assert follower.seen == [places[n] for n in (0, 2, 4, 6)]
@@ -175,7 +175,7 @@ async def a_feed_waits_for_acknowledgements(logs: Logs) -> None:
         end = await log.publish_batch([Outgoing(a, b"x")] * _MANY, PATIENCE_S)
         places += range(end - _MANY + 1, end + 1)
     follower = await _follow(log)
-    # It delivers some, and then holds back.
+    # The feed delivers some entries, and then holds back.
     await follower.until(lambda: follower.feed.crowded)
     held_back = len(follower.seen)
     assert 0 < held_back < len(places)

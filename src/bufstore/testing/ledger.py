@@ -45,27 +45,27 @@ class Ledgers:
     """What the checks are run against."""
 
     #: Opens one more instance on the same tables, set up, with ``quarantine_max=QUARANTINE_MAX``. It flushes into a
-    #: store whose `apply` writes the value of each `Change` in the flush's transaction, and refuses the value
-    #: `REFUSED` for good, as what cannot be stored; at `RAISES` it raises. The check's caller closes them.
+    #: store whose `apply` writes the value of each `LedgerChange` in the flush's transaction. `apply` refuses the value
+    #: `REFUSED` for good, as one that cannot be stored, and raises at `RAISES`. The check's caller closes the ledgers.
     open: Callable[[], Awaitable[Ledger]]
-    #: What that store has: values by thread.
+    #: Returns the values that the store has, by thread.
     stored: Callable[[], Awaitable[dict[str, str]]]
-    #: While it is entered, somebody else holds the thread's row.
+    #: Returns a context in which somebody else holds the thread's row.
     hold: Callable[[str], AbstractAsyncContextManager[None]]
 
 
 def decides(**fields: Any) -> Callable[[Mapping[str, Watermark]], Decision]:
-    """A decision that is made without a look at the rows."""
+    """Return a function that makes this decision without a look at the rows."""
     return lambda _: Decision(**fields)
 
 
 def moved(cursor: Cursor, seq: int) -> Cursor:
-    """The cursor, further on."""
+    """Return the cursor moved on to `seq`."""
     return Cursor(cursor.partition, cursor.term, seq, seq)
 
 
 def parked(seq: int, thread_id: str, base_id: int = 0) -> Parked:
-    """An entry that is set aside."""
+    """Return an entry to be parked."""
     entry = Entry(
         id=1000 + seq, prev_id=base_id, base=Base.CHAINED, seen=0, version=1, self_contained=False, keys=b"",
         payload=b"payload",
@@ -74,7 +74,10 @@ def parked(seq: int, thread_id: str, base_id: int = 0) -> Parked:
 
 
 def writes(**values: str) -> Callable[[Mapping[str, Watermark]], Decision]:
-    """A decision that writes these values of those threads whose rows it gets, and moves their watermarks by one."""
+    """Return a function that decides, for the threads whose rows it gets, to write these values.
+
+    It moves the watermarks of those threads by one.
+    """
 
     def decide(rows: Mapping[str, Watermark]) -> Decision:
         return Decision(
@@ -86,7 +89,7 @@ def writes(**values: str) -> Callable[[Mapping[str, Watermark]], Decision]:
 
 
 async def flush(ledger: Ledger, threads: Sequence[str], **decision: Any) -> Flushed:
-    """A flush that holds no partition."""
+    """Flush without holding a partition."""
     return await ledger.flush([], threads, decides(**decision))
 
 
@@ -192,7 +195,7 @@ async def taking_raises_the_term_and_keeps_the_cursor(ledgers: Ledgers) -> None:
 async def of_those_who_take_at_once_each_has_a_term_of_its_own(ledgers: Ledgers) -> None:
     here, there = await ledgers.open(), await ledgers.open()
     taken = [c for cs in await asyncio.gather(here.take([0], "a"), there.take([0], "b")) for c in cs]
-    # One that finds the row held takes nothing.
+    # An instance that finds the row held takes nothing.
     assert len({c.term for c in taken}) == len(taken) >= 1
     assert (await here.cursors())[0].term == max(c.term for c in taken)
 

@@ -14,7 +14,7 @@ _check = registrar(CHECKS)
 
 
 async def _family(store: ThreadRunStore, *parents: int | None) -> list[str]:
-    """Threads, each with the parent of that number."""
+    """Make threads; each number is the index of that thread's parent."""
     ids = [fresh() for _ in parents]
     for thread_id, parent in zip(ids, parents, strict=True):
         await store.checkpoint(thread_id, [thread_id], run_of(thread_id))
@@ -72,7 +72,7 @@ async def a_parent_that_a_run_names_is_validated(store: ThreadRunStore) -> None:
             await store.checkpoint_append(thread_id, [1], run)
     assert await store.load_thread(new) is None
     assert await store.load_messages(a) == [a]
-    # A parent is sticky: what a later run names is of no account.
+    # A parent is sticky: the parent that a later run names does not count.
     await store.checkpoint(b, [1], run_of(b, parent_thread_id=fresh()))
     await store.checkpoint(new, [1], run_of(new, parent_thread_id=b))
     assert [await _parent(store, t) for t in (a, b, new)] == [None, a, b]

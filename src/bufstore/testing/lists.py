@@ -125,7 +125,7 @@ async def messages_are_found_by_id_and_position(store: ThreadRunStore) -> None:
 
 
 async def _arrived(store: ThreadRunStore) -> None:
-    """A list covers everything before it: what is written next reaches the store behind all that is there."""
+    """Read a list, which covers everything before it: what is written next reaches the store behind all of that."""
     await store.query_threads(ThreadQuery(id_prefix=fresh()))
 
 

@@ -1,7 +1,7 @@
 """The conformance suite of logs: one check per promise of `bufstore.buffer.ports.log.Log`, but for its feeds.
 
 Each takes a `Logs` of its own: names on a server that nothing else uses. What only a replicated log does (a leader that
-is old) is not asked here.
+is old) is not checked here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Logs:
 
     #: How the log is configured: four partitions, and ``max_bytes`` of a few MiB, which the checks fill.
     config: BufferConfig
-    #: Opens one more instance's way to the server. The check's caller closes them.
+    #: Opens the session of one more instance. The check's caller closes the sessions.
     open: Callable[[], Awaitable[Session]]
 
     @property
@@ -47,7 +47,7 @@ class Logs:
         return Subjects(self.config.log.subject, self.config.log.partitions)
 
     async def made(self) -> Log:
-        """The log of one more instance, which exists and has been looked at."""
+        """Open one more instance; return its log, which exists and whose epoch the instance has read."""
         session = await self.open()
         await session.shared.setup()
         log = session.log
@@ -57,20 +57,20 @@ class Logs:
         return log
 
     def threads(self, partition: int, count: int = 1) -> list[str]:
-        """Subjects of so many threads of a partition."""
+        """Return the subjects of `count` threads of a partition."""
         found = (f"thread {i}" for i in range(1000))
         return [self.subjects.of(t) for t in found if self.subjects.partition(t) == partition][:count]
 
 
 async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
-    """Return when this is so; fail with TimeoutError when it does not become so."""
+    """Return when `check` gives True; fail with TimeoutError when it does not in time."""
     async with asyncio.timeout(PATIENCE_S):
         while not await check():  # noqa: ASYNC110 - another instance decides it
             await asyncio.sleep(0.01)
 
 
 async def put(log: Log, *subjects: str, body: bytes = b"x") -> list[int]:
-    """Publish one entry on each of the subjects, one after the other; the positions."""
+    """Publish one entry on each of the subjects, one after the other; return the positions."""
     return [await log.publish(Outgoing(subject, body), PATIENCE_S) for subject in subjects]
 
 
@@ -109,7 +109,7 @@ async def a_log_out_of_service_can_be_read_and_not_written(logs: Logs) -> None:
     (a,) = logs.threads(0)
     places = await put(log, a)
     assert list(await log.withdraw([FIRST, 0, 0, 0])) == [FIRST, 0, 0, 0]
-    # What was said first stands.
+    # The positions of the first withdrawal stand.
     assert list(await other.withdraw([0, 0, 0, 0])) == [FIRST, 0, 0, 0]
     with raises(LogUnavailable):
         await put(other, a)
@@ -170,7 +170,7 @@ async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
     ):
         with raises(LogRolledBack):
             await call
-    # That is a matter of the instance that refused it.
+    # The refusal concerns only the instance that refused the log.
     (at,) = await put(other, a)
     assert (await other.last([a], PATIENCE_S))[a].seq == at
 
@@ -222,7 +222,7 @@ async def a_write_that_expects_something_else_stores_nothing(logs: Logs) -> None
     one = await log.publish(Outgoing(a, b"x", expected=0), PATIENCE_S)
     two = await log.publish(Outgoing(a, b"x", expected=one), PATIENCE_S)
     (of_b,) = await put(log, b)
-    # It is about the thread's last entry, not the log's.
+    # The expectation is about the thread's last entry, not the log's.
     for wrong in (0, one, of_b, two + 1):
         with raises(Conflict):
             await log.publish(Outgoing(a, b"x", expected=wrong), PATIENCE_S)
@@ -286,7 +286,7 @@ async def a_full_log_takes_nothing_until_there_is_room(logs: Logs) -> None:
 
 
 async def _let_go(log: Log, logs: Logs, below: int) -> None:
-    """Say that nothing below this position is needed any more, by all partitions, until it is gone."""
+    """Say for all partitions that nothing below this position is needed any more, until all of that is gone."""
 
     async def gone() -> bool:
         return await log.let_go(dict.fromkeys(range(logs.config.log.partitions), Floor(below, below))) > 0
@@ -392,7 +392,7 @@ async def the_log_is_purged_as_far_as_all_partitions_allow(logs: Logs) -> None:
     assert await log.let_go({p: Floor(places[3], places[3]) for p in all_[:half]}) == 0
     assert (await log.identity(places[0])) is not None
     assert await log.purged_to() == 0
-    # What one owner says counts for all; the lowest decides.
+    # The floor that one owner gives counts for all instances; the lowest floor decides.
     purged = 0
 
     async def gone() -> bool:
@@ -407,7 +407,7 @@ async def the_log_is_purged_as_far_as_all_partitions_allow(logs: Logs) -> None:
     assert places[1] < await third.purged_to() <= places[2]
     assert [await third.identity(at) is not None for at in places] == [False, False, True, True]
     assert [m.seq for m in await third.after(logs.subjects.all, 0, PATIENCE_S)] == places[2:]
-    # An entry that leaves takes nothing else with it, and a thread without entries is as if nothing had been written.
+    # An entry that leaves takes nothing else with it, and a thread without entries is like one that never had any.
     assert a not in await third.last([a, b, c], PATIENCE_S)
     assert (await third.last([b], PATIENCE_S))[b].seq == places[3]
     assert await third.publish(Outgoing(a, b"x", expected=0), PATIENCE_S) > places[3]
@@ -428,7 +428,7 @@ async def nobody_builds_on_what_was_let_go_of_behind_a_fence(logs: Logs) -> None
 
 @_check()
 async def a_cursor_may_pass_a_group_without_entries_and_finds_it_again(logs: Logs) -> None:
-    """Else what stands before it could not be purged before somebody writes."""
+    """Otherwise what stands before the group could not be purged until somebody writes."""
     log, other = await logs.made(), await logs.made()
     places = await put(log, *logs.threads(0, 2))
     feed = await other.feed(0, 1, places[0], lambda: None)
@@ -458,7 +458,7 @@ async def positions_go_on_when_everything_was_let_go_of(logs: Logs) -> None:
 
 
 async def _settle(log: Log, logs: Logs, below: int) -> None:
-    """Say that nothing below this position is needed any more."""
+    """Say that nothing below this position is needed any more, and wait until that is settled."""
 
     async def settled() -> bool:
         return await log.settled() >= below
@@ -475,10 +475,10 @@ async def an_erasure_removes_what_a_thread_has_in_the_log(logs: Logs) -> None:
     gone, stays = logs.subjects.thread_id(a), logs.subjects.thread_id(b)
     remains = await log.remains({gone: places[-2]})
     assert (remains.entries, remains.ends_log) == (19, False)
-    with raises(LogUnavailable):  # nobody has said that it is not needed
+    with raises(LogUnavailable):  # nobody has said that these entries are no longer needed
         await log.erase(remains)
     await _settle(log, logs, remains.settled_from)
-    for _ in range(2):  # it may be repeated
+    for _ in range(2):  # an erasure may be repeated
         await log.erase(remains)
     assert [m.seq async for _, m in log.scan(threads=[gone])] == [places[-2]]
     assert [m.seq async for _, m in log.scan(threads=[stays])] == places[1::2]

@@ -32,7 +32,7 @@ _check = registrar(CHECKS)
 
 
 async def _park(ledger: Ledger, *entries: Parked) -> None:
-    """A flush that parks entries, and breaks their threads."""
+    """Park these entries with a flush, which breaks their threads."""
     broken: dict[str, Watermark] = {}
     for p in entries:
         if p.item.thread_id is not None:
@@ -42,7 +42,7 @@ async def _park(ledger: Ledger, *entries: Parked) -> None:
 
 
 def _replays(value: str) -> Callable[[Watermark, Sequence[ParkedEntry]], Replay]:
-    """Replays what can be replayed: the store has `value` afterwards."""
+    """Return a function that replays what can be replayed; the store has `value` afterwards."""
 
     def decide(row: Watermark, entries: Sequence[ParkedEntry]) -> Replay:
         plan = plan_replay(row, entries)
@@ -125,7 +125,7 @@ async def a_full_quarantine_refuses_the_flush_that_parks_more(ledgers: Ledgers) 
     assert await ledger.watermark("u") == Watermark()
     assert await ledger.cursors() == {0: held}
     assert await ledgers.stored() == {}
-    # One more fits, and what parks nothing is flushed all the same.
+    # One more entry fits, and a flush that parks nothing succeeds even when the quarantine is full.
     await _park(ledger, parked(8, "u"))
     await ledger.flush([], ["v"], writes(v="two"))
     assert await ledgers.stored() == {"v": "two"}
@@ -141,7 +141,7 @@ async def what_is_discarded_is_gone_and_known_to_be(ledgers: Ledgers) -> None:
     assert (await ledger.watermark("t")).broken_since == 2
     assert (await ledger.watermarks(["t"]))["t"][1] == 1
     assert await ledger.parked.discard([2, 2, 4]) == 2
-    # None wait any more: the thread is whole.
+    # No entry of the thread is parked any more: the thread is whole.
     assert await ledger.broken() == frozenset()
     assert await ledger.watermarks(["t"]) == {"t": (Watermark(flushed_seq=2), 2)}
     assert await ledger.quarantined() == 0
@@ -206,7 +206,7 @@ async def a_replay_shows_the_row_and_the_threads_entries_in_order(ledgers: Ledge
 
     await ledger.parked.replay("t", 2, decide)
     assert shown == [row, 2, 3]
-    # Without a change nothing is written.
+    # A replay without a change writes nothing.
     assert await ledger.watermark("t") == row
     assert await ledger.quarantined() == 4
 

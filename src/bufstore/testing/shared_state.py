@@ -25,7 +25,7 @@ async def _two(logs: Logs) -> tuple[SharedState, SharedState]:
 
 
 async def _listening(*instances: SharedState) -> None:
-    """Return once the server knows what these instances listen to: it has answered what they asked afterwards."""
+    """Return once the server knows what these instances listen to: it has answered a later question of each."""
     for shared in instances:
         await shared.thread_of_run("nothing", PATIENCE_S)
 

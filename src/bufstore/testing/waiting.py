@@ -32,7 +32,7 @@ _ALL = 1 << 40
 
 
 def _waits(seq: int, thread_id: str, partition: int = 0, payload: bytes = b"payload", reason: str = "") -> WaitingEntry:
-    """An entry that waits."""
+    """Return an entry that waits."""
     item = parked(seq, thread_id).item
     assert not isinstance(item, Malformed)
     item = msgspec.structs.replace(item, entry=msgspec.structs.replace(item.entry, payload=payload))
