@@ -131,7 +131,7 @@ def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | 
 
 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
-    """Hand back, without counting an attempt, a claim that nobody got. Like any other, it is not new in the queue."""
+    """Hand back a claim that nobody got, without counting an attempt. As after a nack, it is not new in the queue."""
     active = held(thread, claim)
     at_ms = max(active.available_at_ms, active.created_at_ms + 1)
     return _again(thread, active, active.attempts, at_ms, None, now_ms)

@@ -67,7 +67,7 @@ class MemoryMailbox:
         return self.threads.get(thread_id) or _Thread(MailboxThread(thread_id=thread_id))
 
     def wake(self, thread_id: str, at_ms: float) -> None:
-        """Have the thread looked at at `at_ms`, unless it will be looked at before."""
+        """Set the time of the next look at the thread to `at_ms`, unless the thread is looked at before."""
         known = self.wakes.get(thread_id)
         if known is None or at_ms < known.due_ms:
             self.wakes[thread_id] = _Wake(at_ms)

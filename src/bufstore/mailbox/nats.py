@@ -44,7 +44,7 @@ from bufstore.tasks import together
 _log = logging.getLogger(__name__)
 
 #: How many of a queue's first dispatches are read ahead at most, of about how many bytes, and for how many threads;
-#: their order cannot change. A read costs the server more the longer the queue is: so many are read of a long one.
+#: their order cannot change. A read costs the server more the longer the queue is: a long one is read many at a time.
 _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
@@ -71,7 +71,7 @@ class NatsBackend(NatsSweeps, Backend):
         #: The first dispatches of each queue, in order, by thread and priority.
         self._ahead: Newest[str, defaultdict[int, _Ahead]] = Newest(_THREADS_AHEAD)
         #: Threads that had a step refused: something in their queue may have ended already (see `nats_keys`).
-        self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # a doubt that is forgotten returns when refused next
+        self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # a forgotten doubt returns with the next refusal
 
     async def open(self) -> None:
         self._connection.on_connect(self._forget)

@@ -16,7 +16,7 @@
 
 A key is removed by an empty message that replaces it, in the same batch as the change that it is about. If nats-server
 2.15 is killed after the empty message is gone too, it may bring the replaced message back: it keeps no record of a
-message that was replaced, and goes by what it finds. So the presence of a message under q, r, p, l, d, s, k and i
+message that was replaced, and goes by what it finds. So the presence of a message under q, r, p, l, d, s, k or i
 proves nothing: a claim requires in its batch that ``x`` knows no end of the dispatch. All else goes by ``t``, whose
 removal stays for long. ``x`` is written once and then purged, and the server keeps a record of a purge.
 

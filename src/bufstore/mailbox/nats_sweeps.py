@@ -160,7 +160,7 @@ class NatsSweeps:
         """Forget a thread if nothing is left of it. Its epoch and tokens are not needed: their numbers only grow."""
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
-            # First read what is to be removed: an enqueue that the second read misses has rewritten its ``p`` by then.
+            # First read what is to be removed: an enqueue that the second read misses has rewritten its ``p`` since.
             kept = await self._bucket.last([subject, self._keys.of("p", t, "*")])
             queued = await self._bucket.last(self._keys.places(t)[:2])
         except TooManyResults:

@@ -67,7 +67,7 @@ class Steps:
         self._last: Newest[str, MailboxThread] = Newest(_REMEMBERED)
 
     async def tried(self, attempt: Callable[[bool], Awaitable[T]]) -> T:
-        """Return the first result of `attempt` in the call's time; its argument: an earlier attempt may have been done.
+        """Return the first result of `attempt` in the call's time. Its argument says that an earlier one may be done.
 
         Raises LogUnavailable (nothing was done), StepUnknown, and errors that repeating does not help.
         """

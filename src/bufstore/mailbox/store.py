@@ -437,7 +437,7 @@ class MailboxStore:
         return live
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
-        """Hand live deliveries to `handler` until the returned function is called. Each is answered before it runs."""
+        """Hand each live delivery to `handler`, after answering it, until the returned function is called."""
         return await self.backend.listen_live(check_id(thread_id, "thread_id"), handler)
 
     async def deliver(

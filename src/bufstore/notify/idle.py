@@ -18,7 +18,8 @@ from bufstore.tasks import end, spawn
 
 _log = logging.getLogger(__name__)
 
-#: The largest fraction by which a pause is longer, at random: workers that began together do not poll together.
+#: By how much a pause may exceed what was asked for, as a fraction, at random: workers that began together do not poll
+#: together.
 _JITTER = 0.1
 
 

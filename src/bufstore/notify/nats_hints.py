@@ -28,7 +28,7 @@ from bufstore.notify.payload import HINT_TTL_S, hint_key
 _log = logging.getLogger(__name__)
 
 _BIAS = 1 << 40
-#: How long to wait before JetStream is tried again that could not be set up.
+#: How long to wait before trying again, after JetStream could not be set up.
 _AGAIN_S = 10.0
 
 
