@@ -182,8 +182,10 @@ async def what_is_no_text_is_refused(subject: Notifiers) -> None:
                 await here.listen_ownership_lost(bad, print)
         with raises(InvalidQuery):
             await here.listen_scheduled([], print)
-        with raises(InvalidQuery):
-            await here.notify_scheduled("kind", -1)
+        wrong: list[Any] = [-1, "3", 1.5, True, None]
+        for count in wrong:
+            with raises(InvalidQuery):
+                await here.notify_scheduled("kind", count)
 
 
 @_check()

@@ -35,9 +35,9 @@ class Notifier:
     """Tells and hears of work. All adapters pass the `NOTIFY_CHECKS` of `tests/conformance`.
 
     Kinds and ids are any text that `bufstore.types.check_id` takes; what it refuses raises InvalidId. After `aclose`
-    every call raises Closed. `notify_*` raises nothing else. `listen_*` raises Unavailable when the server cannot be
-    asked to deliver, ConfigError when it refuses to; once it has returned, what is published later is heard, and lost
-    connections heal themselves.
+    every call raises Closed. `notify_*` raises nothing else but InvalidQuery, for a wrong count. `listen_*` raises
+    Unavailable when the server cannot be asked to deliver, ConfigError when it refuses to; once it has returned, what
+    is published later is heard, and lost connections heal themselves.
 
     A callback is a plain function that returns at once (it sets an event, say). It is called on the event loop, with
     the context variables of its `listen_*`; what it raises is logged and disturbs nobody.
@@ -93,8 +93,8 @@ class Notifier:
     async def notify_scheduled(self, kind: str, count: int = 1) -> None:
         """Tell that `count` items of a kind are ready; this wakes about as many of the kind's listeners."""
         check_id(kind, "the kind")
-        if count < 0:
-            raise InvalidQuery("count must not be negative")
+        if type(count) is not int or count < 0:
+            raise InvalidQuery(f"count must be an int, 0 or more, not {count!r}")
         if count:
             await self._tell(self._schedule(kind, count))
 
