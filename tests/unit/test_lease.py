@@ -14,16 +14,18 @@ from unit.test_flusher import SUBJECTS, Bench, bench
 
 PARTITION = SUBJECTS.partition("t")
 EVERYTHING = {0, 1, 2, 3}
+AWAY = "the hot bucket does not answer in time"
 
 
 class Away(MemorySharedState):
     """A hot state that may not be reached."""
 
-    away = False
+    #: Why.
+    away = ""
 
     async def _turn(self) -> MemoryBucket:
         if self.away:
-            raise LogUnavailable("the hot bucket does not answer in time")
+            raise LogUnavailable(self.away)
         return await super()._turn()
 
 
@@ -47,7 +49,7 @@ class World(Bench):
         made, shared = await self.join("a")
         await asyncio.sleep(2)
         assert set(made.cursors()) == EVERYTHING
-        shared.away = True
+        shared.away = AWAY
         await asyncio.sleep(30)
         assert set(made.cursors()) == EVERYTHING
         return made, shared
@@ -66,16 +68,35 @@ def world(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
         made, shared = await it.cut_off()
-        assert made.trouble == (
-            "cannot renew its lease, and takes no new partitions until it can: the hot bucket does not answer in time"
-        )
-        shared.away = False
+        assert made.trouble == f"cannot renew its lease, and takes no new partitions until it can: {AWAY}"
+        shared.away = ""
         await asyncio.sleep(2)
         assert not made.trouble
-        shared.away = True
+        shared.away = AWAY
         await asyncio.sleep(30)
         await it.writer.append([1])
         assert await it.flushed("t", within_s=5.0)
+
+    world(main, monkeypatch)
+
+
+def test_why_a_lease_cannot_be_renewed_is_logged_once_and_again_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logged() -> list[str]:
+        return [r.getMessage().rpartition(": ")[2] for r in caplog.records if r.message.startswith("cannot renew")]
+
+    async def main(it: World) -> None:
+        _, shared = await it.cut_off()
+        assert logged() == [AWAY]
+        shared.away = "the hot bucket refuses"
+        await asyncio.sleep(30)
+        assert logged()[1:] == ["the hot bucket refuses"]
+        shared.away = ""
+        await asyncio.sleep(2)
+        shared.away = "the hot bucket refuses"
+        await asyncio.sleep(30)
+        assert logged()[2:] == ["the hot bucket refuses"], "it had been well in between"
 
     world(main, monkeypatch)
 
@@ -114,7 +135,7 @@ def test_who_cannot_renew_his_lease_leaves_others_what_they_take(monkeypatch: py
         assert await it.stored() == list(range(20))
         assert PARTITION not in first.cursors()
         assert second.state.takeovers == len(EVERYTHING)
-        shared.away = False
+        shared.away = ""
         await asyncio.sleep(10)
         assert set(first.cursors()) | set(second.cursors()) == EVERYTHING
         assert not set(first.cursors()) & set(second.cursors())

@@ -69,18 +69,21 @@ class Lease:
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Renew the record four times per time to live, until `stopping`."""
+        said = ""
         while not stopping.is_set():
             self._changed.clear()
             try:
                 reason = self._unable()
                 await (self._renew() if reason is None else self._withdraw(reason))
-                self.trouble = ""
+                self.trouble = said = ""
             except (BufstoreError, AppendUnknown) as e:
-                _log.warning(
-                    "cannot renew the lease; takes no new partitions until it can: %s",
-                    e,
-                    extra={"action": "lease_error"},
-                )
+                if str(e) != said:  # it tries several times a second
+                    _log.warning(
+                        "cannot renew the lease; takes no new partitions until it can: %s",
+                        e,
+                        extra={"action": "lease_error"},
+                    )
+                said = str(e)
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
                     self._hold()
                     self.trouble = f"cannot renew its lease, and takes no new partitions until it can: {e}"
