@@ -21,9 +21,10 @@ from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 from bufstore.notify.subscription import Heard, Subscription
+from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
-from bufstore.postgres.connection.pool import Pool, in_time, open_pool
+from bufstore.postgres.connection.pool import Pool, open_pool
 
 #: A listening connection that is silent for this long is asked whether it listens.
 _QUIET_S = 10.0

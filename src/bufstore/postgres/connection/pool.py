@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
@@ -25,18 +23,15 @@ from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.home import Home, owned_here
+from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
-from bufstore.tasks import Closing, spawn, to_the_end
+from bufstore.tasks import Closing, to_the_end
 
 #: The advice when a store is opened again, or by another one.
 ANOTHER = "make one for each store that you open"
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
-#: After the end of a call's time: how long answers that have arrived are still read, and in how many steps.
-_READ_S, _READ_STEPS = 0.05, 10
-#: After that: how long the cancel request may take, and then the statement to end.
-_GRACE_S = 0.25
 #: How long the statement of a cancelled caller may take to end.
 _CANCELLED_S = 1.0
 #: How long a closing pool waits for its own tasks, which take back the lent connections.
@@ -433,68 +428,3 @@ def _is_alive(connection: AsyncConnection[Any]) -> bool:
 
 def _is_read_only(error: BaseException) -> bool:
     return any(isinstance(e, psycopg.errors.ReadOnlySqlTransaction) for e in (error, error.__cause__))
-
-
-class Alarm:
-    """Ends the connection's statement when its time is over.
-
-    It does not cancel our task: psycopg would then wait for the server up to ten seconds. And a statement that the
-    server ends with an error certainly did nothing, but an abandoned one may have done its work. A statement that ends
-    without an error after the cancel request says nothing: a commit that waits for a synchronous standby, and is
-    cancelled, counts as done on this server alone.
-
-    On a loop that stood still past the deadline, the answer may have come in time: it is read first.
-    """
-
-    def __init__(self, connection: AsyncConnection[Any], deadline: float, limit: asyncio.Timeout | None = None) -> None:
-        """`limit` ends the block if it goes on although its statement was ended."""
-        self._connection = connection
-        self._limit = limit
-        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
-        self._task: asyncio.Task[None] | None = None
-        #: Whether a cancel request was sent: a statement that ends without an error after that says nothing.
-        self.rung = False
-
-    def ring_in(self, seconds: float) -> None:
-        """Ring in so many seconds, unless the alarm has rung."""
-        if self._task is None:
-            self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._ring)
-
-    def off(self) -> bool:
-        """Disarm the alarm; return whether it has rung."""
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        return self.rung
-
-    def _ring(self) -> None:
-        self._task = spawn(self._end())
-        if self._limit is not None:
-            # Counted from now, and not from the deadline: a loop that stood still has yet to read.
-            self._limit.reschedule(asyncio.get_running_loop().time() + 3 * _GRACE_S)
-
-    async def _end(self) -> None:
-        # A commit may follow what is read, and be answered at once. Read in steps: the loop may stand still again.
-        for _ in range(_READ_STEPS):
-            await asyncio.sleep(_READ_S / _READ_STEPS)
-        self.rung = True
-        with suppress(psycopg.Error):
-            await self._connection.cancel_safe(timeout=_GRACE_S)
-            await asyncio.sleep(_GRACE_S)
-        # The server is gone, or too busy to cancel: hang up, which wakes psycopg at once.
-        with suppress(OSError, psycopg.Error):
-            connected = socket.socket(fileno=os.dup(self._connection.pgconn.socket))
-            with connected:
-                connected.shutdown(socket.SHUT_RDWR)
-
-
-@asynccontextmanager
-async def in_time(connection: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
-    """End the block's statement within the time, or the connection; a cancelled psycopg may wait for long."""
-    alarm = Alarm(connection, asyncio.get_running_loop().time() + seconds)
-    try:
-        yield
-    finally:
-        if alarm.off():
-            await connection.close()

@@ -16,9 +16,10 @@ from psycopg import AsyncConnection, capabilities
 from bufstore.buffer.target import Target
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.errors import map_errors
 from bufstore.postgres.connection.migrate import queries
-from bufstore.postgres.connection.pool import Pool, in_time, new_pool
+from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
 
 #: How many seconds each of these may take: the connection, a lock, and an answer that is no stream.
