@@ -180,6 +180,18 @@ async def test_one_who_waits_in_the_pool_itself_is_not_passed(pool: Pool) -> Non
     assert done.index(2) < 10, "the third finds no place in the pool, of which one is kept"
 
 
+@pytest.mark.parametrize("refusing_first", [True, False])
+async def test_of_several_hosts_the_one_that_refuses_is_told_of(servers: Servers, refusing_first: bool) -> None:
+    ports = [str(servers.postgres.port), "1"][:: 1 if refusing_first else -1]
+    wrong = make_conninfo(servers.postgres.dsn, host="127.0.0.1,127.0.0.1", port=",".join(ports), password="no")
+    pool = await open_pool(wrong, size=1)
+    try:
+        with pytest.raises(StoreMisconfigured, match="password authentication failed"):
+            await backend(pool)
+    finally:
+        await pool.close()
+
+
 async def test_a_login_that_is_refused_is_told_to_all_at_once(servers: Servers) -> None:
     pool = await open_pool(make_conninfo(servers.postgres.dsn, dbname="nowhere"), size=2)
     calls = [asyncio.ensure_future(backend(pool, 60)) for _ in range(200)]

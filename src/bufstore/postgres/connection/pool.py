@@ -88,9 +88,9 @@ class _Connection(AsyncConnection[TupleRow]):
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
-            # Several hosts give several reasons. The text names host and user, never a password.
-            reasons = _REASON.findall(str(e))
-            failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
+            # Several hosts give several reasons: a refusal stays so. The text names host and user, never a password.
+            reasons = ["".join(found) for found in _REASON.findall(str(e))] or ["connection failed"]
+            failure.reason = next(filter(_REFUSED.search, reasons), reasons[-1])
             raise
         failure.reason = None
         owned_here(connection)
