@@ -14,13 +14,14 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.js.api import KeyValueConfig
+from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool
 from redis.asyncio import Redis
 
 from bufstore import ConfigError
 from bufstore.embedded import NatsServer, PostgresServer, RedisServer, Servers
-from bufstore.errors import NotifyUnavailable, Unavailable
-from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier
+from bufstore.errors import NotifyUnavailable, StoreMisconfigured, Unavailable
+from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier, wait_for_work
 from bufstore.notify.nats_hints import HintStore
 from bufstore.notify.redis import RedisBroker
 from helpers import eventually, query
@@ -452,6 +453,30 @@ async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Serv
             listening = Listening(notifier)
             await listening.listen()
             await listening.hears(notifier)
+
+
+async def test_why_postgres_cannot_be_listened_to_is_said_and_workers_poll(
+    servers: Servers, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = servers.postgres.dsn
+    wrong = make_conninfo(right, password="no")
+
+    async def is_due() -> float | None:
+        return 0
+
+    refused: list[dict[str, Any]] = [{"postgres": right, "listen": wrong}, {"postgres": wrong}]
+    for options in refused:
+        caplog.clear()
+        async with await PostgresNotifier.open(**options, prefix=prefix) as notifier:
+            with pytest.raises(StoreMisconfigured, match="password authentication failed"):
+                await notifier.listen_completed("work", print)
+            assert await wait_for_work(notifier, ["kind"], is_due)
+            assert not notifier.statistics().healthy
+        assert "password authentication failed" in caplog.text
+    down = make_conninfo(right, port="1")
+    async with await PostgresNotifier.open(right, listen=down, prefix=prefix) as notifier:
+        with pytest.raises(NotifyUnavailable, match="Connection refused"):
+            await notifier.listen_completed("work", print)
 
 
 async def test_a_prefix_too_long_for_a_channel_is_refused(servers: Servers) -> None:

@@ -274,6 +274,13 @@ async def test_refused_logins_show_nothing(servers: Servers, heard: Everything) 
                 said.append(told(e))
             else:
                 pytest.fail("nobody knows him")
+        async with await PostgresNotifier.open(servers.postgres.dsn, listen=dsn) as notifier:
+            try:
+                await notifier.listen_scheduled(["k"], said.append)
+            except BufstoreError as e:
+                said.append(told(e))
+            else:
+                pytest.fail("nobody knows him")
     assert hidden.leaked("\n".join([*said, *heard.lines])) == []
 
 

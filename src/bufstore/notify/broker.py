@@ -12,7 +12,7 @@ Teardown = Callable[[], Awaitable[None]]
 
 
 class Broker(Protocol):
-    """Publishes, subscribes and keeps hints. Failures raise Unavailable or ConfigError.
+    """Publishes, subscribes and keeps hints. Failures raise Unavailable, ConfigError or StoreMisconfigured.
 
     The caller cancels calls that take too long, except `subscribe`.
     """

@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 
-from bufstore.errors import Closed, ConfigError, Unavailable
+from bufstore.errors import Closed, ConfigError, StoreMisconfigured, Unavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
 from bufstore.tasks import end, spawn
@@ -51,7 +51,7 @@ class WhileIdle:
                 self._unlisten = await self._notifier.listen_scheduled(self._kinds, self._call)
             except Closed:
                 raise
-            except (Unavailable, ConfigError) as e:  # the notifier has logged a warning of a ConfigError
+            except (Unavailable, ConfigError, StoreMisconfigured) as e:  # the notifier has logged a refusal
                 _log.debug("waiting without notifications: %s", e, extra={"action": "notify_poll"})
             return self._unlisten is not None
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import copy_context
 from typing import Any, ParamSpec, Self, TypeVar
 
-from bufstore.errors import Closed, ConfigError, InvalidQuery
+from bufstore.errors import Closed, ConfigError, InvalidQuery, StoreMisconfigured
 from bufstore.home import Home
 from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
@@ -36,8 +36,8 @@ class Notifier:
 
     Kinds and ids are any text that `bufstore.types.check_id` takes; what it refuses raises InvalidId. After `aclose`
     every call raises Closed. `notify_*` raises nothing else but InvalidQuery, for a wrong count. `listen_*` raises
-    Unavailable when the server cannot be asked to deliver, ConfigError when it refuses to; once it has returned, what
-    is published later is heard, and lost connections heal themselves.
+    Unavailable when the server cannot be asked to deliver, ConfigError (StoreMisconfigured on Postgres) when it refuses
+    to; once it has returned, what is published later is heard, and lost connections heal themselves.
 
     A callback is a plain function that returns at once (it sets an event, say). It is called on the event loop, with
     the context variables of its `listen_*`; what it raises is logged and disturbs nobody.
@@ -73,7 +73,7 @@ class Notifier:
         async def open_(heard: Callable[[str], None]) -> Callable[[], Awaitable[None]]:
             try:
                 unlisten = await self._broker.subscribe(event, heard)
-            except ConfigError as e:  # the server refuses until somebody changes its configuration
+            except (ConfigError, StoreMisconfigured) as e:  # the server refuses until somebody reconfigures it
                 if event not in self._refused:
                     _log.warning("cannot listen; waiting workers poll: %s", e, extra={"action": "notify_refused"})
                 self._refused.add(event)

@@ -15,7 +15,6 @@ from psycopg import AsyncConnection, sql
 from psycopg_pool import AsyncConnectionPool
 
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
-from bufstore.home import owned_here
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
@@ -24,7 +23,7 @@ from bufstore.notify.subscription import Heard, Subscription
 from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
-from bufstore.postgres.connection.pool import Pool, open_pool
+from bufstore.postgres.connection.pool import Pool, connect, open_pool
 
 #: A listening connection that is silent for this long is asked whether it listens.
 _QUIET_S = 10.0
@@ -100,14 +99,13 @@ class PostgresBroker:
 
     async def _listening(self) -> _Source:
         if self._listen is not None:
-            connection = await AsyncConnection.connect(
+            connection = await connect(
                 self._listen,
                 autocommit=True,
                 prepare_threshold=None,
                 application_name="bufstore-notify",
                 connect_timeout=max(2, round(self._timeout_s)),
             )
-            owned_here(connection)
             return await self._listen_on(connection, None)
         if isinstance(self._pool, Pool):
             return await self._listen_on(await self._pool.take(self._timeout_s), self._pool)

@@ -74,9 +74,13 @@ for _name in ("psycopg", "psycopg.pool"):
 
 
 class _Failure:
-    """The pool's last failure to connect, until it succeeds again."""
+    """The last failure to connect, until it succeeds again."""
 
     reason: str | None = None
+
+    def raise_refusal(self) -> None:
+        if self.reason is not None and _REFUSED.search(self.reason):
+            raise StoreMisconfigured(f"Postgres refuses the connection: {self.reason}") from None
 
 
 class _Connection(AsyncConnection[TupleRow]):
@@ -380,7 +384,7 @@ class Pool(AsyncConnectionPool[_Connection]):
                 connection = await self.getconn(min(left, _NUDGE_S))
             except PoolTimeout:
                 # When it is asked again, the pool tries to connect again: a Postgres that is back is noticed at once.
-                self._raise_refusal()
+                self._failure.raise_refusal()
                 if left <= _NUDGE_S:
                     raise self._not_in_time() from None
                 continue
@@ -391,11 +395,6 @@ class Pool(AsyncConnectionPool[_Connection]):
     async def _give_back(self, connection: _Connection) -> None:
         """Return a connection, even if the caller is cancelled meanwhile: otherwise the pool would lose it forever."""
         await to_the_end(self.putconn(connection))
-
-    def _raise_refusal(self) -> None:
-        reason = self._failure.reason
-        if reason is not None and _REFUSED.search(reason):
-            raise StoreMisconfigured(f"Postgres refuses the connection: {reason}") from None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.max_size} connections>"
@@ -413,6 +412,15 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
     if size < 1:
         raise ConfigError("the pool needs at least one connection")
     return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
+
+
+async def connect(conninfo: str, **options: Any) -> AsyncConnection[TupleRow]:
+    """Return a connection of no pool. Raises StoreMisconfigured when Postgres refuses the login, StoreUnavailable."""
+    failure = _Failure()
+    with suppress(psycopg.OperationalError):  # `failure` says why
+        return await _Connection.connect(conninfo, failure=failure, **options)
+    failure.raise_refusal()
+    raise StoreUnavailable(f"no connection to Postgres: {failure.reason}")
 
 
 def _is_alive(connection: AsyncConnection[Any]) -> bool:
