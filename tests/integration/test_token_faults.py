@@ -20,7 +20,8 @@ import token_sink
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
 from bufstore.tokens import ExclusiveWork, Task
-from helpers import eventually, query
+from helpers import elsewhere, eventually, query
+from rights import guarded
 from token_instances import Open, nothing_left, stall, took, working
 
 #: They measure time or let it run out.
@@ -137,6 +138,46 @@ async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Op
     assert submitted <= handled
     for items in completed.values():
         assert items == sorted(set(items))  # in order, and none twice
+
+
+async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> list[str]:
+    return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == action]
+
+
+async def test_rights_that_are_taken_for_a_while_end_no_worker(
+    opened: Open, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, go_on, handled = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def handler(task: Task) -> None:
+        began.set()
+        await go_on.wait()
+        handled.append(task.key)
+
+    with guarded(tmp_path) as rights:
+        other, work = await opened(rights.server.url, ttl_s=6), await opened(rights.url, ttl_s=6)
+        async with working(handler, work, concurrency=2):
+            await other.submit("a")
+            await began.wait()
+            await rights.deny(f"{name}.fence.>")
+            await eventually(lambda: _logged(caplog, "token_renew"))  # in the middle of the work
+            await other.submit("b")
+            await eventually(lambda: _logged(caplog, "token_take"))
+            await rights.deny()
+            go_on.set()
+            await eventually(lambda: nothing_left(other))
+            assert sorted(handled) == ["a", "b"]
+            began.clear()
+            go_on.clear()
+            await other.submit("c")
+            await began.wait()
+            await rights.deny(f"{name}.fence.>", "$JS.API.STREAM.INFO.>")
+            go_on.set()
+            await eventually(lambda: _logged(caplog, "token_lost"))  # it could not say that it is done
+            await rights.deny()
+            await eventually(lambda: nothing_left(other))
+            assert set(handled) == {"a", "b", "c"}
+            await elsewhere(lambda: work.run(handler, asyncio.Event()))
 
 
 async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -> None:

@@ -267,3 +267,29 @@ def test_when_one_worker_fails_none_works_on() -> None:
     async def nothing(_: Task) -> None: ...
 
     run(main())
+
+
+def test_what_nats_refuses_for_a_while_ends_no_worker_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    right, full = ConfigError("NATS does not permit it"), LogFull("NATS has no storage left")
+
+    async def main() -> None:
+        work = ExclusiveWork(Connection(NatsConfig(), "not opened"), "$JS.API", TokensConfig())
+        outcomes = iter([right, right, full, full, None, full, Closed("the store is closed")])
+
+        async def take() -> None:
+            if error := next(outcomes):
+                raise error
+
+        work.take = take  # type: ignore[method-assign, assignment]
+        with pytest.raises(Closed):
+            await work.run(nothing, asyncio.Event())
+        said = [str(right), str(full)]  # once a series
+        assert [r.getMessage().partition("tries again: ")[2] for r in caplog.records] == said
+        outcomes = iter([right])
+        work._connection.closes_here = lambda: False  # type: ignore[method-assign]
+        with pytest.raises(ConfigError):  # of a process that was forked off
+            await work.run(nothing, asyncio.Event())
+
+    async def nothing(_: Task) -> None: ...
+
+    run(main())

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.errors import LogUnavailable, TokenBusy, TokenLost, Unavailable
+from bufstore.errors import ConfigError, LogFull, LogUnavailable, TokenBusy, TokenLost, Unavailable
 from bufstore.holding import Holding
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import seconds
@@ -37,6 +37,9 @@ from bufstore.types import check_id
 _log = logging.getLogger(__name__)
 
 H = TypeVar("H")
+
+#: Errors of a NATS that is away, has a full disk, or has taken a right away: a worker goes on when that is over.
+REFUSED = (LogUnavailable, LogFull, ConfigError)
 
 #: The fraction of its time that is left when a holder that could not renew stops.
 _MARGIN = 0.1
@@ -196,7 +199,7 @@ class Lease:
             await self.extend()
         except TokenLost:
             pass
-        except Unavailable as e:
+        except (Unavailable, *REFUSED) as e:
             _log.warning("cannot renew %r; tries again: %s", self.key, e, extra={"action": "token_renew"})
         return not self.lost.is_set()
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bufstore.errors import InvalidRecord, TokenLost, Unavailable
 from bufstore.jetstream.pulls import Delivery, Pulls
-from bufstore.tokens.fence import Hold, Lease
+from bufstore.tokens.fence import REFUSED, Hold, Lease
 from bufstore.tokens.model import RECORD_AGE_S
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Task(Lease):
         if not self._over:
             try:
                 await self.retry()
-            except (TokenLost, Unavailable) as e:
+            except (TokenLost, Unavailable, *REFUSED) as e:
                 # The item comes back when the holder's time is over.
                 _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
         self._holding.stop()

@@ -43,7 +43,7 @@ from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
 from bufstore.tasks import end, own_cancels_only, spawn
 from bufstore.tokens import model
-from bufstore.tokens.fence import Hold, Keyed, Register, holder_name
+from bufstore.tokens.fence import REFUSED, Hold, Keyed, Register, holder_name
 from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
@@ -80,6 +80,8 @@ class ExclusiveWork(Keyed):
         self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
         #: When to look for items that nobody was told of, and how many were found.
         self._look_at, self._found = 0.0, 0
+        #: Whether no work could be taken at the last try of a worker.
+        self._failing = False
 
     @classmethod
     async def open(cls, nats: ToNats, config: TokensConfig | None = None, *, holder: str = "") -> Self:
@@ -146,7 +148,7 @@ class ExclusiveWork(Keyed):
 
         An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled. An item
         that was begun `TokensConfig.max_attempts` times, also by processes that died of it, goes to `dead_letter`
-        instead; when that returns, the item is done.
+        instead; when that returns, the item is done. While NATS refuses or is away, it tries again.
         """
         if self._config.max_attempts and dead_letter is None:
             raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
@@ -194,7 +196,7 @@ class ExclusiveWork(Keyed):
             _log.error("removed a malformed message from the items: %s", e, extra={"action": "token_malformed"})
             await self._remove(delivery.seq)
             return None
-        except LogUnavailable:
+        except REFUSED:
             await self._pulls.hand_back(delivery)
             raise
 
@@ -249,7 +251,7 @@ class ExclusiveWork(Keyed):
                     await self._remove(task.item)  # this makes room
                     await self._give_turn(name)
             await asyncio.gather(self._remove(task.item), self._drop(delivery))
-        except (Unavailable, LogFull) as e:
+        except (Unavailable, *REFUSED) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
             await self._pulls.hand_back(delivery)  # the delivery that told us tells another worker
 
@@ -306,8 +308,13 @@ class ExclusiveWork(Keyed):
                 raise
             try:
                 task = None if taking.cancelled() else taking.result()
-            except LogUnavailable as e:
-                _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
+                self._failing = False
+            except REFUSED as e:
+                if isinstance(e, ConfigError) and not self._connection.closes_here():
+                    raise  # this is a process that was forked off; on another event loop `closes_here` raises
+                if not self._failing:
+                    _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
+                self._failing = True
                 pause_s = _PAUSE_S * (1 + random.random())  # noqa: S311 - no secret
                 await _unless(stopping, spawn(asyncio.sleep(pause_s)))
                 continue
@@ -327,7 +334,7 @@ class ExclusiveWork(Keyed):
                 else:
                     _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
                     await task.retry(model.backoff_s(task.attempt))
-            except (TokenLost, LogUnavailable) as e:
+            except (TokenLost, *REFUSED) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
 
 
