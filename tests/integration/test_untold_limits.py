@@ -14,6 +14,7 @@ from bufstore import ConfigError, Consistency, LogFull
 from bufstore.embedded import NatsServer, Servers
 from conftest import Deployment
 from helpers import eventually, run_of, said
+from rights import guarded
 
 #: With servers of their own.
 pytestmark = pytest.mark.alone
@@ -88,3 +89,20 @@ async def test_a_log_larger_than_the_servers_storage_is_told_what_to_do(servers:
         assert "have taken it" not in str(caught.value)
     finally:
         server.stop()
+
+
+async def test_a_right_that_is_taken_shows_in_health_until_a_write_is_answered(
+    servers: Servers, tmp_path: Path
+) -> None:
+    deployment = Deployment(servers)
+    with guarded(tmp_path) as rights:
+        async with deployment.store(nats=rights.url) as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            await rights.deny(f"{deployment.log.subject}.>")
+            with pytest.raises(ConfigError, match="does not permit") as caught:
+                await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+            health = await store.health()
+            assert (health.can_write, health.write_trouble) == (False, str(caught.value))
+            await rights.deny()
+            await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+            assert (await store.health()).can_write

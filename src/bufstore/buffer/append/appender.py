@@ -35,6 +35,7 @@ from bufstore.buffer.parts import Parts
 from bufstore.errors import (
     BufstoreError,
     Closed,
+    ConfigError,
     LogFull,
     LogUnavailable,
     OutcomeUnknown,
@@ -51,8 +52,8 @@ _log = logging.getLogger(__name__)
 
 #: Longest pause between two tries while the log is away; a write may have to wait this long once it is back.
 _PAUSE_MAX_S = 0.2
-#: How long a log counts as full after it refused a write for lack of space.
-_FULL_FOR_S = 10.0
+#: How long a log counts as one that takes no writes after it refused one for lack of space, or of a right.
+_REFUSED_FOR_S = 10.0
 
 
 class Appender(Generic[S, M]):
@@ -86,8 +87,8 @@ class Appender(Generic[S, M]):
         #: The bound method, made once for all units.
         self._on_end = self._ended
         self._explain = explain
-        #: When the log was last full, how many entries had been appended by then, and why it was full.
-        self._full = (float("-inf"), 0, "")
+        #: When the log last refused a write, how many entries had been appended by then, and why.
+        self._refusal = (float("-inf"), 0, "")
         #: Grows when the log forgets who wrote to which thread.
         self._life = 0
         #: How often the log began anew, and forgot everything.
@@ -224,14 +225,16 @@ class Appender(Generic[S, M]):
 
     @property
     def refused(self) -> str:
-        """Why the log had no room for the last write, if that was not long ago; else empty."""
-        at, appended, why = self._full
-        return why if appended == self.appended and self._loop.time() - at < _FULL_FOR_S else ""
+        """Why the log refused the last write, if that was not long ago; else empty."""
+        at, appended, why = self._refusal
+        return why if appended == self.appended and self._loop.time() - at < _REFUSED_FOR_S else ""
+
+    def _note(self, why: str) -> None:
+        self._refusal = self._loop.time(), self.appended, why
 
     async def _explained(self, error: LogFull) -> LogFull:
         elsewhere = isinstance(error, StorageFull)  # then the log's content explains nothing
-        why = str(error) if elsewhere else "the log is full: it has just refused a write"
-        self._full = self._loop.time(), self.appended, why
+        self._note(str(error) if elsewhere else "the log is full: it has just refused a write")
         return error if elsewhere or self._explain is None else await self._explain(error)
 
     def _enter(self, thread_id: str, writes: list[Write[M]]) -> None:
@@ -476,6 +479,8 @@ class Appender(Generic[S, M]):
             else:
                 await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
             return
+        if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
+            self._note(str(error))
         for write in unit.writes:
             if not write.done.done():
                 write.done.set_exception(error)
