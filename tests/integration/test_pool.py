@@ -10,6 +10,7 @@ import random
 import socket
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -199,6 +200,31 @@ async def test_a_login_that_is_refused_is_told_to_all_at_once(servers: Servers) 
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(o, StoreMisconfigured) for o in outcomes), outcomes
     await pool.close()
+
+
+async def test_a_password_that_is_changed_in_its_file_is_used_by_the_next_connection(
+    servers: Servers, tmp_path: Path
+) -> None:
+    dsn, role, file = servers.postgres.dsn, fresh("role").replace("-", "_"), tmp_path / "passwords"
+    file.touch(0o600)  # libpq ignores a file that others may read
+    fields = {k: v for k, v in conninfo_to_dict(dsn).items() if k != "password"}
+    pool = await open_pool(make_conninfo(**fields | {"user": role, "passfile": str(file)}), size=1)
+
+    async def change(password: str) -> None:
+        await query(dsn, f"ALTER ROLE {role} PASSWORD '{password}'")
+        file.write_text(f"*:*:*:{role}:{password}\n")
+
+    try:
+        await query(dsn, f"CREATE ROLE {role} LOGIN")
+        await change("first")
+        before = await backend(pool)
+        await change("second")
+        assert await backend(pool) == before
+        async with pool.lend(10) as connection:
+            await connection.close()
+        assert await backend(pool) != before
+    finally:
+        await pool.close()
 
 
 async def test_closing_ends_those_who_wait(servers: Servers) -> None:
