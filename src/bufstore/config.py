@@ -34,7 +34,7 @@ _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*\.?")
 def check_name(value: str, what: str) -> None:
     """Raise ConfigError unless `value` can be a name on a server. `what` says in words whose name it is."""
     if not _NAME.fullmatch(value):
-        raise ConfigError(f"{what} must be 1 to 64 of A-Z a-z 0-9 _ -")
+        raise ConfigError(f"{what} must be 1 to 64 characters out of A-Z, a-z, 0-9, _ and -")
 
 
 def large_bytes_max(log_bytes: int) -> int:
@@ -46,8 +46,8 @@ def check_failover_window(seconds: float, what: str) -> None:
     """Raise ConfigError for an impossible `LogConfig.failover_window_s`. `what` names the setting in words."""
     if not 0 < seconds <= FAILOVER_WINDOW_MAX_S:
         raise ConfigError(
-            f"{what} must be positive, and 30 days ({FAILOVER_WINDOW_MAX_S:.0f}) at most: until it is over nothing "
-            "leaves the log and no erasure ends; against a Postgres that loses more there is LogConfig.archive"
+            f"{what} must be positive and at most 30 days ({FAILOVER_WINDOW_MAX_S:.0f} s): entries stay in the log "
+            "and erasures wait that long. If Postgres may lose more, set LogConfig.archive"
         )
 
 
@@ -145,7 +145,9 @@ class NatsConfig(Secretive):
         for name in ("domain", "api_prefix"):
             value = getattr(self, name)
             if value is not None and not _SUBJECT.fullmatch(value):
-                raise ConfigError(f"NatsConfig.{name} must be words of a subject, joined by dots")
+                raise ConfigError(
+                    f"NatsConfig.{name} must be subject tokens separated by dots, without wildcards or spaces"
+                )
         for url in self.servers:
             split_url(url)
 
@@ -282,7 +284,7 @@ class BufferConfig:
             if window_s < 2 * longest:
                 raise ConfigError(
                     f"BufferConfig.{name} ({longest:g} s) must be at most half of the log's failover_window_s "
-                    f"({window_s:g} s): shorten it, or raise the log's window first (`bufstore log set`)"
+                    f"({window_s:g} s): lower it, or first raise the log's window (`bufstore log set`)"
                 )
 
     @classmethod
@@ -308,5 +310,5 @@ def as_nats_config(value: ToNats) -> NatsConfig:
     if isinstance(value, Mapping):
         return NatsConfig(**value)
     if not isinstance(value, Iterable):
-        raise ConfigError(f"say where NATS is by a URL, several URLs or a NatsConfig, not {type(value).__name__}")
+        raise ConfigError(f"nats must be a URL, a list of URLs or a NatsConfig, not {type(value).__name__}")
     return NatsConfig(servers=(value,) if isinstance(value, str) else tuple(value))

@@ -74,8 +74,7 @@ class NoLog(ConfigError):
 
     def __init__(self, stream: str) -> None:
         super().__init__(
-            f"there is no log {stream!r} on this server: open a store on it first, or run `bufstore setup`: "
-            "either creates it"
+            f"there is no log {stream!r} on this server; create it by opening a store on it, or with `bufstore setup`"
         )
 
 
@@ -118,7 +117,7 @@ class TooLarge(Rejected):
     """
 
     def __init__(self, size: int, limit: int, set_by: str = "LogConfig.max_entry_bytes, max_bytes") -> None:
-        super().__init__(f"{size} bytes are too many to be stored at once, the limit is {limit} ({set_by})")
+        super().__init__(f"{size} bytes are too much to store at once; the limit is {limit} ({set_by})")
         self.size = size
         self.limit = limit
 
@@ -299,7 +298,7 @@ class FlushTimeout(BufstoreError):
         who = "all threads" if thread_id is None else f"thread {thread_id!r}"
         where = f", partition {partition}" if partition is not None else ""
         why = f" ({reason})" if reason else ""
-        super().__init__(f"{who}{where}: flushed up to {flushed}, waited for {target}{why}")
+        super().__init__(f"{who}{where}: timed out at position {flushed}, the target is {target}{why}")
         self.thread_id = thread_id
         self.partition = partition
         self.reason = reason
@@ -336,8 +335,8 @@ class PositionPassed(BufstoreError):
 
     def __init__(self, position: int, why: str) -> None:
         super().__init__(
-            f"position {position} is passed: {why}. Read at a later position, or hold one with hold_position before it "
-            "is passed"
+            f"Postgres is already past position {position}: {why}. Read at a later position, or hold it with "
+            "hold_position in time"
         )
         self.position = position
 

@@ -54,7 +54,9 @@ class Home:
         if self._forks != _forks:
             raise ConfigError(FORKED)
         if asyncio.get_running_loop() is not self._loop:
-            raise ConfigError("this store was opened on another event loop: use it there, or a blocking one")
+            raise ConfigError(
+                "this store was opened on another event loop: use it on that loop, or use a blocking store"
+            )
 
     def closes_here(self) -> bool:
         """Whether this process has to close what it uses; a forked one has not. Raises ConfigError on another loop."""

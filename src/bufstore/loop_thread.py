@@ -126,7 +126,7 @@ class LoopThread:
 
     def _check_thread(self) -> None:
         if threading.current_thread() is self._thread:
-            raise ConfigError("a blocking store cannot be called from its own loop")
+            raise ConfigError("a blocking store cannot be called from its own event-loop thread")
 
 
 def own_time_s(timeout_s: object) -> float:

@@ -30,7 +30,7 @@ def own_cancels_only() -> Iterator[None]:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise StrayCancelledError("something that was awaited was cancelled") from e
+        raise StrayCancelledError("a call that this task awaited was cancelled, but not the task itself") from e
 
 
 @contextmanager

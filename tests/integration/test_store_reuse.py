@@ -24,13 +24,13 @@ async def test_a_second_buffer_in_front_of_a_store_is_refused_and_takes_nothing_
         await BufferedThreadStore.open(inner, nats=NOWHERE, config=deployment.config())  # it may be tried again
     async with deployment.store(inner) as store:
         await store.checkpoint("t", [1], run_of("t"))
-        with pytest.raises(ConfigError, match="in use or was closed: make one for each store that you open"):
+        with pytest.raises(ConfigError, match="in use or was closed: make a new one each time you open a store"):
             await BufferedThreadStore.open(inner, nats=deployment.servers.nats.url, config=deployment.config())
         await store.force_flush("t")
         assert await store.load_messages("t") == [1]
     with pytest.raises(ConfigError, match="in use or was closed"):
         await BufferedThreadStore.open(inner, nats=deployment.servers.nats.url, config=deployment.config())
-    with pytest.raises(ConfigError, match="this store was closed: make one for each"):
+    with pytest.raises(ConfigError, match="this store was closed: make a new one each time"):
         await inner.open()
 
 

@@ -63,7 +63,7 @@ def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused(monkeypat
         assert loop.run_until_complete(loop.run_in_executor(thread, saver.get_tuple, config("t"))) is None
         stopped = thread.submit(saver._wait, _never(loop))
         loop.run_forever()
-        with pytest.raises(ConfigError, match="it stopped in the call"):
+        with pytest.raises(ConfigError, match="event loop stopped during the call"):
             stopped.result()
     loop.run_until_complete(saver.aclose())
     loop.close()
@@ -93,5 +93,5 @@ def test_a_blocking_call_during_which_the_program_ends_is_no_success() -> None:
         await saver.aclose()
         return called
 
-    with ThreadPoolExecutor() as thread, pytest.raises(ConfigError, match="it stopped in the call"):
+    with ThreadPoolExecutor() as thread, pytest.raises(ConfigError, match="event loop stopped during the call"):
         asyncio.run(main()).result()

@@ -46,7 +46,8 @@ class Backlog:
                 await turn
         except TimeoutError:
             raise LogUnavailable(
-                f"{self.bytes} bytes wait for the log, and it took none of them in time; nothing was stored; retry"
+                f"{self.bytes} bytes are already waiting for the log, and no space became free in time; this write was "
+                "not stored; retry"
             ) from None
         finally:
             if turn.done() and not turn.cancelled() and turn.exception() is None:

@@ -222,13 +222,18 @@ class CheckpointReads:
                 break
             # The tail drops the only checkpoint that Postgres was asked for. After a flush Postgres tells the newest.
             if state.base == CACHE:
-                raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+                raise StoreUnavailable(f"thread {thread_id!r} cannot be read without Postgres: {self._down}")
             try:
                 await self._buffer.force_flush(thread_id)
             except FlushTimeout as e:
-                raise ReadNotFresh(f"checkpoints of thread {thread_id!r} are deleted, and that is not flushed") from e
+                raise ReadNotFresh(
+                    f"the deletion of checkpoints of thread {thread_id!r} was not flushed in time; read again"
+                ) from e
         else:
-            raise ReadNotFresh(f"checkpoints of thread {thread_id!r} were deleted during each of {_TRIES} reads")
+            raise ReadNotFresh(
+                f"checkpoints of thread {thread_id!r} were deleted during each of {_TRIES} attempts to read them; "
+                "read again"
+            )
         last = state.watermark.applied_id
         if row is not None:
             await self._complete(thread_id, part, state, tables, row)
@@ -259,7 +264,7 @@ class CheckpointReads:
         for _ in range(_TRIES):
             state = await self._buffer.reads.thread(thread_id, level)
             if state.base == CACHE:
-                raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+                raise StoreUnavailable(f"thread {thread_id!r} cannot be read without Postgres: {self._down}")
             tail = _with_all_of(state, Part(Watermark(), Tables()))
             at = walk.first_beyond(tail)
             if at is None or state.base == LOG:
@@ -278,7 +283,9 @@ class CheckpointReads:
                 tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
                 tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in tail.checkpoints}
             return tables
-        raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
+        raise ReadNotFresh(
+            f"thread {thread_id!r} could not be read: a flush interrupted each of {_TRIES} attempts; read again"
+        )
 
     async def _complete(self, thread_id: str, part: Part, state: Tail, tables: Tables, row: CheckpointRow) -> None:
         """Add what the checkpoint names but neither the rows that were read nor the tail have."""
@@ -292,7 +299,7 @@ class CheckpointReads:
         if not (missing or sends) or all_in_log:
             return
         if state.base != STORE:
-            raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+            raise StoreUnavailable(f"thread {thread_id!r} cannot be read without Postgres: {self._down}")
         more = _with_tail(await self._more(thread_id, state, sorted(missing), sends), state)
         tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
         tables.known |= missing
@@ -332,7 +339,10 @@ class CheckpointReads:
             if broken and level is not Consistency.EVENTUAL:
                 raise ThreadQuarantined(thread_id, broken)
             return part, state
-        raise ReadNotFresh(f"thread {thread_id!r} was flushed, or Postgres failed, during each of {_TRIES} reads")
+        raise ReadNotFresh(
+            f"thread {thread_id!r} could not be read: a flush or a Postgres failure interrupted each of {_TRIES} "
+            "attempts; read again"
+        )
 
     async def _state(self, thread_id: str, level: Consistency, rows: asyncio.Future[Part] | None) -> Tail:
         # A strong read asks for the state only after a flush, so the one that comes with these rows is too old.
@@ -382,7 +392,7 @@ class CheckpointReads:
             # What the log shows follows what was read without a gap: `state` has found none.
             if (last is not None and last.seq >= position) or self.is_last(thread_id, position):
                 return found
-        raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+        raise StoreUnavailable(f"thread {thread_id!r} cannot be read without Postgres: {self._down}")
 
 
 def _is_hidden(part: Part, tables: Tables, ns: str, row: CheckpointRow | None) -> bool:

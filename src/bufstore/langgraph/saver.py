@@ -51,7 +51,10 @@ T = TypeVar("T")
 #: How often, in seconds, a blocking call looks whether the saver's loop runs; also how long it waits for a start.
 _LOOKS_S = 1.0
 _NO_LOOP = "the saver's event loop does not run: keep it running, or use BufferedSaver"
-_LOOP_ENDED = f"{_NO_LOOP}; it stopped in the call: a write may or may not be stored"
+_LOOP_ENDED = (
+    "the saver's event loop stopped during the call, so a write may or may not be stored; keep the loop running, or "
+    "use BufferedSaver"
+)
 
 
 def _blocking(
@@ -370,7 +373,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             running = None
         if running is self._loop:
             work.close()
-            raise ConfigError("a blocking call on the saver's own event loop would wait for itself: use the async one")
+            raise ConfigError("a blocking call on the saver's own event loop would deadlock: use the async method")
         if self._home.left:
             work.close()
             raise ConfigError(FORKED)

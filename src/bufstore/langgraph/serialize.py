@@ -249,14 +249,14 @@ def _check_key(*parts: str, beside: int = 0) -> int:
         size += len(part) if part.isascii() else len(part.encode())
     if size > _KEY_BYTES:
         raise InvalidId(
-            f"thread id, namespace and the rest of a row's key have {size} bytes, the limit is {_KEY_BYTES}"
+            f"the key of a row (thread id, namespace and so on) has {size} bytes; the limit is {_KEY_BYTES}"
         )
     return size
 
 
 def _check_text(text: str) -> None:
     if type(text) is not str:
-        raise InvalidId(f"a text of a row's key must be a str, not {type(text).__name__}")
+        raise InvalidId(f"each id and name in a checkpoint row must be a str, not {type(text).__name__}")
     if "\0" in text:
         raise InvalidId(f"{text!r} has a NUL character")
     if not text.isascii():

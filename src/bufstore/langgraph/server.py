@@ -33,7 +33,9 @@ async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
     """
     postgres = os.environ.get("BUFSTORE_POSTGRES")
     if not postgres:
-        raise ConfigError("BUFSTORE_POSTGRES is not set: give the database of LangGraph's tables")
+        raise ConfigError(
+            "BUFSTORE_POSTGRES is not set: set it to the connection string of the database with LangGraph's tables"
+        )
     nats, schema, buffer_schema, stream, bucket, subject = (
         os.environ.get(name) or default for name, default in _DEFAULTS.items()
     )

@@ -62,7 +62,10 @@ class Appending(msgspec.Struct, gc=False):
             raise NeedBase
         if tip.broken and not alone:
             if memory is not None and memory.cached:
-                raise StoreUnavailable(f"only Postgres can tell whether thread {self.thread_id!r} is whole")
+                raise StoreUnavailable(
+                    f"Postgres is needed to check that the chain of thread {self.thread_id!r} is intact: retry once it "
+                    "answers"
+                )
             raise ThreadQuarantined(self.thread_id, tip.seq)
         if seen is not None and not (memory is not None and memory.own) and tip.id != seen():
             raise ConcurrentWriter(self.thread_id)

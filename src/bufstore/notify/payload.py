@@ -20,7 +20,10 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,48}(\.[A-Za-z0-9_-]{1,48}){0,3}")
 def check_prefix(prefix: str) -> str:
     """Return the prefix. Raises ConfigError for one that does not fit into a subject, a key and a channel."""
     if not _PREFIX.fullmatch(prefix):
-        raise ConfigError("a notifier's prefix must be one to four words of A-Z a-z 0-9 _ -, joined by dots")
+        raise ConfigError(
+            "a notifier's prefix must be one to four words separated by dots, each of them 1 to 48 characters out of "
+            "A-Z, a-z, 0-9, _ and -"
+        )
     return prefix
 
 

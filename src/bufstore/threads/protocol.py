@@ -211,5 +211,7 @@ def kind_of(store: object) -> Kind:
     declared = inspect.getattr_static(store, "store_kind", None) is not None
     name: object = store.store_kind if declared else _OWN  # type: ignore[attr-defined]
     if not isinstance(name, str) or not _KIND.fullmatch(name):
-        raise ConfigError(f"{type(store).__name__}.store_kind must be 1 to 64 of A-Z a-z 0-9 _ - .")
+        raise ConfigError(
+            f"{type(store).__name__}.store_kind must be 1 to 64 characters out of A-Z, a-z, 0-9, _, - and the dot"
+        )
     return Kind(DOMAIN, name)

@@ -46,7 +46,9 @@ class ComparingReader:
                 )
             watermark = after
             await asyncio.sleep(0.01 * attempt)  # the thread was flushed during this try: let a window pass
-        raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
+        raise ReadNotFresh(
+            f"thread {thread_id!r} could not be read: a flush interrupted each of {_TRIES} attempts; read again"
+        )
 
     async def answers(self) -> None:
         with own_cancels_only():

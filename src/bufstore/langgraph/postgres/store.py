@@ -105,7 +105,7 @@ class PostgresCheckpointStore:
     def behind(self, config: BufferConfig) -> tuple[PostgresLedger, Backing[Tail]]:
         """See `CheckpointStore.behind`."""
         if self._behind:
-            raise ConfigError(f"this PostgresCheckpointStore is in use or was closed: {ANOTHER}")
+            raise ConfigError(f"this PostgresCheckpointStore is already in use or was closed: {ANOTHER}")
         ledger = PostgresLedger(
             self._conninfo,
             self,
@@ -299,10 +299,10 @@ def check_migration(schema: str, version: int | None) -> None:
     """Raise ConfigError unless this release reads and writes tables of this migration. None: of no migration."""
     if version == MIGRATION:
         return
-    found = f"LangGraph's tables in schema {schema!r} are of migration {version}, this release of bufstore"
+    found = f"LangGraph's tables in schema {schema!r} are at migration {version}, but this release of bufstore"
     if version is None or version < MIGRATION:
         raise ConfigError(f"{found} needs {MIGRATION}: call `setup()` of langgraph-checkpoint-postgres once")
-    raise ConfigError(f"{found} knows {MIGRATION}: upgrade bufstore")
+    raise ConfigError(f"{found} supports only {MIGRATION}: upgrade bufstore")
 
 
 class _Any(frozenset[BlobKey]):

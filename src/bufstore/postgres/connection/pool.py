@@ -29,7 +29,7 @@ from bufstore.postgres.connection.errors import Unconfirmed, map_errors
 from bufstore.tasks import Closing, to_the_end
 
 #: The advice when a store is opened again, or by another one.
-ANOTHER = "make one for each store that you open"
+ANOTHER = "make a new one each time you open a store or a saver"
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
 #: How long the statement of a cancelled caller may take to end.

@@ -136,7 +136,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         `postgres`: another way to the same database, for the ledger's connections.
         """
         if self._behind and self._owns_pool:
-            raise ConfigError(f"this PostgresThreadStore is in use or was closed: {ANOTHER}")
+            raise ConfigError(f"this PostgresThreadStore is already in use or was closed: {ANOTHER}")
         dsn = postgres or str(self.pool.conninfo)
         schema = check_schema(ledger_schema(self.schema, config.log))
         reader = _SnapshotReader(self, schema)
