@@ -154,7 +154,7 @@ async def test_the_next_owner_of_the_partition_goes_on(deploy: Callable[..., Dep
                     await writer.checkpoint(beside, [said(0)], run_of(beside))
                     await second.force_flush(beside, timeout_s=20)
                     await wait_in_ledger(deployment, 2)
-                    assert "1 threads have to wait" in (await second.health()).flusher
+                    assert "1 thread has to wait" in (await second.health()).flusher
         async with deployment.store(**_SOON) as third:
             await third.force_flush(thread_id, timeout_s=20)
             found = await third.load_messages(thread_id, consistency=Consistency.EVENTUAL)

@@ -354,10 +354,13 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
 
                 well, inner.apply = inner.apply, apply  # type: ignore[method-assign]
                 await writer.checkpoint(thread_id, [1, 2], run_of(thread_id, steps=1))
-                with pytest.raises(FlushTimeout, match=r"this process is to flush it: .*Postgres has no room"):
+                with pytest.raises(
+                    FlushTimeout, match=r"this process is responsible for flushing it: .*Postgres has no room"
+                ):
                     await owner.force_flush(thread_id, timeout_s=2)
                 await asyncio.sleep(2)
-                told = f"partition {partition}: .*flusher {owner.buffer.flusher.member} is to flush it: .*has no room"  # type: ignore[union-attr]
+                other = owner.buffer.flusher.member  # type: ignore[union-attr]
+                told = f"partition {partition}: .*flusher {other} is responsible for flushing it: .*has no room"
                 with pytest.raises(FlushTimeout, match=told):
                     await writer.force_flush_all(timeout_s=2)
                 inner.apply = well  # type: ignore[method-assign]

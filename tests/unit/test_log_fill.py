@@ -73,7 +73,10 @@ def test_a_full_log_says_what_takes_the_room_and_what_to_do() -> None:
     assert "holds 1000 of 1000 bytes, about 800 of them not flushed" in unflushed
     assert "health()" in unflushed
     flushed = why_full("the log is full", LogFill(0, Held(1000, 1000, Counter({0: 1}), 100, 10)))
-    assert "about 100 of them not flushed; the others are flushed, and stay for LogConfig.failover_window_s" in flushed
+    assert (
+        "about 100 of them not flushed; the rest is flushed, but stays in the log for LogConfig.failover_window_s"
+        in flushed
+    )
 
 
 # --- on a store ---------------------------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ def test_a_log_that_nobody_flushes_says_so() -> None:
                 await writer.force_flush_all()
                 assert (await writer.health()).flushing
                 await asyncio.sleep(2)
-                with pytest.raises(LogFull, match="the others are flushed, and stay"):
+                with pytest.raises(LogFull, match="the rest is flushed, but stays in the log"):
                     await write_for(writer, 50)
                 await asyncio.sleep(120)
                 await write_for(writer, 1)

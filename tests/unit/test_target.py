@@ -272,7 +272,7 @@ def test_a_command_takes_no_log_that_does_not_say_what_it_is_flushed_into() -> N
     check_flushable("LOG", Target("threads", "bufstore.postgres", "x"), ours)
     for named, says in (
         (None, "bufstore log adopt"),
-        (Target("threads", "app", "x"), "in a process that has it"),
+        (Target("threads", "app", "x"), "run this in a process that opens that store"),
         (Target("else", "bufstore.postgres", "x"), "domain is 'else'"),
     ):
         with pytest.raises(ConfigDrift, match=says):

@@ -93,7 +93,7 @@ def test_a_thread_that_waits_stops_nobody_and_is_flushed_when_it_can_be(
         assert await it.stored("t") is None
         assert it.flusher is not None
         assert it.flusher.state.pending >= 200
-        assert "1 threads have to wait" in it.flusher.state.trouble
+        assert "1 thread has to wait" in it.flusher.state.trouble
         assert await it.cursor() == it.log.last_seq
         assert (await it.ledger.flushed())[PARTITION] < it.log.messages[0].seq
         assert it.log.feeds[PARTITION].acked == it.log.last_seq
@@ -206,7 +206,7 @@ def test_the_next_owner_finds_who_waits(monkeypatch: pytest.MonkeyPatch, again: 
         assert await it.flushed(*GOOD)
         if again:
             assert it.flusher is not None
-            assert "1 threads have to wait" in it.flusher.state.trouble
+            assert "1 thread has to wait" in it.flusher.state.trouble
         it.refused = None
         assert await it.flushed("t")
         for thread_id in ("t", *GOOD):
@@ -398,7 +398,7 @@ def test_when_too_much_waits_the_partition_stops_and_nothing_is_lost(monkeypatch
         assert not await it.flushed(GOOD[0], within_s=20.0)
         assert await it.cursor() < it.log.last_seq
         assert it.flusher is not None
-        assert f"partitions {[PARTITION]} stop" in it.flusher.state.trouble
+        assert f"partitions {[PARTITION]} have stopped" in it.flusher.state.trouble
         it.refused = None
         assert await it.flushed("t", GOOD[0])
         assert await it.stored("t") == list(range(3000))

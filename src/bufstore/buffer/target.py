@@ -59,15 +59,15 @@ def check_flushable(stream: str, named: Target | None, ours: Kind) -> None:
             "store",
             expected=ours.store,
             found=None,
-            way_out="It was made by an earlier release and does not say what it is flushed into: open it once with the "
-            "app's store and this release, or say so with `bufstore log adopt`.",
+            way_out="An earlier release created it and did not record which store it is flushed into: open it once "
+            "with the app's store and this release, or record it with `bufstore log adopt`.",
         )
     check_kind(
         what,
         named,
         ours,
-        "What comes with bufstore (a command, a job) has no other store: do this in a process that has it "
-        "(docs/OPERATIONS.md, A store of your own).",
+        "bufstore's own commands and jobs cannot flush into the store of this log: run this in a process that opens "
+        "that store (docs/OPERATIONS.md, A store of your own).",
     )
 
 
@@ -100,7 +100,7 @@ def check_proof(stream: str, named: Target | None, *, proven: bool) -> None:
             found=None,
             way_out="The log has entries of an earlier release, nothing says where they are flushed to, and this "
             "Postgres has flushed none of them. Open it with the right Postgres and schema; if this is the right one, "
-            "say so with `bufstore log adopt`.",
+            "record it with `bufstore log adopt`.",
         )
     raise ConfigDrift(
         f"stream {stream}",

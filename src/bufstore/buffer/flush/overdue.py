@@ -153,7 +153,8 @@ class Overdue:
                 del self._awaited[partition]
                 self._patience[partition] = min(patience * _PATIENCE_GROWS, _PATIENCE_MAX_S)
                 owned.feed.doubt(
-                    f"nothing behind {owned.delivered} arrives, and the log holds entries of it up to {awaited.end}"
+                    f"no entry after {owned.delivered} has arrived, although the log has entries of this partition up "
+                    f"to {awaited.end}"
                 )
 
     def _common_patience(self) -> float:

@@ -72,7 +72,7 @@ class OwnedPartition:
                 self.pending_bytes += size_of(item)
         except Exception as e:
             # The cursor would pass the entries that are lost here.
-            self.doubt = f"unexpected {type(e).__name__} in what arrived"
+            self.doubt = f"unexpected {type(e).__name__} while decoding the entries that arrived"
             raise
         if arrived:
             self.delivered = arrived[-1].seq

@@ -102,7 +102,9 @@ class Queues:
             if owned is None or thread_id not in owned.queues:
                 continue  # the partition was given up meanwhile
             if not items:
-                owned.doubt = f"the ledger has nothing of thread {thread_id!r} that waits"
+                owned.doubt = (
+                    f"the ledger has no waiting entries of thread {thread_id!r}, although there should be some"
+                )
             if thread_id in items:
                 owned.recall(items[thread_id])
                 found[thread_id] = list(items[thread_id])

@@ -52,7 +52,10 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
     if end < cursor.seq:
         return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
     if (erased := await log.erased()) and cursor.seq <= erased:
-        return f"what stood up to {erased} is erased, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+        return (
+            f"the log is erased up to {erased}, but Postgres has applied partition {cursor.partition} only up to "
+            f"{cursor.seq}"
+        )
     if cursor.id and cursor.seq >= log.generation_start:
         # The entry at the cursor is never purged. If it is not there, either the log was purged further than this
         # Postgres has got, or it is not the same log.
@@ -80,11 +83,11 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
         stored = await log.barrier(_BARRIER_S)
     except AppendUnknown:
         raise LogUnavailable(
-            "the log shows a wrong end, and its leader cannot prove that it leads; looks again"
+            "the log shows a wrong end, and its leader cannot prove that it leads; will check again"
         ) from None
     found = await look()
     if found is not None and stored and await log.end(_BARRIER_S) < stored:
-        raise LogUnavailable("a node that no longer leads the log shows a wrong end of it; looks again")
+        raise LogUnavailable("a node that no longer leads the log reports a wrong end for it; will check again")
     return found
 
 
@@ -168,7 +171,7 @@ class Takeover:
         if now - self._followed_at[partition] < _AT_ONCE_LOST_S:
             self._untakeable[partition] = now + _TAKE_RETRY_S
             self._doomed_until = now + _TAKE_RETRY_S + 2 * _AT_ONCE_LOST_S
-            self._state.report(LogUnavailable(f"nothing can be followed: {reason}"), stopped=False)
+            self._state.report(LogUnavailable(f"feeds are lost as soon as they start: {reason}"), stopped=False)
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Take the partitions that are ours, until `stopping`."""
@@ -258,7 +261,8 @@ class Takeover:
         except Exception as e:
             self._state.trouble = f"takeover: unexpected {type(e).__name__}"
             _log.exception(
-                "cannot follow a partition; tries again, its entries stay in the log", extra={"action": "flusher_error"}
+                "cannot follow a partition; will try again, and its entries stay in the log",
+                extra={"action": "flusher_error"},
             )
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
         finally:

@@ -122,4 +122,6 @@ class Waiting:
     def trouble(self) -> str:
         """Return the reasons in words, the most common first; empty if no thread waits."""
         reasons = Counter(w.reason for w in self._waits.values()).most_common(_REASONS_SHOWN)
-        return "; ".join(f"{count} threads have to wait: {reason}" for reason, count in reasons)
+        return "; ".join(
+            f"{count} {'thread has' if count == 1 else 'threads have'} to wait: {reason}" for reason, count in reasons
+        )

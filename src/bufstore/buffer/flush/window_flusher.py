@@ -204,7 +204,7 @@ class WindowFlusher:
         self._told = {cause for cause in self._told & self.waiting.causes().keys() if self._is_everybodys(cause)}
         text = self.waiting.trouble()
         if full := self.queues.full():
-            text += f"; so much waits that partitions {full} stop"
+            text += f"; partitions {full} have stopped because too many bytes of their entries wait in the ledger"
         return text, bool(self._told)
 
     def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
@@ -356,7 +356,10 @@ class WindowFlusher:
             _log.error(text, error, extra={"action": "refused_to_all"})
         elif not everybodys and not self.waiting.tries(thread_id):
             _log.warning(
-                "thread %r waits, nothing of it is lost: %s", thread_id, error, extra={"action": "thread_waits"}
+                "thread %r has to wait; none of its entries are lost: %s",
+                thread_id,
+                error,
+                extra={"action": "thread_waits"},
             )
         longest = {"longest_s": longest_s or _EVERYBODYS_MAX_S} if longest_s or everybodys else {}
         self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)

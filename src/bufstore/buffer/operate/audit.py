@@ -114,7 +114,12 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
         )
     changed = [item.seq for item in facts.tail if _id(waiting.get(item.seq, item)) != _id(item)]
     if changed:
-        found.append(("waiting entry", f"the log and the ledger, where it waits, have different entries {changed[0]}"))
+        found.append(
+            (
+                "waiting entry",
+                f"entry {changed[0]} waits in the ledger, but the log has a different entry at that position",
+            )
+        )
     unflushed = [*facts.waiting, *facts.tail]
     # Entries behind a discarded entry build on it, until the thread has gone on without it.
     explained = watermark.broken_since is not None or 0 < watermark.flushed_seq <= facts.given_up

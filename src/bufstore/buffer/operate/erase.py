@@ -67,7 +67,8 @@ class Eraser:
             reason = (
                 "the log is not archived up to there"
                 if settled >= remains.settled_from
-                else "a partition changed hands, or Postgres went back, before its commit was old enough"
+                else "a partition changed owners, or Postgres went back, before the commit was older than the failover "
+                "window"
             )
             raise FlushTimeout(None, target=remains.settled_from, flushed=settled, reason=reason) from None
 

@@ -112,7 +112,7 @@ def health_of(
     """
     read = ""
     if log:
-        read = f"NATS: {log}; what is flushed can be read with Consistency.EVENTUAL"
+        read = f"NATS: {log}; flushed content can still be read with Consistency.EVENTUAL"
     elif store:
         read = f"Postgres: {store}; threads whose last snapshot is in the log can be read"
     flush = flusher

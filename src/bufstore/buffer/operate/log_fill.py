@@ -63,13 +63,13 @@ def why_full(said: str, fill: LogFill) -> str:
     held = f"{said}: it holds {fill.held.bytes} of {fill.held.limit} bytes, about {fill.unflushed} of them not flushed"
     if fill.unflushed >= flushed:
         return (
-            f"{held}; slow down and retry later, see `bufstore status` and health() for why they are not, "
-            "or raise LogConfig.max_bytes"
+            f"{held}; slow down and retry later, or raise LogConfig.max_bytes; `bufstore status` and health() say why "
+            "these bytes are not flushed"
         )
     return (
-        f"{held}; the others are flushed, and stay for LogConfig.failover_window_s after it, until they are archived "
-        "(LogConfig.archive), and while their partitions have no flusher that reaches Postgres: see `bufstore status`, "
-        "retry later, or raise LogConfig.max_bytes"
+        f"{held}; the rest is flushed, but stays in the log for LogConfig.failover_window_s after the flush, until it "
+        "is archived (if LogConfig.archive is set), and as long as no flusher of its partition reaches Postgres: see "
+        "`bufstore status`, retry later, or raise LogConfig.max_bytes"
     )
 
 

@@ -86,11 +86,11 @@ class Verifier:
         cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0))
         end = await self._log.end(_TIMEOUT_S)
         for rule, what, seq in (
-            ("progress <= cursor", "told to be flushed", told),
-            ("settled <= cursor", "told to be settled", settled),
+            ("progress <= cursor", "reported as flushed", told),
+            ("settled <= cursor", "reported as settled", settled),
             ("erased <= cursor", "erased", erased),
         ):
-            if seq > cursor.seq and (what != "told to be settled" or await self._holds(partition, cursor.seq, seq)):
+            if seq > cursor.seq and (what != "reported as settled" or await self._holds(partition, cursor.seq, seq)):
                 found.append((rule, f"{what} up to {seq}, the cursor stands at {cursor.seq}"))
         if cursor.seq > end:
             found.append(("cursor <= log", f"the cursor stands at {cursor.seq}, the log ends at {end}"))

@@ -97,8 +97,8 @@ class FlushWaiter:
         except TimeoutError:
             partition = min(left)
             who, trouble = self._ourselves(partition) or (inquiry.result() if inquiry and inquiry.done() else ("", ""))
-            why = trouble or failed or ("it tells of no trouble" if who else "")
-            reason = f"{who} is to flush it: {why}" if who else why
+            why = trouble or failed or ("it reports no trouble" if who else "")
+            reason = f"{who} is responsible for flushing it: {why}" if who else why
             raise FlushTimeout(
                 thread_id,
                 target=left[partition],

@@ -167,7 +167,7 @@ class Reads(Generic[S]):
 
     async def _told(self, ask: Callable[[float], Awaitable[T]], thread_id: str | None, timeout_s: float) -> T:
         """Return the log's answer. A silent log counts as unavailable only if it had as long as a read has."""
-        own_s, late = self._config.read_timeout_s, "the log did not say in time what must be flushed"
+        own_s, late = self._config.read_timeout_s, "the log did not say in time which entries must be flushed"
         try:
             async with asyncio.timeout(timeout_s):
                 return await ask(max(timeout_s, own_s))

@@ -26,7 +26,10 @@ _NEVER = (-1, float("-inf"), 0)
 #: Seconds after which Postgres is compared again although no connection is new: a pooler may lead an old connection to
 #: another Postgres.
 _AGAIN_S = 5.0
-_OLDER = "Postgres seems to be older than the log reaches back, so it counts as away: {}; see `bufstore repair`"
+_OLDER = (
+    "Postgres is treated as unavailable: it seems to have gone back further than the log reaches ({}); see `bufstore "
+    "repair`"
+)
 
 
 class Restored:
@@ -102,7 +105,7 @@ class Restored:
             if message.seq < floor:
                 raise StoreUnavailable(
                     f"Postgres went back (was it restored from a backup?): partition {cursor.partition} was flushed "
-                    f"to {floor} and is at {cursor.seq}; what it lacks is in the log and is flushed again, and until "
-                    "then Postgres counts as away"
+                    f"up to {floor}, but Postgres is at {cursor.seq}. The log still has the missing entries and they "
+                    "will be flushed again; until then Postgres is treated as unavailable"
                 )
             return

@@ -79,8 +79,8 @@ class StoreWatch(Generic[S]):
             while not await self._done(asked, deadline, self._patience):
                 late = asyncio.get_running_loop().time() >= deadline
                 if late or self.down is not None:
-                    reason = self.down or "it did not tell in BufferConfig.read_timeout_s"
-                    raise StoreUnavailable(f"only Postgres can tell about thread {thread_id!r}: {reason}")
+                    reason = self.down or "it did not answer within BufferConfig.read_timeout_s"
+                    raise StoreUnavailable(f"only Postgres has the state of thread {thread_id!r}: {reason}")
             return asked.result()
         finally:
             self.let_go(asked)
@@ -126,7 +126,7 @@ class StoreWatch(Generic[S]):
         if self.down is None:
             self.down = reason
             _log.warning(
-                "Postgres does not answer; reads do without it as far as the log can tell: %s",
+                "Postgres does not answer; reads use the log alone where it has the whole thread: %s",
                 reason,
                 extra={"action": "store_down"},
             )
