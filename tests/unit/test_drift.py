@@ -25,3 +25,9 @@ def test_the_way_out_of_a_difference_is_safe(field: str, way_out: str) -> None:
     with pytest.raises(ConfigDrift) as caught:
         check("stream S", {field: 3}, {field: 1}, "LogConfig", "nats stream edit S")
     assert caught.value.way_out == way_out
+
+
+def test_a_difference_with_only_one_way_out_names_that_one() -> None:
+    with pytest.raises(ConfigDrift) as caught:
+        check("consumer C", {"name": "C"}, {"name": "D"}, "", "nats consumer rm S C", way_out="Remove it.")
+    assert caught.value.way_out == "Remove it."

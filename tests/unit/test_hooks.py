@@ -58,7 +58,7 @@ async def test_a_version_that_was_not_looked_at_is_said(
     monkeypatch.setattr(frames, "supported", False)
     with caplog.at_level(logging.WARNING):
         assert await opened("nats://127.0.0.1:1")
-    assert "slower way" in caplog.text
+    assert "slower path" in caplog.text
     assert "nats-py 2." in caplog.text
 
 

@@ -334,7 +334,7 @@ class Connection:
         try:
             await doubt.prove()
         except BufstoreError as e:  # the message was sent, and a leader that stores it may answer later
-            raise AppendUnknown(f"it was refused by a node that may not lead any more: {e}") from None
+            raise AppendUnknown(f"a node that may no longer be the leader refused the write: {e}") from None
 
     def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
         # Our own table of answers: nats-py's does not notice a lost connection, so its requests would wait for their
@@ -362,7 +362,7 @@ class Connection:
         """Note that a request sent at `since` was not served, and leave a server that has served nothing for long."""
         client = self._client
         if self._choice.failed(since, _now()) and client is not None:
-            self._drop(client, "JetStream serves nothing there; another server may")
+            self._drop(client, "JetStream on this server answers no request; trying another server if there is one")
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS refused what we sent on `subject`: tell the waiter at once."""
@@ -372,7 +372,7 @@ class Connection:
         if verb != "publish":
             return
         # The message is not stored: of a batch, the server stores nothing when one message of it is missing.
-        how = "`bufstore setup` does it as operator" if ".stream.create." in subject else "see `bufstore permissions`"
+        how = "run `bufstore setup` as operator" if ".stream.create." in subject else "see `bufstore permissions`"
         error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
         # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
         api = self._config.api.lower()

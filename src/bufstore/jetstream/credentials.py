@@ -30,11 +30,11 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
         try:
             text = Path(text).read_text(encoding="utf-8")
         except (OSError, ValueError) as e:
-            reason = getattr(e, "strerror", None) or "no text"
+            reason = getattr(e, "strerror", None) or "it is not a text file, or its path is invalid"
             raise ConfigError(f"cannot read the file that NatsConfig.credentials names: {reason}") from None
     # Without these lines nats-py would look for them forever, and block the event loop.
     if _JWT not in text or _SEED not in text:
-        raise ConfigError(f"NatsConfig.credentials are invalid: a line with {_JWT!r} or with {_SEED!r} is missing")
+        raise ConfigError(f"NatsConfig.credentials are invalid: they need a line with {_JWT!r} and one with {_SEED!r}")
     return RawCredentials(text)
 
 

@@ -8,10 +8,13 @@ from typing import Any
 from bufstore.errors import ConfigDrift
 
 
-def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:
+def check(
+    what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str, *, way_out: str = ""
+) -> None:
     """Raise ConfigDrift for the first field that differs, with both values and both ways out.
 
-    `ours`: where these fields are configured; empty when nobody may choose them.
+    `ours`: where these fields are configured; empty when nobody may choose them. `way_out`: the only way out, in words,
+    when it is none of these two.
     """
     here = f" or in the configuration ({ours})" if ours else ""
     for field, expected in wanted.items():
@@ -24,5 +27,5 @@ def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: 
                 field,
                 expected=expected,
                 found=value,
-                way_out=f"Change it on the server (`{edit}`{when}){here}.",
+                way_out=way_out or f"Change it on the server (`{edit}`{when}){here}.",
             )

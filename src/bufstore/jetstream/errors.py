@@ -34,7 +34,7 @@ class Mirrored(ConfigError):
 
     def __init__(self, stream: str, by: str) -> None:
         super().__init__(
-            f"stream {by} mirrors {stream} and answers its reads, without having all: remove {by} "
+            f"stream {by} mirrors {stream} and answers its reads, but does not hold all of its messages: remove {by} "
             f"(`nats stream rm {by}`); for a copy, make a stream that has {stream} as a source"
         )
 
@@ -96,7 +96,7 @@ def _not_so(what: str) -> Callable[[ApiError], Exception]:
         text = e.description.lower()
         if "no space" in text or "creating store" in text:
             return StorageFailed(e.description)
-        return ConfigError(f"{what} so: {e.description}")
+        return ConfigError(f"{what} these settings: {e.description}")
 
     return error
 
@@ -105,7 +105,7 @@ def _not_placed(e: ApiError) -> Exception:
     # The server has one code for too few nodes with such tags and for a node that is just starting again.
     if "offline" in e.description.lower():
         return LogUnavailable(f"a node of the cluster is away: {e.description}")
-    return ConfigError(f"no nodes for this stream: {e.description}")
+    return ConfigError(f"too few nodes suit this stream's size, replicas and placement: {e.description}")
 
 
 _TABLE: dict[int, Callable[[ApiError], Exception]] = {
@@ -131,9 +131,9 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10043: lambda e: MessageMissing(e.description),
     10057: lambda e: MessageMissing(e.description),  # deleting what is not there
     10051: lambda e: StorageFailed(e.description),  # a purge
-    10012: _not_so("the consumer cannot be made or changed"),
-    10049: _not_so("the stream cannot be made"),
-    10069: _not_so("the stream cannot be changed"),
+    10012: _not_so("the consumer cannot be created or changed with"),
+    10049: _not_so("the stream cannot be created with"),
+    10069: _not_so("the stream cannot be changed to"),
     10052: lambda e: ConfigError(f"the server does not accept this stream: {e.description}"),
     10058: lambda e: StreamTaken(f"a stream of this name has other settings: {e.description}"),
     10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),

@@ -27,5 +27,5 @@ def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | App
     if sent:
         return AppendUnknown("the connection was lost before NATS answered")
     if isinstance(failure, nats.errors.MaxPayloadError):
-        return MessageTooLarge("the NATS server takes no message of this size (max_payload)")
+        return MessageTooLarge("the message is larger than the NATS server's max_payload")
     return LogUnavailable(f"not connected to NATS: {why}")

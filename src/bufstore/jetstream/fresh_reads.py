@@ -56,7 +56,7 @@ class FreshReads:
             try:
                 await self.stream.prove(self._unused, self.timeout_s)
             except AppendUnknown as e:  # `prove` purges nothing: no write is in doubt
-                raise LogUnavailable(f"nobody proves to lead the stream: {e}") from None
+                raise LogUnavailable(f"no node proves that it leads the stream: {e}") from None
             found |= await self.stream.last(list(older), self.timeout_s)
         else:
             for s, seq in older.items():

@@ -37,15 +37,15 @@ def concerns() -> list[str]:
     """Return what is slower or weaker than with a checked version of nats-py; empty when a checked one is installed."""
     found = []
     if not frames.supported:
-        found.append("bufstore was not checked with it: every message takes a slower way")
+        found.append("bufstore was not tested with this version: every message takes a slower path")
     if "_process_headers" in (gone := changed()):
-        found.append("it parses headers in another way: one message with invalid headers may end the connection")
+        found.append("it parses headers differently: one message with invalid headers may end the connection")
     if "_process_err" in gone:
-        found.append("it tells errors in another way: an account's max_payload below the server's stops all writes")
+        found.append("it reports errors differently: an account's max_payload below the server's stops all writes")
     if "_flush_pending" in gone:
-        found.append("it waits for a link that stalls in another way: calls may take longer than they should")
+        found.append("it handles a stalled link differently: calls may take longer than they should")
     if GUARD in gone:
-        found.append("it signs in in another way: TLS is refused")
+        found.append("it signs in differently: bufstore refuses to use TLS with it")
     return found
 
 

@@ -28,7 +28,11 @@ class PullRefused(LogUnavailable):
     """The consumer serves no request now. `code` is its status: 503 if it is gone, 409 if too many requests wait."""
 
     def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"the consumer answers: {code} {text}")
+        if code == "503":
+            said = "the consumer is gone, or has no leader now: if that does not pass, open again, which creates it"
+        else:
+            said = f"the consumer answers: {code} {text}".rstrip()
+        super().__init__(said)
         self.code = code
 
 

@@ -245,7 +245,9 @@ async def open_feed(
         # such consumer, the server does not accept it, and has said why.
         with contextlib.suppress(LogUnavailable):
             found = (await stream.api(f"CONSUMER.INFO.{stream_name}.{name}"))["config"]
-            check(f"consumer {name}", config, found, "it is not ours", f"nats consumer rm {stream_name} {name}")
+            remove = f"nats consumer rm {stream_name} {name}"
+            way_out = f"Another process made this consumer: remove it (`{remove}`)."
+            check(f"consumer {name}", config, found, "", remove, way_out=way_out)
         raise
     reach(Failpoint.TAKE_NEW_MADE)
     if not made.get("num_pending"):

@@ -144,4 +144,4 @@ class FreshEnds:
 
 
 def _nobody() -> LogUnavailable:
-    return LogUnavailable("no node shows in time that it has all that the log's leader has stored")
+    return LogUnavailable("no node proved in time that it has everything the log's leader stored")

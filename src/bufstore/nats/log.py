@@ -128,7 +128,7 @@ class NatsLog(NatsStream):
         await self.api(f"STREAM.UPDATE.{self._config.log.stream}", {**found, "metadata": said})
         now = (await self._look())["config"].get("metadata") or {}
         if change(now) != now:
-            raise LogUnavailable("another process changed the log's metadata at the same time: do it again")
+            raise LogUnavailable("another process changed the log's metadata at the same time: try again")
 
     async def bounds(self) -> tuple[int, int]:
         info = await self._look()
@@ -237,7 +237,7 @@ class NatsLog(NatsStream):
         except LogFull:
             return (await self._ends_of_a_full_log([subject], timeout_s))[0]
         except TimeoutError:
-            raise LogUnavailable("the log did not prove in time where a thread ends") from None
+            raise LogUnavailable("no node proved in time where the thread ends in the log") from None
 
     async def fresh_end(self, subject: str, timeout_s: float) -> int:
         """Return where the subject ends, as of a moment after the call; 0 on a single server, which always knows."""
@@ -257,7 +257,7 @@ class NatsLog(NatsStream):
         except LogFull:
             return await self._ends_of_a_full_log(filters, timeout_s)
         except TimeoutError:
-            raise LogUnavailable("the log did not prove in time where it ends") from None
+            raise LogUnavailable("no node proved in time where the log ends") from None
 
     async def _ends_of_a_full_log(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         """Return the ends when no byte is left for a proof: one node proves that it leads, and a node answers."""

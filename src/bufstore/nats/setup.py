@@ -208,7 +208,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
             "sealed",
             expected=False,
             found=True,
-            way_out="Nothing can be written to it any more, and the server does not take that back. Let what runs "
+            way_out="Nothing can be written to it any more, and the server cannot undo that. Let the running processes "
             f"flush it; what is not flushed is lost when you remove the stream (`nats stream rm {config.stream}`) and "
             "begin a new log by `bufstore repair --apply`.",
         )
@@ -238,7 +238,8 @@ def check_lanes(config: LogConfig, metadata: Mapping[str, Any]) -> None:
                 expected=str(expected),
                 found=str(found),
                 way_out="The number of lanes is fixed for the life of a stream, and each is a log of its own: set "
-                "LogConfig.stream and LogConfig.lanes as when they were made, or choose another stream and bucket.",
+                "LogConfig.stream and LogConfig.lanes to the values they had when the lanes were created, or choose "
+                "another stream and bucket.",
             )
 
 

@@ -128,7 +128,7 @@ class NatsSharedState:
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
             if not await self._room.takes(len(message.subject) + len(message.body) + _RUN_BYTES):
-                raise LogFull(self._full("it takes no runs above seven eighths"))
+                raise LogFull(self._full("new runs are refused once it is seven eighths full"))
             await self._submit(message)
             self._unregistered = False
             return thread_id

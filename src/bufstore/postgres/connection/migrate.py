@@ -115,7 +115,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     # Existing tables may have any encoding: their app's ids are in it, and the app must not be shut out.
     if len(missing) == len(migrations) and (encoding := await encoding_of(connection)) != "UTF8":
         raise ConfigError(
-            f"the database's encoding is {encoding}, which does not hold every id: {UTF8_NEEDED}. Nothing was changed"
+            f"the database's encoding is {encoding}, which cannot store every id: {UTF8_NEEDED}. Nothing was changed"
         )
     try:
         async for attempt in AsyncRetrying(
@@ -133,8 +133,8 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
         ) from e
     except psycopg.errors.InsufficientPrivilege as e:
         raise StoreMisconfigured(
-            f"the {part} tables in schema {schema!r} are missing or of an older release, and this role may not create "
-            f"them ({e.diag.message_primary}): run `bufstore setup --grant ROLE` with their owner's rights"
+            f"the {part} tables in schema {schema!r} are missing or were made by an older release, and this role may "
+            f"not create them ({e.diag.message_primary}): run `bufstore setup --grant ROLE` with their owner's rights"
         ) from e
     reach(Failpoint.MIGRATION_DONE)
     return applied
