@@ -152,7 +152,7 @@ async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployme
     await write(elsewhere, threads[:1], range(1))  # which makes it; and this thread is another one there
     dry = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log", dry_run=True)
     assert (dry.applied, dry.present, dry.refused, dry.threads) == (20, 0, 4, 6)
-    assert "gone on elsewhere" in dry.reasons[0]
+    assert "in the log is not among the archived entries" in dry.reasons[0]
     for expected in ((20, 0, 4), (0, 20, 4)):
         report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
         assert (report.applied, report.present, report.refused) == expected

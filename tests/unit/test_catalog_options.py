@@ -69,7 +69,7 @@ def test_what_a_catalog_keeps_are_options_and_no_other_properties() -> None:
     ],
 )
 def test_a_login_does_not_get_into_a_catalog(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="everybody would see") as refused:
+    with pytest.raises(ConfigError, match="contains a login, which everybody who can read") as refused:
         of_catalog({"provider": "x"} | {f"option.{name}": value for name, value in options.items()})
     assert "hush" not in str(refused.value)
 

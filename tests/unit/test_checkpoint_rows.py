@@ -181,7 +181,7 @@ def test_a_row_that_is_no_text_is_bad_and_no_other(way: str) -> None:
     for row, wrong in zip(rows[1:4], ("delta", "thread_id", "thread_id"), strict=True):
         kept = json.dumps(_shown(row))  # in quarantine
         for again in (row, row_of_json(kept)):
-            with pytest.raises(InvalidRecord, match=f"not UTF-8.* in {wrong}$"):
+            with pytest.raises(InvalidRecord, match=rf"not UTF-8 in {wrong} \(.*\)$"):
                 wanted_of(again)
     assert isinstance(wanted_of(rows[4]), CheckpointRow)
 

@@ -42,7 +42,7 @@ def test_a_written_row_that_has_changed_is_refused() -> None:
     assert holding(RowKey(1, 101, 6), RowKey(1, 102, 7)) == [True, False]
     with pytest.raises(ConfigError, match="not as it was written"):
         holding(RowKey(1, 777, 5))
-    with pytest.raises(ConfigError, match="come before"):
+    with pytest.raises(ConfigError, match="a row at position 6 is written, but a new row now comes before it"):
         holding(RowKey(1, 777, 7), RowKey(1, 101, 6))
     with pytest.raises(ConfigError, match="not as it was written"):
         holding(RowKey(1, 100, NO_POSITION), RowKey(1, 102, NO_POSITION))

@@ -47,9 +47,10 @@ def of_catalog(given: Mapping[str, str]) -> dict[str, str] | None:
     for name in kept:
         if _has_login(name, kept):
             raise ConfigError(
-                f"option {name} has a login, which everybody would see who may read the catalog: give the server with "
-                f"its login in the environment of the driver ({NATS_VARIABLE}, {POSTGRES_VARIABLE}), or the login in a "
-                "file (credentialsFile with its path, libpq's passfile), or as an option of those who read the table"
+                f"option {name} contains a login, which everybody who can read the catalog would see: give the server "
+                f"with its login in the environment of the driver ({NATS_VARIABLE}, {POSTGRES_VARIABLE}), or the login "
+                "in a file (credentialsFile with its path, libpq's passfile), or as an option of those who read the "
+                "table"
             )
     return kept
 

@@ -12,7 +12,7 @@ from bufstore.errors import ConfigError
 #: options; Spark masks those whose names end in url, password or token.
 CONNECTION = {
     "nats": "URL of a server, or several with commas, without a login",
-    "natsUrl": "instead of nats: the same, with a login or without, which Spark masks in plans",
+    "natsUrl": "instead of nats: the same, with or without a login; Spark masks it in plans",
     "credentialsFile": "a .creds file, on every machine that runs tasks: its contents do not travel in the job",
     "user": "NATS user",
     "password": "NATS password",

@@ -38,7 +38,7 @@ def timestamp_ns(given: Mapping[str, str], name: str) -> int | None:
     except ValueError:
         raise ConfigError(f"option {name}: {given[name]!r} is not a time like 2026-11-21T08:00:00Z") from None
     if when.tzinfo is None:
-        raise ConfigError(f"option {name} needs a time with its offset, as in 2026-11-21T08:00:00Z")
+        raise ConfigError(f"option {name} needs a time with a UTC offset, as in 2026-11-21T08:00:00Z")
     since = when - _EPOCH
     return (since.days * 86400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
 

@@ -41,8 +41,8 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     poison: dict[int, str] = {}
     behind = _after_burials([item for item in items if item.seq > row.flushed_seq])
     if behind and _builds_on_more(row, version, behind[0]):
-        reason = _reason(thread_id, behind[0], "it builds on messages of before the log, which are not in Postgres")
-        return Applicable(Plan(watermark=row), None, len(behind), reason)
+        cause = "it builds on messages that are older than the log and are not in Postgres"
+        return Applicable(Plan(watermark=row), None, len(behind), _reason(thread_id, behind[0], cause))
     todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")

@@ -70,7 +70,8 @@ def wanted(
         return Wanted([], refused=len(items), reason=f"entries of thread {thread_id!r} wait to be flushed: see status")
     if last and last not in ids:
         where = "the log" if held else "Postgres"
-        return Wanted([], refused=len(items), reason=f"thread {thread_id!r} has gone on elsewhere: see {where}")
+        reason = f"the last entry of thread {thread_id!r} in {where} is not among the archived entries to restore"
+        return Wanted([], refused=len(items), reason=reason)
     if not held and row.flushed_seq >= log_end:
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r}: Postgres is ahead of this log")
     at = ids.index(last) + 1 if last else 0
@@ -133,8 +134,8 @@ class IntoLog:
         known = await self._ledger.epoch()
         if known is not None and known != epoch:
             raise ConfigError(
-                f"the log is of epoch {epoch}, and Postgres goes with epoch {known}: open a BufferedThreadStore, which "
-                "says what has happened to them"
+                f"the log has epoch {epoch}, but Postgres belongs to epoch {known}: open a BufferedThreadStore, whose "
+                "error says what happened to them"
             )
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
@@ -203,7 +204,9 @@ class IntoLog:
             except Conflict:
                 break
             except AppendUnknown as e:
-                raise LogUnavailable(f"no answer came; repeat the restore, which finds out: {e}") from e
+                raise LogUnavailable(
+                    f"it is not known whether all entries were written ({e}): repeat the restore to find out"
+                ) from e
             written += len(unit)
         return written
 

@@ -25,8 +25,8 @@ class NoLanes(ConfigError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a store of several lanes cannot be restored into: restore the archives of its lanes into a schema of "
-            "their own, or into the log of a store that has one"
+            "a restore into a store with several lanes is not possible: restore the archives of its lanes into a "
+            "schema of their own, or into the log of a store that has one lane"
         )
 
 

@@ -117,8 +117,8 @@ def check_numbers(manifests: Sequence[Manifest]) -> None:
         if before is not None and manifest.created != before.created and manifest.start < before.end:
             raise DataLoss(
                 f"{before.name} and {manifest.name} are of two streams that have the same numbers: their entries have "
-                "no order. Nothing is lost: move what manifests say is of the stream made at "
-                f"{max(before.created, manifest.created)} (they and their ranges) into a folder of its own"
+                "no order. Nothing is lost: move the manifests of the stream created at "
+                f"{max(before.created, manifest.created)}, with their ranges, into a folder of their own"
             )
         if before is None or manifest.end > before.end:
             before = manifest
@@ -129,8 +129,8 @@ def check_begin(manifests: Sequence[Manifest], created: str, begin: int) -> None
     other = max((m for m in manifests if m.created != created), key=lambda m: m.end, default=None)
     if other is not None and begin < other.end:
         raise ConfigError(
-            f"the archive has {other.name} of another stream, and from {begin} on its numbers would come again: their "
-            "entries could not be told apart. Archive into another folder"
+            f"the archive has {other.name} of another stream, and sequences from {begin} on would be used twice, so "
+            "the entries of the two streams could not be told apart. Archive into another folder"
         )
 
 
@@ -247,7 +247,8 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
     except AnalysisException as e:
         if e.getCondition() != "PATH_NOT_FOUND":
             raise
-        raise DataLoss(f"{(e.getMessageParameters() or {}).get('path')} is in a manifest, and is gone") from None
+        gone = (e.getMessageParameters() or {}).get("path")
+        raise DataLoss(f"{gone} is listed in a manifest but no longer exists") from None
     found = {row["range"]: _totals(row) for row in totals}
     for m in manifests:
         if found.get(m.name, _NOTHING) != (m.count, m.checksum):

@@ -82,7 +82,7 @@ def restore(
     check_choice(into, Into, "into", ConfigError)
     check_ids(threads or (), "threads")
     if until is not None and until.tzinfo is None:
-        raise ConfigError("restore: until needs a time with its offset")
+        raise ConfigError("restore: until needs a time with a UTC offset")
     began = time.perf_counter()
     manifests = manifests_of(spark, path)
     if not manifests:
@@ -154,7 +154,8 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
     if created != newest.created and first_sequence(epoch) < newest.end:
         raise ConfigError(
             f"the deployment has a log (epoch {epoch}) whose positions the archive (epoch {newest.epoch}) has too: its "
-            "entries would be taken for applied. Restore where there is no log yet, or one of a later epoch"
+            "entries would be taken for applied. Restore into a deployment that has no log yet, or whose log has a "
+            "later epoch"
         )
     return epoch
 

@@ -153,7 +153,7 @@ def expire(
     when `before` has no offset, and on Spark Connect, which cannot remove files.
     """
     if before is not None and before.tzinfo is None:
-        raise ConfigError("expire: before needs a time with its offset")
+        raise ConfigError("expire: before needs a time with a UTC offset")
     context = context_of(spark.range(0))
     if context is None:
         raise ConfigError("Spark Connect cannot remove files: expire an archive from a session with a driver")
@@ -234,7 +234,7 @@ def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: i
         raise NoLog(deployment.stream)
     if log.created != newest.created:
         raise DataLoss(
-            f"the archive ends with {newest.name} of a stream that no longer exists: archive what there is now"
+            f"the archive ends with {newest.name} of a stream that no longer exists: archive the present stream first"
         )
     options: dict[str, Any] = {"stream": deployment.stream, "form": "messages", "startingPosition": start}
     options |= connection_options(deployment.server)

@@ -55,8 +55,8 @@ def check_rows(holder: Holder, app_id: str, present: Mapping[int, int], of: int)
     raise ConfigError(
         f"batch {holder.batch_id} of app id {app_id!r} was begun before with other rows and not finished, so some of "
         "those may be written, and new rows would be taken for repeats of them. Give the batch its earlier rows (if "
-        "bad rows ended it, it ends again and takes corrected ones after that), or, if the source cannot be replayed "
-        "or the query has a new checkpoint folder, give the query an app id of its own."
+        "bad rows ended it, it will end once more, and then accept corrected rows). If the source cannot be replayed, "
+        "or the query has a new checkpoint folder, give the query an app id of its own instead."
     )
 
 
@@ -129,7 +129,7 @@ class AppId:
             self._with_ledger(noting, batch_id, waits=False)
         except StoreUnavailable as e:
             # If the batch comes again, all of its rows are recognized.
-            _log.warning("batch %d of %s is done, which could not be noted: %s", batch_id, app_id, e)
+            _log.warning("batch %d of %s is done, but this could not be noted: %s", batch_id, app_id, e)
 
     def stopped(self, batch_id: int, settled: bytes, stopped: Callable[[], bool] = lambda: False) -> None:
         """Note which rows are written of a batch that ends with bad rows. Waits for Postgres."""

@@ -57,7 +57,7 @@ def _decoded(row: dict[str, Any]) -> dict[str, Any]:
         return found
     # Show the bytes, do not replace them: else two ids could become one, and a replay could write what nobody sent.
     shown = {name: _text(row[name], "backslashreplace") for name in wrong}
-    return found | shown | {UNREADABLE: f"not UTF-8, what is shown as \\x… in {' and '.join(wrong)}"}
+    return found | shown | {UNREADABLE: f"not UTF-8 in {' and '.join(wrong)} (the bad bytes are shown as \\x…)"}
 
 
 def _text(value: Any, errors: str) -> Any:

@@ -58,7 +58,7 @@ NAMES = {
     "schema": "of bufstore's tables (default bufstore)",
     "bucket": "the bucket beside the log",
     "appId": "names the query (or job) in every thread that it writes to",
-    "batchId": "number of a batch job's batch, growing: what has it is written once",
+    "batchId": "the number of a batch job's batch; use increasing numbers: each is written once",
     "badRows": "fail or quarantine",
     "outageTimeout": f"seconds that a batch waits for servers (default {SinkConfig.outage_timeout_s:g})",
 }

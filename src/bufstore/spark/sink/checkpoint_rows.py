@@ -58,7 +58,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
             if needed:
                 raise ConfigError(f"column {name} is missing: {wanted[0]}")
         elif types[name] not in wanted:
-            raise ConfigError(f"column {name} is {types[name]}, and must be {' or '.join(wanted)}")
+            raise ConfigError(f"column {name} is {types[name]} but must be {' or '.join(wanted)}")
     if unknown := types.keys() - COLUMNS.keys():
         raise ConfigError(f"column {min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
     if not types.keys() & {"messages", "delta", "edit"}:

@@ -135,7 +135,10 @@ class ParkedRows:
             try:
                 repeated = await _write(store, row, ProducerSequence(PRODUCER, number))
                 if repeated and id_ in new:
-                    raise Rejected("its thread has a higher number of a replay (the clock went back): replay it later")
+                    raise Rejected(
+                        "a replay with a higher number was already written to its thread (the clock went back): replay "
+                        "this row later"
+                    )
             except LogFull:
                 raise
             except Rejected as e:

@@ -92,7 +92,7 @@ class SettledThread:
         """Return whether the row is written. Raises ConfigError if it is changed, or written but behind a new row."""
         if self._left[key.row] > 0:
             if self._new:
-                raise self._changed(key, "has come before one that is written")
+                raise self._changed(key, "is written, but a new row now comes before it")
             self._left[key.row] -= 1
             return True
         if not self._new and self._left.total() and (key.position == NO_POSITION or key.position <= self._last):

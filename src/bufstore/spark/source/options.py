@@ -45,10 +45,10 @@ class ReadOptions(Secretive):
 #: Option → what it says. These say what is read.
 NAMES = {
     "form": "entries (decoded) or messages (byte for byte)",
-    "columns": "those that are needed, with commas: what is not asked for is not decoded",
+    "columns": "the columns you need, comma-separated; others are not decoded",
     "startingPosition": "earliest, latest or a value of column position (default: earliest for a batch, else latest)",
     "startingTimestamp": "ISO 8601; instead of startingPosition",
-    "endingPosition": "latest or a position that is not read any more (batch only)",
+    "endingPosition": "latest, or the first position that is not read (batch only)",
     "endingTimestamp": "ISO 8601; instead of endingPosition",
     "maxMessagesPerTrigger": "rows of a micro-batch, which ends at a group's end (at least one group)",
     "maxBytesPerTrigger": "bytes of bodies that a micro-batch reads (at least one message of the stream)",
@@ -59,7 +59,7 @@ NAMES = {
     "failOnDataLoss": "whether messages that are gone unread fail the query (default true)",
     "outageTimeout": "seconds that a read waits for servers that are away (default: 30; of a stream 3600)",
     "threads": "only entries of these, as a JSON list of ids",
-    "partitions": "only entries of these partitions of the log, with commas",
+    "partitions": "only entries of these partitions of the log, comma-separated",
 }
 #: The names that Kafka's source has for some options → our names.
 _KAFKAS = {"maxoffsetspertrigger": "maxMessagesPerTrigger", "minoffsetspertrigger": "minMessagesPerTrigger"}

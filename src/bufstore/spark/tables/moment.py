@@ -73,7 +73,7 @@ class Moment:
                     await connection.execute(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
                 except (psycopg.errors.InvalidParameterValue, psycopg.errors.UndefinedObject):
                     raise ConfigError(
-                        "the position is not held any more (or by another server than this): read within the block of "
+                        "the position is no longer held, or another server holds it: read within the block of "
                         "hold_position"
                     ) from None
 

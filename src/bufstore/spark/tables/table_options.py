@@ -52,15 +52,15 @@ NAMES = {
     "postgresUrl": "the database, as URL or key=value; Spark masks it in plans",
     "postgres": "instead of postgresUrl: the same without a password",
     "schema": "of bufstore's tables (default bufstore)",
-    "columns": "those that are needed, with commas (default: all)",
+    "columns": "the columns you need, comma-separated (default: all)",
     "threads": "only of these threads, as a JSON list of ids",
     "agents": "only of these agents, as a JSON list (threads: of the latest run; not of messages)",
     "changedFrom": "only what was changed then or later, as ISO 8601",
     "changedBefore": "only what was changed before, as ISO 8601",
-    "endingPosition": "the position that is read: nothing from there on (default: where the log ends)",
+    "endingPosition": "the first position that is not read (default: where the log ends)",
     "postgresSnapshot": "a snapshot of Postgres that is held at endingPosition: see hold_position",
-    "numPartitions": "tasks that a read is divided into (default: by the size of the tail, but at least minPartitions)",
-    "minPartitions": "tasks at least (default: the driver's cores)",
+    "numPartitions": "tasks that a read is divided into (default: minPartitions)",
+    "minPartitions": "tasks, if numPartitions is not given (default: the driver's cores)",
 }
 
 

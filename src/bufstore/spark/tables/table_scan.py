@@ -59,8 +59,8 @@ async def planned(options: TableOptions) -> list[Task]:
     check_flushable(options.stream, log.target, kind_of(PostgresThreadStore))
     if log.config.lanes > 1:
         raise ConfigError(
-            f"stream {options.stream} is one of {log.config.lanes} lanes: a read of these tables has the tail of one "
-            "log. Flush all lanes and read the tables with Spark's JDBC source, or read each lane with "
+            f"stream {options.stream} is one of {log.config.lanes} lanes: a read of these tables can use the tail of "
+            "one log only. Flush all lanes and read the tables with Spark's JDBC source, or read each lane with "
             'format("threadlog")'
         )
     check_same(options.stream, log.target, ledger.target)
