@@ -294,7 +294,7 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
             assert refused, "the disk is full"
 
             async def said_so() -> bool:
-                return "NATS answers no writes" in (await store.health()).write_trouble
+                return "NATS does not answer writes" in (await store.health()).write_trouble
 
             await eventually(said_so)
             (nats / "filler").unlink()

@@ -247,7 +247,7 @@ class Feeds:
                         await self._serve(feeds[0])
                         if self._late is not None or feeds[0] not in self._tried.intersection(self._unserved()):
                             continue
-                        reason = "the groups cannot be followed: what was to deliver them ended at once"
+                        reason = "the groups cannot be followed: their delivery ended at once"
                     except (BufstoreError, AppendUnknown) as e:
                         reason = f"the groups cannot be followed: {e}"
                     except Exception as e:

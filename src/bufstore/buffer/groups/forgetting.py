@@ -79,7 +79,8 @@ class Forgetting:
             try:
                 self.forget(await self._settled())
             except BufstoreError as e:
-                _log.info("cannot ask what may be forgotten of the log: %s", e, extra={"action": "floors_unavailable"})
+                text = "cannot find out what this process may forget about the log: %s"
+                _log.info(text, e, extra={"action": "floors_unavailable"})
             except Exception:
                 _log.exception("could not forget what is no longer needed", extra={"action": "forget_failed"})
         self._task = None

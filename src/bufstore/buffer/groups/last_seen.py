@@ -75,7 +75,7 @@ async def standing(log: ShownLog, subject: str, seen: Seen, timeout_s: float) ->
             return Standing.PASSED
         found = await log.identity(seen.seq)
         if found is None and last == seen.seq:
-            raise LogUnavailable("the log is answered for by a node that does not lead it")
+            raise LogUnavailable("a node that does not lead the log answered for it")
         if found is None:
             return Standing.REMOVED
     return Standing.THERE if found.subject == subject and id_of(found) == seen.id else Standing.LOST

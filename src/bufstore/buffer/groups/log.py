@@ -356,7 +356,7 @@ class GroupLog:
             return  # the next process that opens the log does it
         except (BufstoreError, Conflict, AppendUnknown) as e:
             _log.warning(
-                "parts of large entries that came to nothing stay: cannot store a group behind them, tries again: %s",
+                "cannot make sure that unused parts of large entries get purged; trying again later: %s",
                 e,
                 extra={"action": "parts_left"},
             )
@@ -367,7 +367,7 @@ class GroupLog:
             async with asyncio.timeout(_READ_S):
                 await self._sequencer.fence(below)
         except (Conflict, TimeoutError):
-            raise AppendUnknown("it is not known whether every writer knows what is purged") from None
+            raise AppendUnknown("could not confirm that every writer knows what is purged") from None
 
     def on_forget(self, callback: Callable[[bool], None]) -> None:
         self._forgetting.on_forget(callback)
@@ -459,4 +459,4 @@ async def _in_time(look: Awaitable[T], timeout_s: float) -> T:
         async with asyncio.timeout(timeout_s):
             return await look
     except TimeoutError:
-        raise LogUnavailable("the log did not show in time where it ends") from None
+        raise LogUnavailable("the log did not report its end in time") from None

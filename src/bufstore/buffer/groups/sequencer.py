@@ -241,7 +241,7 @@ class Sequencer:
             return str(e)
         if max(self._unanswered, self._unanswered_parts) < 2:  # after one, the connection may have been lost
             return ""
-        return "NATS answers no writes; if its disk is full, free it and restart nats-server"
+        return "NATS does not answer writes; if its disk is full, free some space and restart nats-server"
 
     def _work_soon(self) -> None:
         """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
@@ -274,7 +274,7 @@ class Sequencer:
         # A caller that gave up on a large entry was told that it may be stored, so such a unit goes on.
         given_up = [queued for queued in taken if queued.unit.given_up and not queued.elsewhere]
         if given_up:
-            _end_all(given_up, Conflict("it was given up"))
+            _end_all(given_up, Conflict("its caller gave up"))
             taken = [queued for queued in taken if queued not in given_up]
         return taken
 
@@ -299,7 +299,7 @@ class Sequencer:
                     raise LogFull(f"the log has no room for a large entry of {size} bytes")
                 parts_at = elapsed.now_s()
                 if queued.unit.given_up:
-                    end_one(queued.unit, Conflict("it was given up"))
+                    end_one(queued.unit, Conflict("its caller gave up"))
                     return
                 queued.unit.sent()  # it goes on even when a write's time is over: begun anew, it would never end
                 for number in queued.elsewhere:
@@ -425,7 +425,7 @@ class Sequencer:
             return seen < before or (seen == before and self._heads.seen_id != before_id)
 
         def gone() -> Exception:
-            reason = "what the group was to stand behind is not in the log"
+            reason = "the group's predecessor is not in the log"
             return AppendUnknown(reason) if unanswered else Conflict(reason)
 
         async def once() -> Written | Exception | None:
@@ -465,13 +465,13 @@ class Sequencer:
             if found is None and is_gone():
                 return gone()
             if found is None and too_large:  # an earlier copy was not: it may still come, but this one never can
-                return AppendUnknown("the server takes smaller messages than when the group was sent first")
+                return AppendUnknown("the server now accepts only smaller messages than when the group was first sent")
             if found is None:
                 return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
             if found.id == draft.id:
                 return written(found.seq)
             if found.before != before and unanswered:
-                return AppendUnknown("what stood behind the group before it is purged")
+                return AppendUnknown("whatever followed the group's predecessor has been purged")
             return Conflict("another group was stored first")
 
         # Almost always the first try succeeds, and preparing retries costs more than drafting a small group.

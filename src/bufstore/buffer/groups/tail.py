@@ -78,7 +78,8 @@ class Tail:
         Raises LogRolledBack when the log went back, LogUnavailable.
         """
         if not await self.last_seen.confirm():
-            _log.error("the last group was removed from the log: begins anew", extra={"action": "log_group_removed"})
+            text = "the last group was removed from the log; reading the log anew"
+            _log.error(text, extra={"action": "log_group_removed"})
             self._anew = True
         elif self.last_seen.only_heard and not await self.last_seen.is_there():
             self._misheard()
@@ -87,7 +88,8 @@ class Tail:
             await self.see_all()
 
     def _misheard(self) -> None:
-        _log.warning("what was told of the log is not in it", extra={"action": "log_misheard"})
+        text = "another process announced a group that is not in the log; reading the log itself for a while"
+        _log.warning(text, extra={"action": "log_misheard"})
         self.last_seen.misheard()
 
     async def aclose(self) -> None:
@@ -173,7 +175,7 @@ class Tail:
             found = [message] if message is not None else []
         if not found and seq >= group_of(await self._floor()):
             # A node that believes that it leads may lag, too.
-            raise LogUnavailable(f"group {seq} must be in the log, and nobody shows it")
+            raise LogUnavailable(f"group {seq} must be in the log, but no node shows it")
         # A replica that shows a later group has had this one, which is gone.
         if not found or found[0].seq > seq or (group := self.decoded(found[0])) is None:
             return None
@@ -224,7 +226,7 @@ class Tail:
                 else:
                     if again:  # what is missing was purged or erased since: the floor is above it now
                         await asyncio.sleep(_AGAIN_S)
-                    _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
+                    _log.warning("starting to follow the log anew: %s", e, extra={"action": "log_gap"})
                     anew = True
                     self.last_seen.doubt()
                     await self._begin()
