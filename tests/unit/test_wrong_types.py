@@ -37,7 +37,7 @@ async def refused(call: Awaitable[object], kind: type[BufstoreError], said: str)
 
 
 def test_a_field_of_a_run_is_named() -> None:
-    with pytest.raises(InvalidRecord, match=r"created_at is 5, would come back as 5\.0"):
+    with pytest.raises(InvalidRecord, match=r"created_at is 5 and would come back as 5\.0"):
         encode_run(Run(run_id="r", thread_id="t", agent_id="a", steps=1, created_at=5))
     with pytest.raises(InvalidRecord, match="steps"):
         encode_run(Run(run_id="r", thread_id="t", steps=cast(Any, 1.0)))

@@ -295,7 +295,7 @@ class BufferedThreadStore(EditedStore):
         state = await self._state(thread_id, consistency, at_least, quarantined)
         if state.partial and state.state is None:
             down = self.lanes.of(thread_id).reads.store.down
-            raise StoreUnavailable(f"only Postgres can tell the state of thread {thread_id!r}: {down}")
+            raise StoreUnavailable(f"only Postgres knows the state of thread {thread_id!r}: {down}")
         return decode_message(state.state) if state.state is not None else None
 
     async def query_messages(

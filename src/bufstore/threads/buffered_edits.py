@@ -73,7 +73,7 @@ class BufferedEdits:
                 proven = True
                 continue
             except TimeoutError:
-                raise LogUnavailable(f"no turn to write to thread {wanted.thread_id!r} in time") from None
+                raise LogUnavailable(f"could not get a turn to write to thread {wanted.thread_id!r} in time") from None
             try:
                 # Outside the timeout above: an append ends by itself, and knows its outcome.
                 return await self._append(wanted.thread_id, payload, state, mark)

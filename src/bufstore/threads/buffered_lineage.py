@@ -119,7 +119,9 @@ class BufferedLineage:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             if isinstance(e, (TimeoutError, OutcomeUnknown)):  # OutcomeUnknown: of a change to be finished first
-                raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from e
+                raise LogUnavailable(
+                    f"could not get a turn to change the lineage of thread {wanted.thread_id!r} in time"
+                ) from e
             raise
         finally:
             self._placed.discard(mine.id)
@@ -237,7 +239,7 @@ class BufferedLineage:
         state, _ = await self._joined(thread_id)
         if state.partial and state.thread is not None and state.thread.parent_thread_id is None:
             down = self._lanes.of(thread_id).reads.store.down
-            raise StoreUnavailable(f"only Postgres can tell which parent thread {thread_id!r} has: {down}")
+            raise StoreUnavailable(f"only Postgres knows which parent thread {thread_id!r} has: {down}")
         return state.thread
 
     async def _children(self, thread_id: str) -> list[str]:

@@ -103,7 +103,7 @@ def append_messages(thread_id: str, messages: Sequence[Message], expected_versio
         if expected_version is not None and expected_version != version:
             raise VersionConflict(thread_id, expected=expected_version, actual=version)
         if new and not set(_ids(thread_id, known.messages)).isdisjoint(new):
-            raise AlreadyExists(f"thread {thread_id!r} has a message with the id of a new one already")
+            raise AlreadyExists(f"thread {thread_id!r} already has a message with the id of a new one")
         return Edit(version, encoded)
 
     return WantedEdit(thread_id, decide)
@@ -168,7 +168,7 @@ def remove_remains(thread_id: str) -> WantedEdit:
 
     def decide(known: Known) -> Removal:
         if known.thread is not None:
-            raise AlreadyExists(f"thread {thread_id!r} was written again")
+            raise AlreadyExists(f"thread {thread_id!r} has been written to again")
         return Removal()
 
     return WantedEdit(thread_id, decide, heals=True)

@@ -137,7 +137,7 @@ async def check_parent(thread: FindThread, thread_id: str, parent_thread_id: str
         seen.add(above)
         ancestor = await thread(above)
         if ancestor is None:
-            raise LineageError(f"thread {above!r}, an ancestor that thread {thread_id!r} would have, does not exist")
+            raise LineageError(f"thread {thread_id!r} would descend from thread {above!r}, which does not exist")
         above = ancestor.parent_thread_id
 
 

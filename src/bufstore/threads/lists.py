@@ -141,7 +141,7 @@ class BufferedLists:
             async with asyncio.timeout(self._config.read_timeout_s):
                 return await answer
         except TimeoutError:
-            raise StoreUnavailable("Postgres, which knows the quarantine, does not answer") from None
+            raise StoreUnavailable("Postgres does not answer, and only Postgres knows what is in quarantine") from None
 
     async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
         """Wait until everything that the log holds now, of the thread or of all threads, is flushed."""

@@ -321,7 +321,7 @@ class MemoryThreadStore(EditedStore):
 
     def _check_run(self, run_id: str, thread_id: str) -> None:
         if run_id in self._runs and self._runs[run_id][0] != thread_id:
-            raise AlreadyExists(f"run {run_id!r} belongs to another thread than {thread_id!r}")
+            raise AlreadyExists(f"run {run_id!r} belongs to a thread other than {thread_id!r}")
 
 
 def _encoded(thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> tuple[list[bytes], bytes]:

@@ -271,7 +271,9 @@ def encode_run(run: Run) -> bytes:
     except _NOT_ENCODABLE as e:
         raise InvalidRecord(f"run {run.run_id!r}: {_why(e)}") from None
     if not same:
-        raise InvalidRecord(f"run {run.run_id!r}: {_changed_field(run, encoded)} has another type than Run declares")
+        raise InvalidRecord(
+            f"run {run.run_id!r}: {_changed_field(run, encoded)}: use the fields and types that Run declares"
+        )
     return encoded
 
 
@@ -281,8 +283,8 @@ def _changed_field(run: Run, encoded: bytes) -> str:
     for name in run.__struct_fields__:
         value, other = getattr(run, name), getattr(back, name, None)
         if _encode(value) != _encode(other):
-            return f"{name} is {value!r}, would come back as {other!r}, and"
-    return "a field"
+            return f"{name} is {value!r} and would come back as {other!r}"
+    return "a field would come back changed"
 
 
 def decode_run(data: bytes) -> Run:

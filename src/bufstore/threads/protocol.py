@@ -212,6 +212,6 @@ def kind_of(store: object) -> Kind:
     name: object = store.store_kind if declared else _OWN  # type: ignore[attr-defined]
     if not isinstance(name, str) or not _KIND.fullmatch(name):
         raise ConfigError(
-            f"{type(store).__name__}.store_kind must be 1 to 64 characters out of A-Z, a-z, 0-9, _, - and the dot"
+            f"{type(store).__name__}.store_kind must have 1 to 64 characters out of A-Z, a-z, 0-9, '_', '-' and '.'"
         )
     return Kind(DOMAIN, name)

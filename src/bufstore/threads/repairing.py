@@ -84,5 +84,8 @@ async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
     if reason is not None or named is None or noted is not None:
         return reason
     if not await proven_by_ledger(log, ledger, epoch or 0, named):
-        return f"stream {stream} is flushed into another database ({named.id}), and this one has flushed nothing of it"
+        return (
+            f"stream {stream} is flushed into another database ({named.id}), and nothing of it was flushed into "
+            "this one"
+        )
     return None

@@ -64,7 +64,7 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
             raise VersionConflict(self.thread_id, expected=expected, actual=version)
         for i, id_ in enumerate(self.ids):
             if id_ and memory is not None and memory.has_id(id_):
-                raise AlreadyExists(f"thread {self.thread_id!r} has the id of new message {i} already")
+                raise AlreadyExists(f"thread {self.thread_id!r} already has a message with the id of new message {i}")
         return self._draft(version, 0, memory, False)
 
 

@@ -233,7 +233,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
                 unanswered = True
             except UniqueViolation:
                 # Two new checkpoints at the same moment, on two threads, with one run id: ours came second.
-                raise AlreadyExists(f"the run id belongs to another thread than {thread_id!r}") from None
+                raise AlreadyExists(f"the run id belongs to a thread other than {thread_id!r}") from None
             except BufstoreError as e:
                 # The second try is refused, but what the first one did is still not known.
                 if unanswered:
@@ -430,7 +430,7 @@ class _Call(NamedTuple):
 def _refusal(outcome: str, call: _Call, expected: int | None, version: int) -> BufstoreError:
     match outcome:
         case "run taken":
-            return AlreadyExists(f"run {call.run_id!r} belongs to another thread than {call.thread_id!r}")
+            return AlreadyExists(f"run {call.run_id!r} belongs to a thread other than {call.thread_id!r}")
         case "message exists":
             return AlreadyExists(f"thread {call.thread_id!r} already has a message with the id of an appended one")
         case "version conflict":
