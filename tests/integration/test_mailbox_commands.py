@@ -60,6 +60,7 @@ async def test_people_see_what_waits_and_wake_and_purge(kind: str, servers: Serv
         assert found.json["gauges"]["signals_waiting"] == 2
         shown = (await run(boxes, "mailbox", "status", "NAME")).out
         assert ("signals waiting: 2" in shown, "None" in shown) == (True, False)
+        assert "longest-expired lease: none" in shown
         assert (await run(boxes, "mailbox", "list", "NAME")).out.split("\n") == ["thread 2", ""]
         listed = (await run(boxes, "mailbox", "list", "NAME", "--thread", "thread 1", "--status", "claimed")).out
         assert "d1  claimed, 'host 7' since" in listed
@@ -102,6 +103,9 @@ async def test_the_doctor_looks_at_a_mailbox(servers: Servers) -> None:
     async with boxes.open(1) as (store,):
         await store.enqueue("t", now_ms=store.backend.now_ms() - 3600_000)
         found = await run(boxes, "doctor", "--mailbox", boxes.name, "--json")
+        said = {c["what"]: c["found"] for c in found.json["checks"] if c["part"] == f"mailbox {boxes.name}"}
+        assert said["sweeper"] == "no lease is over"
+        assert said["workers"].endswith("1 signals waiting")
         levels = {c["what"]: c["level"] for c in found.json["checks"] if c["part"] == f"mailbox {boxes.name}"}
         assert set(levels) == {"room", "sweeper", "workers"}
         assert levels["room"] == levels["sweeper"] == "ok"

@@ -33,6 +33,8 @@ async def test_status_shows_what_there_is_to_do(opened: Open, servers: Servers, 
         assert found.code == 0
         assert found.json["work"]["stored"] == 3
         assert (found.json["work"]["untold"], found.json["locks_held"]) == (2, None)
+        shown = (await run(servers, "tokens", "status", name)).out
+        assert "not delivered yet: 2; delivered to workers: 1 (0 of them redelivered)" in shown
     async with await Locks.open(servers.nats.url, name=f"{name}-locks") as locks:
         await locks.acquire("a")
         found = await run(servers, "tokens", "who", f"{name}-locks", "a")

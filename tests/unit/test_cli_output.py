@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
+from bufstore.cli.operate.quarantine import ShownEntry, _show_entry
 from bufstore.cli.output import new_console, new_table, printable, say, show_fields
 
 #: What rich takes for markup, or for an emoji.
@@ -69,3 +73,21 @@ def test_what_is_printable_stays_and_all_else_is_escaped(text: str, plain: str) 
     assert printable(text).isprintable()
     printable(text).encode()  # lone surrogates cannot be
     assert printable(text + plain) == printable(text) + plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [
+        ({"keeps": 0, "messages": ["m"]}, {"operation"}),
+        ({"operation": {"kind": "put"}}, {"keeps", "messages", "run"}),
+        ({}, {"operation"}),
+    ],
+)
+def test_an_entry_is_shown_without_the_fields_of_other_logs(
+    fields: dict[str, Any], left_out: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry: dict[str, Any] = {"id": 7, "thread_id": "t", "cause": "c", "parked_at": datetime.now(UTC), "body": b"x"}
+    _show_entry(ShownEntry(**entry, **fields))
+    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    every = {"keeps", "messages", "run", "operation"}
+    assert every - shown == left_out

@@ -61,7 +61,7 @@ _OPTIONS = (
     click.option("--nats-user", metavar="USER", envvar="BUFSTORE_NATS_USER", show_envvar=True,
                  help="NATS user; the password comes from BUFSTORE_NATS_PASSWORD, a token from BUFSTORE_NATS_TOKEN."),
     click.option("--tls-ca", metavar="FILE", envvar="BUFSTORE_TLS_CA", show_envvar=True, type=_FILE,
-                 help="Certificates (PEM) that NATS' own must be signed by. Default: those that this system trusts."),
+                 help="CA certificates (PEM) to check NATS' certificate with. Default: those this system trusts."),
     click.option("--tls-cert", metavar="FILE", envvar="BUFSTORE_TLS_CERT", show_envvar=True, type=_FILE,
                  help="Our certificate (PEM) for a NATS that asks for one. (TLS for Postgres is part of its DSN.)"),
     click.option("--tls-key", metavar="FILE", envvar="BUFSTORE_TLS_KEY", show_envvar=True, type=_FILE,

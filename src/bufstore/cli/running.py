@@ -39,7 +39,7 @@ class Finite(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if not abs(number) <= _MOST:
-            self.fail(f"{value} is no finite number up to {_MOST:g}.", param, ctx)
+            self.fail(f"{value} is not a number of at most {_MOST:g}.", param, ctx)
         return number
 
 

@@ -82,7 +82,7 @@ class DemoReport(msgspec.Struct, kw_only=True):
     type=Finite(min=0),
     default=5.0,
     show_default=True,
-    help="How many seconds of these Postgres is stopped (embedded servers only).",
+    help="For how many of the --seconds Postgres is stopped (embedded servers only).",
 )
 @click.option(
     "--think-ms",

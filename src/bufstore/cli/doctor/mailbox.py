@@ -29,9 +29,11 @@ async def check_mailbox(target: Endpoints, name: str) -> list[CheckResult]:
     room = f"{decimal(used)} of {decimal(limit)}" if limit > 0 else f"{decimal(used)}, no limit"
     notes.require("room", limit <= 0 or used < _FULL * limit, room, "purge finished dispatches, or raise max_bytes")
     swept = (g.oldest_lease_over_s or 0) < _PASSES * interval_s
-    over = f"a lease is over for {lasting(g.oldest_lease_over_s or 0)}"
+    expired_s = g.oldest_lease_over_s
+    over = "no lease is over" if expired_s is None else f"longest-expired lease: {lasting(expired_s)}"
     notes.require("sweeper", swept, over, "run a Sweeper in every process that works on the mailbox")
-    waits = f"the oldest in a queue for {lasting(g.oldest_queued_s or 0)}, {g.signals_waiting} signals wait"
+    oldest = "none" if g.oldest_queued_s is None else lasting(g.oldest_queued_s)
+    waits = f"oldest in a queue: {oldest}; {g.signals_waiting} signals waiting"
     worked = not g.signals_waiting or (g.oldest_queued_s or 0) < _OLD_S
     notes.require("workers", worked, waits, "run more workers; see Worker.trouble")
     return notes.checks

@@ -193,7 +193,8 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
     else:
         notes.say("replicas", Level.OK, f"{replicas}, all up to date")
     if info["config"].get("deny_delete"):
-        notes.say("deletes", Level.WARNING, "denied", "`erase` cannot work; the server does not take it back")
+        advice = "`erase` cannot work; this setting of the stream cannot be undone"
+        notes.say("deletes", Level.WARNING, "denied", advice)
     if info["config"].get("persist_mode") == "async":
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
 
@@ -204,7 +205,8 @@ async def _mirrors(notes: Notes, stream: NatsStream) -> None:
             for _ in range(_READS):
                 await stream.read(">", 0, _TIMEOUT_S, 1)
     except Mirrored as e:
-        notes.say("mirrors", Level.BAD, str(e), "as it says; see What must be configured in docs/OPERATIONS.md")
+        advice = "do what the message says; see 'What must be configured' in docs/OPERATIONS.md"
+        notes.say("mirrors", Level.BAD, str(e), advice)
     except ConfigError:
         pass  # not permitted, which the check of permissions says
 

@@ -122,7 +122,7 @@ async def _none(notes: Notes, what: str, connection: AsyncConnection[Any], schem
         else "SELECT has_database_privilege(current_database(), 'CREATE') AND %s <> ''"
     )
     may = await _value(connection, question, schema)
-    advice = "the first store that opens makes them" if may else "and this user may not make them: grant CREATE"
+    advice = "the first store that opens makes them" if may else "this user may not create them: grant CREATE"
     notes.say(
         what,
         Level.WARNING if may else Level.BAD,

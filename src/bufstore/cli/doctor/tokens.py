@@ -68,5 +68,6 @@ def _items(notes: Notes, info: Any, consumer: Any) -> None:
         notes.say("consumer", Level.BAD, "there is none", "the next ExclusiveWork.open makes it")
         return
     oldest, ttl_s = oldest_s(info), consumer["config"]["ack_wait"] / 1e9
-    told = f"the oldest for {lasting(oldest)}; {consumer['num_pending']} untold, {consumer['num_waiting']} pulls wait"
+    untold, pulls = consumer["num_pending"], consumer["num_waiting"]
+    told = f"oldest: {lasting(oldest)}; {untold} not delivered yet, {pulls} pulls waiting"
     notes.require("items waiting", oldest < _OLD * ttl_s, told, "see who holds its key (`bufstore tokens who`)")

@@ -43,10 +43,11 @@ class LogSettings(msgspec.Struct, kw_only=True):
 
 @click.group("log")
 def log() -> None:
-    """The log's entries; and what it says of itself: where it is flushed to, its failover window, if it is archived.
+    """The log's entries; and what it says of itself.
 
-    Flushers and writers go by it. `set` begins a change, `settle` ends it once every process has been restarted with
-    the new LogConfig; in between both configurations may open the log, and nothing is at risk.
+    That is where it is flushed to, its failover window, and whether it is archived. Flushers and writers go by it.
+    `set` begins a change, `settle` ends it once every process has been restarted with the new LogConfig; in between
+    both configurations may open the log, and nothing is at risk.
     """
 
 
@@ -56,7 +57,7 @@ log.add_command(entries)
 @log.command("show")
 @connects()
 def show_(options: Options) -> None:
-    """Show it."""
+    """Show what the log says of itself."""
     _change(options)
 
 
@@ -93,7 +94,8 @@ def settle(options: Options) -> None:
     default="bufstore.postgres",
     show_default=True,
     metavar="KIND",
-    help="What it is flushed into: that, 'app' for an app's own store, or the name that the store declares.",
+    help="The kind of store that the log is flushed into: bufstore.postgres, 'app' for an app's own store, or the name "
+    "that the store declares.",
 )
 @click.option(
     "--failover-window",

@@ -86,8 +86,9 @@ def status(options: Options, name: str, count: bool) -> None:
 
 def _show_status(found: MailboxStatus) -> None:
     g = found.gauges
-    click.echo(f"oldest in a queue: {_age(g.oldest_queued_s)}; a lease is over: {_age(g.oldest_lease_over_s)}")
-    out = "" if g.signals_out is None else f", with workers: {g.signals_out}, of these again: {g.signals_again}"
+    click.echo(f"oldest in a queue: {_age(g.oldest_queued_s)}; longest-expired lease: {_age(g.oldest_lease_over_s)}")
+    again = f"({g.signals_again} of them redelivered)"
+    out = "" if g.signals_out is None else f", held by workers or delayed: {g.signals_out} {again}"
     click.echo(f"signals waiting: {g.signals_waiting}{out}")
     if g.bytes is not None:
         click.echo(f"stored: {g.bytes} bytes of {g.bytes_max}")
@@ -96,7 +97,7 @@ def _show_status(found: MailboxStatus) -> None:
 
 
 def _age(seconds: float | None) -> str:
-    return "none" if seconds is None else f"for {lasting(seconds)}"
+    return "none" if seconds is None else lasting(seconds)
 
 
 @mailbox.command("list")
@@ -154,7 +155,13 @@ def wake(options: Options, name: str, threads: tuple[str, ...], limit: int) -> N
 
 @mailbox.command("purge")
 @_NAME
-@click.option("--older-than", type=Finite(min=0), metavar="SECONDS", required=True, help="What finished so long ago.")
+@click.option(
+    "--older-than",
+    type=Finite(min=0),
+    metavar="SECONDS",
+    required=True,
+    help="Remove dispatches that finished at least this long ago.",
+)
 @connects(postgres_needed=False, nats_needed=False)
 def purge(options: Options, name: str, older_than: float) -> None:
     """Remove finished dispatches, the oldest first."""

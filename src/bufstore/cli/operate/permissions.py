@@ -19,7 +19,13 @@ from bufstore.nats import permissions as nats
 @BUCKET
 @click.option("--subject", default="thread", show_default=True, help="First word of the log's subjects.")
 @click.option("--lanes", type=int, default=1, show_default=True, help="LogConfig.lanes: the subjects of all of them.")
-@click.option("--replicas", type=int, default=1, show_default=True, help="LogConfig.replicas: an app needs more then.")
+@click.option(
+    "--replicas",
+    type=int,
+    default=1,
+    show_default=True,
+    help="LogConfig.replicas; with more than 1, an app needs more permissions.",
+)
 @click.option("--api-prefix", metavar="SUBJECT", help="Of the JetStream API, where it is not $JS.API.")
 @click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")
 def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) -> None:

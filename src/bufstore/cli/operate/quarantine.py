@@ -124,8 +124,8 @@ def show_(options: Options, id_: int) -> None:
 def replay(options: Options, what: str | None, thread: str | None, everything: bool) -> None:
     """Apply parked entries: one ID with what was parked behind it, a THREAD, or --all.
 
-    Only what the thread has not gone on without is applied, in the log's order, exactly once; safe beside running
-    flushers, and to do again. Exit code 1 when something stays in quarantine.
+    Skips an entry if its thread has moved on without it; applies the rest in the log's order, exactly once. Safe to run
+    beside flushers, and to repeat. Exit code 1 when something stays in quarantine.
     """
     if [what is not None, thread is not None, everything].count(True) != 1:
         raise click.UsageError("Replay what? Give an ID, a THREAD, or --all.")
@@ -160,7 +160,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
 @click.argument("ids", metavar="ID…", type=POSITION, nargs=-1, required=True)
 @connects()
 def discard(options: Options, ids: Sequence[int]) -> None:
-    """Delete entries for good. A thread of which none waits any more goes on from what Postgres holds.
+    """Delete entries for good. A thread with no entry left in quarantine continues from what Postgres holds.
 
     Exit code 1 when one of them is not in quarantine, or stays there.
     """
@@ -232,7 +232,9 @@ def _state(entry: ParkedInfo) -> str:
 def _show_entry(shown: ShownEntry) -> None:
     body = shown.body if isinstance(shown.body, bytes) else shown.body.encode()
     shown.body = repr(body[:_BYTES_SHOWN]) + (f" … {len(body)} bytes" if len(body) > _BYTES_SHOWN else "")
-    show_fields(shown, f"entry {shown.id}")
+    # Fields of the other kind of log are not unknown, but do not exist.
+    other = ("operation",) if shown.operation is None else ("keeps", "messages", "run")
+    show_fields(shown, f"entry {shown.id}", without=other)
 
 
 def _show_replay(report: ReplayReport) -> None:

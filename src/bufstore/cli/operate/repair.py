@@ -14,7 +14,11 @@ from bufstore.threads.repairing import repair_buffer, repairing
 
 @click.command()
 @click.option("--apply", "apply", is_flag=True, help="Do it. Without, nothing is changed.")
-@click.option("--lane", type=click.IntRange(min=0), help="Of several lanes, which one a stream was that is gone.")
+@click.option(
+    "--lane",
+    type=click.IntRange(min=0),
+    help="If the stream is gone and there are several lanes: the number of its lane.",
+)
 @connects()
 def repair(options: Options, apply: bool, lane: int | None) -> None:
     """After LogRolledBack: say why log and Postgres do not fit together, and what can be saved.

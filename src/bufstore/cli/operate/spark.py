@@ -68,7 +68,7 @@ def drain(options: Options, master: str, tasks: int | None, timeout: float) -> N
 @click.option("--start", type=POSITION, help="Message of the stream to begin at. Default: where it ends.")
 @connects()
 def archive(options: Options, path: str, master: str, tasks: int | None, start: int | None) -> None:
-    """Write what the archive at PATH does not have of the log as Parquet."""
+    """Write the part of the log that the archive at PATH lacks, as Parquet."""
     from bufstore.spark.log_archive.archive_job import archive as write
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
@@ -79,14 +79,18 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
 @spark.command()
 @click.argument("path")
 @_MASTER
-@click.option("--compact", "merging", is_flag=True, help="Make one of small neighbours: parts, and ranges.")
-@click.option("--expire", "before", type=Time(), help="Remove parts all of which was stored before this time.")
-@click.option("--ranges", is_flag=True, help="With --expire: also the ranges all of which was. They are not restored.")
+@click.option("--compact", "merging", is_flag=True, help="Merge small neighbouring parts and ranges.")
+@click.option("--expire", "before", type=Time(), help="Remove parts whose entries were all stored before this time.")
+@click.option(
+    "--ranges",
+    is_flag=True,
+    help="With --expire: also remove ranges whose messages were all stored before it; they can no longer be restored.",
+)
 @connects()
 def table(options: Options, path: str, master: str, merging: bool, before: datetime | None, ranges: bool) -> None:
-    """Add what the table of the archive at PATH lacks of its ranges: what people query.
+    """Add the archive's ranges that its table lacks. The table is what people query. PATH is the archive.
 
-    Parts and ranges of which larger ones were made are removed a day later, by the next run.
+    Parts and ranges that were merged into larger ones are removed a day later, by the next run.
     """
     from bufstore.spark.log_archive import tables_job
 
@@ -124,9 +128,9 @@ def restore(
     until: datetime | None,
     dry_run: bool,
 ) -> None:
-    """Bring the archive at PATH back, where it is not there.
+    """Restore the archive's entries that Postgres or the log lacks. PATH is the archive.
 
-    Into Postgres, while no flusher runs; or into the log, from where flushers move it on.
+    Writes them into Postgres, while no flusher runs; or into the log, from where flushers move them on.
     """
     from bufstore.spark.log_archive.restore_job import restore as bring_back
 

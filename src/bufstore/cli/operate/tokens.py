@@ -100,8 +100,9 @@ async def _status(target: Endpoints, name: str) -> TokensStatus:
 
 def _show_status(found: TokensStatus) -> None:
     if (work := found.work) is not None:
-        click.echo(f"stored: {work.stored} messages, {work.bytes} bytes, the oldest for {work.oldest_s:.0f} s")
-        click.echo(f"no worker was told of: {work.untold}; told of: {work.told}, of these again: {work.told_again}")
+        click.echo(f"stored: {work.stored} messages, {work.bytes} bytes, oldest: {work.oldest_s:.0f} s")
+        delivered = f"delivered to workers: {work.told} ({work.told_again} of them redelivered)"
+        click.echo(f"not delivered yet: {work.untold}; {delivered}")
     if found.locks_held is not None:
         click.echo(f"locks held: {found.locks_held}")
 
