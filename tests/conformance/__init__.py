@@ -3,6 +3,7 @@
 from bufstore.testing import Check
 from conformance import (
     mailbox_lists,
+    mailbox_live,
     mailbox_queue,
     mailbox_refused,
     mailbox_stuck,
@@ -21,7 +22,7 @@ MAILBOX_CHECKS: list[Check] = [
     *mailbox_stuck.CHECKS,
 ]
 #: The same for a mailbox with live deliveries.
-LIVE_MAILBOX_CHECKS: list[Check] = mailbox_together.LIVE_CHECKS
+LIVE_MAILBOX_CHECKS: list[Check] = mailbox_live.CHECKS
 #: What a notifier does: each takes a `Notifiers`.
 NOTIFY_CHECKS: list[Check] = [*notify_schedulings.CHECKS, *notify_events.CHECKS]
 

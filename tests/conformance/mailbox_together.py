@@ -1,4 +1,4 @@
-"""What every `MailboxStore` does among several instances: keys, races, signals, live deliveries, sweeping."""
+"""What every `MailboxStore` does among several instances: keys, races, signals, sweeping."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 from bufstore.errors import AlreadyExists, StaleClaim, StepUnknown
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.model import Dispatch, Status
-from bufstore.mailbox.ports import Live, Signal
+from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.testing.basics import Check, fresh, raises, registrar
 from conformance.mailbox_queue import Stores, Unsteady, claimed, ids, now, reclaimed, soon_s
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
-#: What a store does that has live deliveries.
-LIVE_CHECKS: list[Check] = []
-_live_check = registrar(LIVE_CHECKS)
 
 
 async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 60.0) -> Any:
@@ -370,92 +367,6 @@ async def a_worker_stops_when_it_is_interrupted_or_loses_its_claim(stores: Store
             return [d.status for d in await b.list_dispatches(thread_id)] == [Status.SUPERSEDED]
 
         await _eventually(ended)
-
-
-@_live_check()
-async def a_live_handler_that_fails_gets_the_next_delivery(stores: Stores) -> None:
-    a, b = stores[:2]
-    thread_id, got = fresh(), []
-
-    async def handle(payload: bytes) -> None:
-        got.append(payload)
-        raise ValueError("a handler that fails") if len(got) % 2 else asyncio.CancelledError
-
-    stop = await b.listen_live(thread_id, handle)
-    for n in range(4):
-        assert await a.deliver_live(thread_id, b"%d" % n) is Live.DELIVERED
-
-    async def arrived() -> bool:
-        return len(got) == 4
-
-    await _eventually(arrived)
-    await stop()
-
-
-@_live_check()
-async def a_live_delivery_reaches_who_listens(stores: Stores) -> None:
-    a, b = stores[:2]
-    thread_id, got = fresh("Ünïcode .*> "), []
-    everything = [b"", b"x", b"\0\xff" * 1000]
-
-    async def handle(payload: bytes) -> None:
-        got.append(payload)
-
-    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
-    stop = await b.listen_live(thread_id, handle)
-    for payload in everything:
-        assert await a.deliver_live(thread_id, payload) is Live.DELIVERED
-    assert await a.deliver_live(fresh(), b"another thread") is Live.NO_SUBSCRIBER
-
-    async def arrived() -> bool:
-        return got == everything
-
-    await _eventually(arrived)
-    await stop()
-    await stop()
-    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
-    assert got == everything
-    assert await a.list_dispatches(thread_id) == []
-
-
-@_live_check()
-async def a_live_delivery_reaches_all_who_listen(stores: Stores) -> None:
-    a, b = stores[:2]
-    thread_id, got = fresh(), []
-
-    async def handle(payload: bytes) -> None:
-        got.append(payload)
-
-    stops = [await store.listen_live(thread_id, handle) for store in (a, b, b)]
-    assert await a.deliver_live(thread_id, b"x") is Live.DELIVERED
-
-    async def arrived() -> bool:
-        return got == [b"x"] * 3
-
-    await _eventually(arrived)
-    for stop in stops:
-        await stop()
-
-
-@_live_check()
-async def a_live_handler_that_fails_is_its_own_trouble(stores: Stores) -> None:
-    """The sender is told that it has arrived, and the next ones arrive, too."""
-    a, b = stores[:2]
-    thread_id, got = fresh(), []
-
-    async def handle(payload: bytes) -> None:
-        got.append(payload)
-        raise ZeroDivisionError
-
-    stop = await b.listen_live(thread_id, handle)
-    for payload in (b"1", b"2"):
-        assert await a.deliver_live(thread_id, payload) is Live.DELIVERED
-
-    async def arrived() -> bool:
-        return got == [b"1", b"2"]
-
-    await _eventually(arrived)
-    await stop()
 
 
 @_check()

@@ -385,3 +385,19 @@ async def test_a_worker_that_is_closed_hands_its_work_back(mailboxes: Mailboxes)
         (back,) = await store.list_dispatches(thread_id)
         assert (back.status, back.last_error) == (Status.QUEUED, "the worker was stopped")
         assert await store.claim(thread_id, "another") is not None
+
+
+@pytest.mark.parametrize("mailboxes", ["memory", "nats"], indirect=True)
+async def test_who_has_closed_listens_no_more(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(2) as (a, b):
+
+        async def handle(payload: bytes) -> None: ...
+
+        await b.listen_live("t", handle)
+        assert await a.deliver_live("t", b"x") is Live.DELIVERED
+        await b.aclose()
+
+        async def nobody() -> bool:
+            return await a.deliver_live("t", b"x") is Live.NO_SUBSCRIBER
+
+        await eventually(nobody)

@@ -25,7 +25,7 @@ from bufstore.mailbox.decisions import Step, as_seen, is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status, numbered
 from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import own_cancels_only
+from bufstore.tasks import own_cancels_only, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +50,37 @@ class _Wake:
     deliveries: int = 0
 
 
+class _Listener:
+    """Hands live deliveries to a handler, one after the other. No sender waits for the handler."""
+
+    def __init__(self, handler: LiveHandler) -> None:
+        self._payloads: asyncio.Queue[bytes] = asyncio.Queue()
+        self._task = spawn(self._run(handler), name="bufstore-mailbox-live")
+
+    def deliver(self, payload: bytes) -> None:
+        self._payloads.put_nowait(payload)
+
+    def stop(self) -> None:
+        """Cancel the handler, and drop what it has not got yet; it may be the handler that calls this."""
+        self._task.cancel()
+
+    async def _run(self, handler: LiveHandler) -> None:
+        while True:
+            payload = await self._payloads.get()
+            try:
+                with own_cancels_only():
+                    await handler(payload)
+            except Exception:  # not the sender's trouble, on any store: it would enqueue what has already arrived
+                _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
+
+
 class MemoryMailbox:
     """What a server would hold: shared by the stores that are given it."""
 
     def __init__(self) -> None:
         self.threads: dict[str, _Thread] = {}
         self.wakes: dict[str, _Wake] = {}
-        self.listeners: dict[str, list[LiveHandler]] = defaultdict(list)
+        self.listeners: dict[str, list[_Listener]] = defaultdict(list)
         self.news = asyncio.Event()
         self.swept = float("-inf")
         #: The one growing sequence, of positions, versions, tokens and epochs.
@@ -82,6 +106,8 @@ class MemoryBackend(Backend):
         self._clock = clock
         self._ack_wait_s = ack_wait_s
         self._closed = False
+        #: Each ends a listener of this instance.
+        self._stops: list[Callable[[], Awaitable[None]]] = []
         #: How many threads were looked at for lost signals in this round.
         self._looked = 0
 
@@ -93,6 +119,8 @@ class MemoryBackend(Backend):
 
     async def aclose(self) -> None:
         self._closed = True
+        for stop in tuple(self._stops):
+            await stop()
         self.shared.news.set()
 
     def now_ms(self) -> int:
@@ -258,23 +286,23 @@ class MemoryBackend(Backend):
             self.shared.news.set()
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
-        handlers = list(self._state().listeners.get(thread_id, ()))
-        for handler in handlers:
-            try:
-                with own_cancels_only():
-                    await handler(payload)
-            except Exception:  # not the sender's trouble, on any store: it would enqueue what has already arrived
-                _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
-        return Live.DELIVERED if handlers else Live.NO_SUBSCRIBER
+        listeners = self._state().listeners.get(thread_id, ())
+        for listener in listeners:
+            listener.deliver(payload)
+        return Live.DELIVERED if listeners else Live.NO_SUBSCRIBER
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         listeners = self._state().listeners[thread_id]
-        listeners.append(handler)
+        listener = _Listener(handler)
+        listeners.append(listener)
 
         async def stop() -> None:
-            if handler in listeners:
-                listeners.remove(handler)
+            if listener in listeners:
+                listeners.remove(listener)
+                self._stops.remove(stop)
+                listener.stop()
 
+        self._stops.append(stop)
         return stop
 
 

@@ -1,0 +1,122 @@
+"""What every `MailboxStore` does that has live deliveries."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bufstore.mailbox.ports import Live
+from bufstore.testing.basics import Check, fresh, registrar
+from conformance.mailbox_queue import Stores
+from helpers import eventually
+
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
+
+
+@_check()
+async def a_live_delivery_is_answered_before_its_handler_runs(stores: Stores) -> None:
+    """Else a sender would wait as long as the handler takes, and enqueue what is worked on already."""
+    a, b = stores[:2]
+    thread_id, got, answered = fresh(), list[bytes](), asyncio.Event()
+
+    async def handle(payload: bytes) -> None:
+        await answered.wait()
+        got.append(payload)
+
+    stop = await b.listen_live(thread_id, handle)
+    async with asyncio.timeout(20):
+        assert await a.deliver_live(thread_id, b"x") is Live.DELIVERED
+    assert got == []
+    answered.set()
+
+    async def arrived() -> bool:
+        return got == [b"x"]
+
+    await eventually(arrived, 60)
+    await stop()
+
+
+@_check()
+async def a_live_handler_that_fails_gets_the_next_delivery(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, got = fresh(), []
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+        raise ValueError("a handler that fails") if len(got) % 2 else asyncio.CancelledError
+
+    stop = await b.listen_live(thread_id, handle)
+    for n in range(4):
+        assert await a.deliver_live(thread_id, b"%d" % n) is Live.DELIVERED
+
+    async def arrived() -> bool:
+        return len(got) == 4
+
+    await eventually(arrived, 60)
+    await stop()
+
+
+@_check()
+async def a_live_delivery_reaches_who_listens(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, got = fresh("Ünïcode .*> "), []
+    everything = [b"", b"x", b"\0\xff" * 1000]
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+
+    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
+    stop = await b.listen_live(thread_id, handle)
+    for payload in everything:
+        assert await a.deliver_live(thread_id, payload) is Live.DELIVERED
+    assert await a.deliver_live(fresh(), b"another thread") is Live.NO_SUBSCRIBER
+
+    async def arrived() -> bool:
+        return got == everything
+
+    await eventually(arrived, 60)
+    await stop()
+    await stop()
+    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
+    assert got == everything
+    assert await a.list_dispatches(thread_id) == []
+
+
+@_check()
+async def a_live_delivery_reaches_all_who_listen(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, got = fresh(), []
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+
+    stops = [await store.listen_live(thread_id, handle) for store in (a, b, b)]
+    assert await a.deliver_live(thread_id, b"x") is Live.DELIVERED
+
+    async def arrived() -> bool:
+        return got == [b"x"] * 3
+
+    await eventually(arrived, 60)
+    for stop in stops:
+        await stop()
+
+
+@_check()
+async def a_live_handler_that_fails_is_its_own_trouble(stores: Stores) -> None:
+    """The sender is told that it has arrived, and the next ones arrive, too."""
+    a, b = stores[:2]
+    thread_id, got = fresh(), []
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+        raise ZeroDivisionError
+
+    stop = await b.listen_live(thread_id, handle)
+    for payload in (b"1", b"2"):
+        assert await a.deliver_live(thread_id, payload) is Live.DELIVERED
+
+    async def arrived() -> bool:
+        return got == [b"1", b"2"]
+
+    await eventually(arrived, 60)
+    await stop()
