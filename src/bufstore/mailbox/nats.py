@@ -177,7 +177,7 @@ class NatsBackend(NatsSweeps, Backend):
             left = await self._not_ended(thread_id, heads[:AT_ONCE])
             if left or not heads:  # else all these had ended and are removed now: those behind them are still unread
                 return thread, left[0] if left else None, handed_back, seqs
-        raise LogUnavailable("all that could be read of the queue in time has ended")
+        raise LogUnavailable("every queued dispatch that could be read in time had already ended")
 
     async def ack_signal(self, signal: Signal) -> bool:
         # The look comes before the answer: whatever comes after the look has a signal of its own.
@@ -234,7 +234,9 @@ class NatsBackend(NatsSweeps, Backend):
             async with asyncio.timeout(_SOON_S):
                 states = await self._bucket.states(thread_ids)
         except TimeoutError:
-            raise LogUnavailable("the copy that was asked has not answered soon; the next may") from None
+            raise LogUnavailable(
+                "the replica that was asked did not answer in time; another may answer the next call"
+            ) from None
         return {t: (s.version, s.active.token if s.active is not None else 0, s.epoch) for t, s in states.items()}
 
     async def _not_ended(self, thread_id: str, queued: list[Dispatch]) -> list[Dispatch]:
@@ -301,7 +303,7 @@ class NatsBackend(NatsSweeps, Backend):
             if left or (not wanted and (most is None or len(messages) < limit)):
                 return left
             most = limit if wanted else None  # `wanted` had ended and is removed; or the first are of a later epoch
-        raise LogUnavailable("all that could be read of the queue in time has ended")
+        raise LogUnavailable("every queued dispatch that could be read in time had already ended")
 
     # For people
 
@@ -387,7 +389,7 @@ async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
         found = (await stream.info())["config"]
         made = found.get("metadata") or {}
         if "bufstore.consumer" not in made:
-            raise ConfigError(f"the bucket {bucket!r} is no mailbox")
+            raise ConfigError(f"the bucket {bucket!r} is not a mailbox")
         names = {"consumer": made["bufstore.consumer"], "live_subject": made["bufstore.live"]}
         names |= {"max_bytes": found["max_bytes"], **placed(found)}
         config = MailboxConfig()

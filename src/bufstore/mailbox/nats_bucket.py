@@ -120,7 +120,9 @@ class Bucket(FreshReads):
                     yield self.keys.dispatch(message), message
             except MalformedEntry as e:
                 if message.seq not in self._set_aside:
-                    _log.warning("%s; it is set aside", e, extra={"action": "mailbox_foreign"})
+                    _log.warning(
+                        "%s; the message is skipped and stays where it is", e, extra={"action": "mailbox_foreign"}
+                    )
                 self._set_aside = {message.seq, *islice(self._set_aside, 1000)}
 
     async def states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
@@ -169,8 +171,9 @@ class _Room:
         if self._is_full(size):
             self._full_until = time.monotonic() + _FULL_S
             raise LogFull(
-                f"the mailbox needs {self._known} bytes for what it has, and takes nothing new above {self._most}: the "
-                "rest of max_bytes is for the work that waits. Purge finished dispatches, or raise max_bytes."
+                f"the mailbox needs {self._known} bytes for its present contents and accepts new dispatches only up to "
+                f"{self._most}: the rest of max_bytes is reserved for finishing queued work. "
+                "Purge finished dispatches, or raise max_bytes."
             )
         self._flying += size
         try:

@@ -122,7 +122,7 @@ class PostgresBackend(Backend):
         try:
             return await self._run(name, *parameters)
         except Unconfirmed as e:  # a read would find the write, which would prove nothing
-            raise StepUnknown(f"no answer came to the step: {e}") from e
+            raise StepUnknown(f"the step got no answer: {e}") from e
         except NoAnswer as e:
             raise AppendUnknown(str(e)) from e
 
@@ -197,11 +197,11 @@ class PostgresBackend(Backend):
             return _state(thread_id, [(version, epoch, step_id, *active)])
         except MalformedEntry as e:
             await self._set_aside(thread_id, version, e)
-            raise Conflict("what was claimed cannot be read") from e
+            raise Conflict("the claimed dispatch cannot be read") from e
 
     async def _set_aside(self, thread_id: str, version: int, error: MalformedEntry) -> None:
         """Mark the claimed dispatch dead, because it cannot be read, so that the thread goes on."""
-        _log.warning("thread %r: %s; it is dead", thread_id, error, extra={"action": "mailbox_foreign"})
+        _log.warning("thread %r: %s; marking the dispatch dead", thread_id, error, extra={"action": "mailbox_foreign"})
         await self._run("set_aside", thread_id, version, self.now_ms(), self._numbers, _NUMBERS[Status.DEAD])
 
     async def thread(self, thread_id: str) -> MailboxThread:

@@ -93,13 +93,13 @@ class Steps:
             )(once)
         except Conflict as e:
             if not unsure:
-                raise LogUnavailable("others keep changing the thread; nothing was done") from e
-            raise StepUnknown("no answer came to the step in time, and others keep changing the thread") from e
+                raise LogUnavailable("other calls keep changing the thread; nothing was done") from e
+            raise StepUnknown("the step got no answer in time, and other calls keep changing the thread") from e
         except AppendUnknown as e:
-            raise StepUnknown(f"no answer came to the step: {e}") from e
+            raise StepUnknown(f"the step got no answer: {e}") from e
         except (Unavailable, StoreMisconfigured, LogFull, TooLarge) as e:
             if unsure:
-                raise StepUnknown(f"no answer came to the step, and now: {e}") from e
+                raise StepUnknown(f"the step got no answer, and the retry failed: {e}") from e
             raise
 
     def known(self, claim: Dispatch) -> MailboxThread | None:
@@ -133,10 +133,12 @@ class Steps:
                 if isinstance(e, StaleClaim):
                     self._counters.count("stale_claims")
                 if unsure:
-                    raise StepUnknown(f"no answer came to a step of thread {thread_id!r}, and then: {e}") from e
+                    raise StepUnknown(
+                        f"a step of thread {thread_id!r} got no answer, and the retry was refused: {e}"
+                    ) from e
                 raise
             if step is None and unsure:
-                raise StepUnknown(f"no answer came to a step of thread {thread_id!r}, and now there is none to do")
+                raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now there is nothing left to do")
             if step is None:
                 return None
             sent = step

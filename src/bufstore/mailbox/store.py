@@ -126,7 +126,7 @@ class MailboxStore:
             try:
                 stored = await self._steps.tried(attempt)
             except StepUnknown as e:
-                e.add_note(f"ask load_dispatch({thread_id!r}, {draft.dispatch_id!r})")
+                e.add_note(f"call load_dispatch({thread_id!r}, {draft.dispatch_id!r}) to find out")
                 e.dispatch_id = draft.dispatch_id
                 raise
         self.counters.count("enqueued")
@@ -160,7 +160,7 @@ class MailboxStore:
             thread, first = await self.backend.first(thread_id, now)
             while thread.active is None and first is not None and is_stale(first, thread):
                 if time.monotonic() > deadline:
-                    raise Conflict("all that could be looked at in time is superseded")
+                    raise Conflict("every dispatch that could be read in time is superseded")
                 await self._steps.drop_stale(thread, await self.backend.queued(thread_id, thread.epoch, AT_ONCE), now)
                 thread, first = await self.backend.first(thread_id, now)
             return thread, first

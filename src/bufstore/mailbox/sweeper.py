@@ -60,7 +60,7 @@ class Sweeper:
             due_ms = box.backend.now_ms() - round(2000 * c.sweep_interval_s)
             lost = await box.backend.signal_lost(due_ms, c.sweep_limit)
             if lost:
-                _log.warning("signalled %d threads with work of which no signal told", lost, extra=_LOST)
+                _log.warning("signalled %d threads that had work but no signal", lost, extra=_LOST)
             box.counters.count("resignalled", lost)
             if c.keep_finished_s is not None:
                 before = max(0, box.backend.now_ms() - round(1000 * c.keep_finished_s))
@@ -100,7 +100,7 @@ class Sweeper:
                 failures += 1
                 self._mailbox.counters.count("sweep_failures")
                 if self.trouble is None:
-                    _log.warning("cannot sweep; tries again at the next interval: %s", e, exc_info=e, extra=_FAILED)
+                    _log.warning("cannot sweep; will try again: %s", e, exc_info=e, extra=_FAILED)
                 self.trouble = f"{type(e).__name__}: {e}"
             else:
                 failures, self.trouble, self.last_pass = 0, None, time.monotonic()

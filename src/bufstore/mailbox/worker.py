@@ -102,7 +102,9 @@ class Worker:
                 failures += 1
                 text = str(e) if isinstance(e, BufstoreError) else f"unexpected {type(e).__name__}"
                 if self.trouble is None:
-                    _log.warning("cannot fetch signals; tries again: %s", text, extra={"action": "mailbox_pull_failed"})
+                    _log.warning(
+                        "cannot fetch signals; will try again: %s", text, extra={"action": "mailbox_pull_failed"}
+                    )
                 self.trouble = text
                 await asyncio.sleep(backoff_s(failures, 0.1, 5.0))
                 continue
@@ -190,7 +192,7 @@ class Worker:
             self._lost(task, "interrupted" if isinstance(e, ClaimInterrupted) else "lost")
             return False
         except BufstoreError as e:
-            _log.info("cannot renew a claim; tries again: %s", e, extra={"action": "mailbox_renew_failed"})
+            _log.info("cannot renew a claim; will try again: %s", e, extra={"action": "mailbox_renew_failed"})
         return True
 
     async def _watch(self) -> None:
