@@ -218,7 +218,7 @@ async def test_a_renewal_finds_that_another_has_the_key(opened: Open) -> None:
     second = await took(other)
     async with asyncio.timeout(5):
         await first.lost.wait()
-    with pytest.raises(TokenLost, match="another has it"):
+    with pytest.raises(TokenLost, match="another holder took it"):
         first.check()
     second.check()
     await second.done()

@@ -75,7 +75,7 @@ class Notifier:
                 unlisten = await self._broker.subscribe(event, heard)
             except (ConfigError, StoreMisconfigured) as e:  # the server refuses until somebody reconfigures it
                 if event not in self._refused:
-                    _log.warning("cannot listen; waiting workers poll: %s", e, extra={"action": "notify_refused"})
+                    _log.warning("cannot listen; relying on polling: %s", e, extra={"action": "notify_refused"})
                 self._refused.add(event)
                 raise
             self._refused.discard(event)
@@ -180,7 +180,9 @@ class Notifier:
     def _trouble(self, error: Exception) -> None:
         if self._healthy:  # log once per outage
             text = str(error) or type(error).__name__
-            _log.warning("dropping notifications; waiting workers poll: %s", text, extra={"action": "notify_dropped"})
+            _log.warning(
+                "dropping notifications; listeners rely on polling: %s", text, extra={"action": "notify_dropped"}
+            )
         self._healthy = False
 
     def _on_restored(self) -> None:

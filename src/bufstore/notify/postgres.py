@@ -185,7 +185,7 @@ class _Source:
         }
         if not heard >= self._events.keys():
             raise NotifyUnavailable(
-                "the connection does not keep listening; behind a pooler in transaction mode, pass `listen`"
+                "the connection lost its LISTEN registration; behind a pooler in transaction mode, pass `listen`"
             )
 
 

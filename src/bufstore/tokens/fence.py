@@ -118,7 +118,7 @@ class Register:
                 ):
                     with attempt:
                         return await once()
-        raise LogUnavailable(f"{subject} may or may not be written: no answer in time")
+        raise LogUnavailable(f"{subject} may or may not have been written: no answer in time")
 
 
 class Hold(NamedTuple):
@@ -171,7 +171,7 @@ class Lease:
         """Replace our record. Raises TokenLost, LogUnavailable."""
         async with self._changing:
             if self._over:
-                raise TokenLost(self.key, "it was done or given back")
+                raise TokenLost(self.key, "it has already been completed or given back")
             self._record = replace(self._record, number=self._record.number + 1)
             record = replace(record, number=self._record.number)
             while True:
@@ -186,7 +186,11 @@ class Lease:
         """Return the record that stands there: our write whose answer was lost. Raises TokenLost for another's."""
         seq, found = await self._register.read(self._subject)
         if found.mark != self._record.mark:
-            self._lose(f"another has it (token {found.token or seq})" if seq else "its time was over")
+            self._lose(
+                f"another holder took it, or it was released by force (token {found.token or seq})"
+                if seq
+                else "its lease expired, or it was released by force"
+            )
             raise TokenLost(self.key, self._reason) from None
         self._seq = seq
         return found
@@ -200,7 +204,7 @@ class Lease:
         except TokenLost:
             pass
         except (Unavailable, *REFUSED) as e:
-            _log.warning("cannot renew %r; tries again: %s", self.key, e, extra={"action": "token_renew"})
+            _log.warning("cannot renew %r; will try again: %s", self.key, e, extra={"action": "token_renew"})
         return not self.lost.is_set()
 
     def _lose(self, reason: str) -> None:

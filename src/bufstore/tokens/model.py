@@ -87,7 +87,9 @@ class TokensConfig(Storage):
         if not 1 <= self.waiting_max <= 1_000_000:
             raise ConfigError("TokensConfig.waiting_max must be 1 to 1000000")
         if self.max_attempts < 0 or self.max_bytes < -1 or self.max_bytes == 0:
-            raise ConfigError("TokensConfig.max_attempts and max_bytes must be positive (or 0 and -1: none)")
+            raise ConfigError(
+                "TokensConfig.max_attempts must be 0 (no limit) or more; max_bytes must be -1 (no limit) or positive"
+            )
 
     @property
     def per_key(self) -> int:

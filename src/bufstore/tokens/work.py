@@ -151,7 +151,9 @@ class ExclusiveWork(Keyed):
         instead; when that returns, the item is done. While NATS refuses or is away, it tries again.
         """
         if self._config.max_attempts and dead_letter is None:
-            raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
+            raise ConfigError(
+                "TokensConfig.max_attempts needs a `dead_letter` handler, which gets items that used up their attempts"
+            )
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigError(f"concurrency must be an int, at least 1, not {concurrency!r}")
         workers = [spawn(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)]
@@ -292,7 +294,9 @@ class ExclusiveWork(Keyed):
                 if (task := await self._begin(untoken(name), name, None)) is not None:
                     self._found += 1
                     self._look_at = 0.0  # there may be more
-                    _log.warning("nobody was told of an item of %r", task.key, extra={"action": "token_found"})
+                    _log.warning(
+                        "found an overlooked item of %r: nobody had it", task.key, extra={"action": "token_found"}
+                    )
                     return task
         return None
 
@@ -313,7 +317,7 @@ class ExclusiveWork(Keyed):
                 if isinstance(e, ConfigError) and not self._connection.closes_here():
                     raise  # this is a process that was forked off; on another event loop `closes_here` raises
                 if not self._failing:
-                    _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
+                    _log.warning("cannot take work; will try again: %s", e, extra={"action": "token_take"})
                 self._failing = True
                 pause_s = _PAUSE_S * (1 + random.random())  # noqa: S311 - no secret
                 await _unless(stopping, spawn(asyncio.sleep(pause_s)))
