@@ -772,6 +772,7 @@ def test_a_connection_string_never_shows() -> None:
         (psycopg.errors.TooManyConnections(), StoreUnavailable),
         (psycopg.errors.DeadlockDetected(), StoreUnavailable),
         (psycopg.OperationalError(), StoreUnavailable),
+        (psycopg.DatabaseError(), StoreUnavailable),  # a connection that was lost within a pipeline
         (TimeoutError(), StoreUnavailable),
         (ConnectionResetError(), StoreUnavailable),
         (psycopg.errors.InvalidPassword(), StoreMisconfigured),

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
 #: The row of a partition that somebody holds is tried again after the first time. It is free once a flush has ended, or
-#: Postgres has thrown out an owner that stopped; after the second time, the trouble is reported.
+#: an owner that stopped was thrown out; after the second time, the trouble is reported, and it is tried less often.
 _HELD_RETRY_S = 0.1
 _HELD_SAID_S = 2.0
 _LOOK_S = 1.0
@@ -240,8 +240,9 @@ class Takeover:
         now = self._loop.time()
         for partition in sorted(partitions):
             since = self._held.setdefault(partition, now)
-            self._untakeable[partition] = now + _HELD_RETRY_S
-            if now - since > _HELD_SAID_S:
+            said = now - since > _HELD_SAID_S
+            self._untakeable[partition] = now + (_TAKE_RETRY_S if said else _HELD_RETRY_S)
+            if said:
                 reason = f"partition {partition} cannot be taken: another session holds its row in buffer_partitions"
                 self._state.report(StoreUnavailable(reason), stopped=False)
 

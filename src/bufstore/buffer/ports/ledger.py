@@ -223,7 +223,9 @@ class Ledger(Protocol):
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         """Raise the terms: from now on only this owner may commit for these partitions.
 
-        Waits for nobody: partitions whose rows other sessions hold are not taken, and are left out.
+        Waits for nobody: partitions whose rows other sessions hold are not taken, and are left out. A flush that holds
+        them and stands still for longer than it may (`flush`, `size`) is ended, for the next call. Raises
+        StoreUnavailable when that is not allowed here.
         """
         ...
 

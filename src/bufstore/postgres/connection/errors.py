@@ -77,12 +77,20 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
         return StoreUnavailable("no connection to Postgres became free in time")
     state = error.sqlstate
     if state is None:
-        # Without a SQLSTATE the server said nothing: libpq lost the connection.
-        lost = isinstance(error, psycopg.OperationalError)
-        return NoAnswer("the connection to Postgres was lost") if lost else None
+        return NoAnswer("the connection to Postgres was lost") if is_lost(error) else None
     for length in (5, 2):
         kind = _BY_SQLSTATE.get(state[:length])
         if kind is not None:
             text = error.diag.message_primary or type(error).__name__
             return kind(f"Postgres says: {text} (SQLSTATE {state})")
     return None
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether libpq lost the connection: it says so without a SQLSTATE, and the server said nothing.
+
+    In a pipeline that is a result like any other, of which psycopg makes its most general error.
+    """
+    if isinstance(error, psycopg.OperationalError) or type(error) is psycopg.DatabaseError:
+        return error.sqlstate is None
+    return False

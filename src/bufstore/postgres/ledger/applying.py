@@ -14,6 +14,7 @@ from bufstore.buffer.domain import Applies
 from bufstore.buffer.flush.verdict import verdict, verdict_of_app
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import StoreUnavailable
+from bufstore.postgres.connection.errors import is_lost
 from bufstore.tasks import own_cancels_only
 
 #: Seconds after which a probe ends that finds more to refuse than to write.
@@ -36,9 +37,11 @@ async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], ba
     try:
         with flush_errors(of_batch=True), own_cancels_only():
             await target.apply(connection, batch)
-    except (psycopg.OperationalError, StoreUnavailable, FlushFailed):
+    except (StoreUnavailable, FlushFailed):
         raise
     except Exception as e:
+        if is_lost(e):
+            raise
         # The app's own code failed, or psycopg refuses a value: that may delay only the threads that it fails on.
         raise FlushFailed(f"the store's apply() raised {type(e).__name__}", verdict_of_app(e)) from e
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -15,13 +17,17 @@ from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
+from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, connections_made, new_pool
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
+from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.waiting import PostgresWaiting
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = files("bufstore.postgres.ledger") / "sql"
 #: The connections in the pool: enough for one flush and the reads of waiters beside it.
@@ -30,18 +36,6 @@ _CONNECTIONS = 3
 _AWAY_S = 5.0
 #: How long a flush, and a probe, waits for a lock of the store's own tables. A probe waits for each of them.
 _LOCK, _PROBE_LOCK = "100ms", "1ms"
-
-#: The bytes per second that a process short of processor time works through, between two statements of a flush.
-_BYTES_PER_S = 4 << 20
-
-
-def idle_max(lease_s: float, size: int = 0) -> str:
-    """Return how long a transaction may stand still between statements: 2/3 of the lease, and time for `size` bytes.
-
-    A frozen process must give its locks back within the lease. A process that decodes a large window on a busy machine
-    is not frozen; without that time it would begin again and again.
-    """
-    return f"{round(1000 * (lease_s * 2 / 3 + size / _BYTES_PER_S))}ms"
 
 
 class PostgresLedger:
@@ -72,6 +66,8 @@ class PostgresLedger:
         self._ready = False
         #: By partition: the owner for which this process took it last.
         self._owners: dict[int, str] = {}
+        #: Since when each take has found rows held by other sessions; None: the last one has not.
+        self._held_since: float | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r})"
@@ -127,7 +123,40 @@ class PostgresLedger:
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)
         self._owners |= {row[0]: owner for row in rows}
+        if len(rows) == len(set(partitions)):
+            self._held_since = None
+        else:
+            await self._end_frozen(refused=not rows)
         return [Cursor(*row) for row in sorted(rows)]
+
+    async def _end_frozen(self, *, refused: bool) -> None:
+        """End the sessions of flushes that stand still for longer than they may.
+
+        Postgres ends those that stand still between two statements (`idle_in_transaction_session_timeout`), but not in
+        a pipeline: until its end, a session that waits for the next statement counts as busy.
+        Raises StoreUnavailable for one that our role may not end, if `refused`: if nothing could be taken.
+        """
+        now = time.monotonic()
+        self._held_since = self._held_since or now
+        for row in await self._fetch("open_flushes"):
+            flush = OpenFlush(*row)
+            if not is_frozen(flush, now - self._held_since):
+                continue
+            try:
+                ended = await self._fetch("end_flush", flush.pid, flush.transaction)
+            except StoreMisconfigured as e:
+                if refused:
+                    raise StoreUnavailable(
+                        f"a flusher is frozen and holds rows of buffer_partitions, and this role may not end its "
+                        f"session: run SELECT pg_terminate_backend({flush.pid}) as {flush.role}, or end its process"
+                    ) from e
+            else:
+                if ended:
+                    _log.warning(
+                        "ended session %d of Postgres: it stood still in a flush, and held rows of buffer_partitions",
+                        flush.pid,
+                        extra={"action": "frozen_flush_ended"},
+                    )
 
     async def cursors(self) -> dict[int, Cursor]:
         return {row[0]: Cursor(*row) for row in await self._fetch("cursors")}
@@ -212,7 +241,7 @@ class PostgresLedger:
         connection: AsyncConnection[Any],
         held: Sequence[Cursor],
         threads: Sequence[str],
-        idle: str,
+        idle: int,
         lock_timeout: str,
     ) -> dict[str, Watermark]:
         """Lock the rows of the threads and return them, without those that another session holds."""

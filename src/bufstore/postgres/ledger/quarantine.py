@@ -39,7 +39,7 @@ class PostgresParked:
         target: Applies[Any],
         timeout_s: float,
         limit: int,
-        idle_max: str,
+        idle_max: int,
     ) -> None:
         self._pool = pool
         self._setup = setup

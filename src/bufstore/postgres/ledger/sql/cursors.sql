@@ -24,14 +24,37 @@ SELECT * FROM raised UNION ALL SELECT * FROM made;
 
 -- name: lock_partitions
 -- The partitions of a flush, held until its commit. The settings end with the transaction, too: nobody waits long for a
--- lock, and a process that stops in the middle (it is frozen, or its host is gone) holds none for long.
+-- lock, and a process that stops in the middle (it is frozen, or its host is gone) holds none for long. The advisory
+-- lock tells others that this is a flush, and for how many milliseconds it may stand still: see open_flushes. Nobody
+-- waits for it; its first number is any fixed one.
 SELECT p.partition, p.term, p.cursor_seq, p.cursor_id, p.owner
 FROM {schema}.buffer_partitions AS p, (
     SELECT set_config('lock_timeout', $3::text, true),
         set_config('idle_in_transaction_session_timeout', $2::text, true),
-        set_config('tcp_user_timeout', $2::text, true)
+        set_config('tcp_user_timeout', $2::text, true),
+        pg_advisory_xact_lock_shared(1651861107, $2::int)
 ) AS settings
 WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE OF p;
+
+-- name: open_flushes
+-- The flushes into these tables whose transactions are open: for how long each may stand still, and for how long it has
+-- waited for its client, counted from the start of its last statement. Null: another role's, of which we may not know.
+SELECT f.pid, f.virtualtransaction, a.usename::text, (f.objid::bigint / 1000.0)::float8, (
+    CASE WHEN a.query_start IS NULL THEN NULL WHEN a.wait_event_type IS DISTINCT FROM 'Client' THEN 0
+    ELSE extract(epoch FROM clock_timestamp() - a.query_start) END
+)::float8
+FROM pg_locks AS f
+JOIN pg_locks AS t USING (pid, virtualtransaction, database)
+JOIN pg_stat_activity AS a USING (pid)
+WHERE f.locktype = 'advisory' AND f.classid = 1651861107 AND f.objsubid = 2 AND a.datname = current_database()
+    AND t.locktype = 'relation' AND t.mode = 'RowShareLock'
+    AND t.relation = (SELECT p.tableoid FROM {schema}.buffer_partitions AS p LIMIT 1);
+
+-- name: end_flush
+-- End the session of a flush, if it is still in that transaction: behind a pooler it may be another's by now.
+SELECT pg_terminate_backend(f.pid) FROM pg_locks AS f
+WHERE f.pid = $1::int AND f.virtualtransaction = $2::text
+    AND f.locktype = 'advisory' AND f.classid = 1651861107 AND f.objsubid = 2;
 
 -- name: advance_cursors
 -- The last statement of a flush: where its partitions stand now. The term is the one that was locked.

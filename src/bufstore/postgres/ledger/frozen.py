@@ -1,0 +1,35 @@
+"""Decides which flush stands still for so long that its process counts as frozen; see `PostgresLedger.take`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: The bytes per second that a process short of processor time works through, between two statements of a flush.
+_BYTES_PER_S = 4 << 20
+
+
+def idle_max(lease_s: float, size: int = 0) -> int:
+    """Return for how many milliseconds a transaction may stand still: 2/3 of the lease, and time for `size` bytes.
+
+    A frozen process must give its locks back within the lease. A process that decodes a large window on a busy machine
+    is not frozen; without that time it would begin again and again.
+    """
+    return round(1000 * (lease_s * 2 / 3 + size / _BYTES_PER_S))
+
+
+class OpenFlush(NamedTuple):
+    """A flush transaction that has not ended; a row of the statement ``open_flushes``."""
+
+    pid: int
+    #: Names this transaction among all of the server.
+    transaction: str
+    role: str
+    #: For how long it may stand still.
+    may_s: float
+    #: For how long it has waited for its process. 0: it does not wait. None: another role's, and we may not see that.
+    still_s: float | None
+
+
+def is_frozen(flush: OpenFlush, held_s: float) -> bool:
+    """Return whether a flush has stood still for longer than it may. `held_s`: for how long we have found rows held."""
+    return (held_s if flush.still_s is None else flush.still_s) > flush.may_s

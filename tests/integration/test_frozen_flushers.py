@@ -1,0 +1,109 @@
+"""A process that freezes in the middle of a pipeline, where Postgres itself would let it hold its locks forever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import AsyncPipeline
+from psycopg.waiting import Ready, Wait
+
+from bufstore import PostgresThreadStore, StoreUnavailable
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
+from bufstore.postgres.connection import pool
+from bufstore.postgres.ledger.ledger import PostgresLedger
+from conftest import Deployment
+from helpers import eventually, query
+from transaction_pooler import TransactionPooler
+
+#: They let time run out.
+pytestmark = pytest.mark.alone
+LEASE_S = 3
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The first pipeline of the test stands still before its end, as in a frozen process; set once it does."""
+    event, end = asyncio.Event(), pool._end
+
+    def standing(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
+        if not event.is_set():
+            pipeline.pgconn.flush()
+            event.set()
+            while not (yield Wait.R) & Ready.R:
+                pass  # nothing comes before the end of the session
+        yield from end(pipeline)
+
+    monkeypatch.setattr(pool, "_end", standing)
+    return event
+
+
+@asynccontextmanager
+async def ledger(dsn: str, schema: str) -> AsyncIterator[PostgresLedger]:
+    async with PostgresThreadStore(dsn, schema=schema, pool_size=2) as store:
+        it = PostgresLedger(dsn, store, schema=schema, lease_s=LEASE_S)
+        await it.open()
+        try:
+            await it.setup()
+            yield it
+        finally:
+            await it.aclose()
+
+
+async def flush(it: PostgresLedger, cursor: Cursor) -> None:
+    await it.flush([cursor], ["t"], lambda _: Decision(cursors=[cursor]))
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["direct", "pooler"])
+async def test_who_takes_over_ends_a_flush_that_stands_still_in_a_pipeline(
+    deployment: Deployment, frozen: asyncio.Event, pooled: bool
+) -> None:
+    async with TransactionPooler(deployment.servers.postgres.dsn, servers=4) as pooler:
+        dsn = pooler.dsn if pooled else deployment.servers.postgres.dsn
+        async with ledger(dsn, deployment.name) as old, ledger(dsn, deployment.name) as new:
+            (cursor,) = await old.take([0], "a")
+            began = time.monotonic()
+            flushing = asyncio.create_task(flush(old, cursor))
+            await asyncio.wait_for(frozen.wait(), 10)
+            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has what was sent
+            assert await new.take([0], "b") == []
+            (taken,) = await eventually(lambda: new.take([0], "b"))
+            assert LEASE_S * 2 / 3 < time.monotonic() - began < LEASE_S + 3
+            with pytest.raises((StoreUnavailable, FlushFailed)):
+                await flushing
+            await flush(new, taken)
+
+
+async def test_who_may_not_end_it_says_who_can(deployment: Deployment, frozen: asyncio.Event) -> None:
+    dsn, role = deployment.servers.postgres.dsn, f"role_{deployment.name}"
+    async with ledger(dsn, deployment.name) as old:
+        await query(dsn, f"CREATE ROLE {role} LOGIN PASSWORD 'right'")
+        await query(dsn, f"GRANT USAGE ON SCHEMA {deployment.name} TO {role}")
+        await query(dsn, f"GRANT ALL ON ALL TABLES IN SCHEMA {deployment.name} TO {role}")
+        limited = psycopg.conninfo.make_conninfo(dsn, user=role, password="right")
+        async with ledger(limited, deployment.name) as new:
+            (cursor,) = await old.take([0], "a")
+            flushing = asyncio.create_task(flush(old, cursor))
+            await asyncio.wait_for(frozen.wait(), 10)
+            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has what was sent
+            with pytest.raises(StoreUnavailable, match="may not end its session") as told:
+                await eventually(lambda: new.take([0], "b"))
+            advice = str(told.value)
+            await query(dsn, advice[advice.index("SELECT") : advice.index(" as ")])
+            assert await eventually(lambda: new.take([0], "b"))
+            with pytest.raises((StoreUnavailable, FlushFailed)):
+                await flushing
+
+
+async def test_a_session_of_somebody_else_is_left_alone(deployment: Deployment) -> None:
+    dsn = deployment.servers.postgres.dsn
+    async with ledger(dsn, deployment.name) as it, await psycopg.AsyncConnection.connect(dsn) as other:
+        await it.take([0], "a")
+        await other.execute(f"SELECT FROM {deployment.name}.buffer_partitions FOR UPDATE".encode())
+        assert await it.take([0], "b") == []
+        assert await it._fetch("open_flushes") == []
