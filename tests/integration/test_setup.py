@@ -463,3 +463,23 @@ async def test_a_postgres_that_hangs_holds_up_no_start(own_servers: Servers) -> 
             assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [1, 2]
     finally:
         own_servers.postgres.resume()
+
+
+async def test_a_postgres_that_is_away_holds_up_a_start_for_seconds_only(own_servers: Servers) -> None:
+    """At the defaults: a startup probe does not wait for `flush_timeout_s`."""
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    async with deployment.store() as store:
+        await store.checkpoint("t", [1], run_of("t"))
+        await store.force_flush("t")
+    own_servers.postgres.stop()
+    try:
+        began = asyncio.get_running_loop().time()
+        async with deployment.store(flush_timeout_s=30.0) as store:
+            assert asyncio.get_running_loop().time() - began < 12
+            await store.checkpoint("t", [1, 2], run_of("t"))
+            own_servers.postgres.start()
+            await store.force_flush("t", timeout_s=30)
+            assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [1, 2]
+    finally:
+        own_servers.postgres.start()

@@ -21,6 +21,8 @@ from bufstore.failpoints import Failpoint, reach
 #: A log's metadata has no compare-and-set, so after a write we wait this long: by then a process that writes it at the
 #: same time has done so.
 _OTHERS_S = 1.0
+#: How long the open of a store waits for a Postgres that cannot be reached. A startup probe allows more.
+_AWAY_S = 5.0
 
 
 async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
@@ -32,7 +34,7 @@ async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: B
     try:
         # A hanging Postgres must not hold up an app that can do without it.
         async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):
-            await prepare_store(log, ledger, backing, config)
+            await prepare_store(log, ledger, backing, config, _AWAY_S if epoch is not None else None)
     except TimeoutError:
         return
     except StoreUnavailable as e:
@@ -44,9 +46,14 @@ async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: B
         ) from e
 
 
-async def prepare_store(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
-    """Create or migrate the tables, and compare the log with what they say; create the log if it is missing."""
-    await ledger.setup()
+async def prepare_store(
+    log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig, away_s: float | None = None
+) -> None:
+    """Create or migrate the tables, and compare the log with what they say; create the log if it is missing.
+
+    `away_s`: see `Ledger.setup`.
+    """
+    await ledger.setup(away_s)
     await backing.setup()
     await meet(log, ledger, config.log, backing.kind)
 

@@ -45,7 +45,7 @@ class MemoryLedger:
     async def aclose(self) -> None:
         """Nothing to close."""
 
-    async def setup(self) -> None:
+    async def setup(self, away_s: float | None = None) -> None:
         """Nothing to create."""
 
     async def epoch(self) -> int | None:

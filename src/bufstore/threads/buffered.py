@@ -110,8 +110,8 @@ class BufferedThreadStore(EditedStore):
         `postgres`: where an app's own store keeps its tables; bufstore's are made in `schema` there, because both
         change in one transaction. `consistency` is the level of reads that name none.
 
-        Postgres may be down, if the log exists already. Raises ConfigError (ConfigDrift names the field),
-        LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
+        Postgres may be down, if the log exists already; then this takes 5 s. Raises ConfigError (ConfigDrift names the
+        field), LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
         """
         config = config or BufferConfig()
         check_choice(consistency, Consistency, "consistency", ConfigError)

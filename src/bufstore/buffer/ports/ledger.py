@@ -184,8 +184,11 @@ class Ledger(Protocol):
         """How many connections to the database this process has made. Behind a new one may be an older copy of it."""
         ...
 
-    async def setup(self) -> None:
-        """Create or migrate the tables."""
+    async def setup(self, away_s: float | None = None) -> None:
+        """Create or migrate the tables. `away_s`: how long to wait for a database that cannot be reached; None: long.
+
+        One that can be reached and is busy (another process migrates) is waited for in any case.
+        """
         ...
 
     async def epoch(self) -> int | None:

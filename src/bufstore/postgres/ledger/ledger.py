@@ -83,9 +83,9 @@ class PostgresLedger:
     async def aclose(self) -> None:
         await self._pool.close()
 
-    async def setup(self) -> None:
+    async def setup(self, away_s: float | None = None) -> None:
         if not self._ready:
-            async with self._pool.lend(self._timeout_s) as connection:
+            async with self._pool.lend(self._timeout_s, away_s) as connection:
                 await migrate(connection, self.schema, _FOLDER, "buffer")
             self._ready = True
 
