@@ -60,7 +60,7 @@ async def test_going_on_with_the_runs_of_a_process_that_ended_claims_none_of_the
         await store.checkpoint_append(threads[0], [said(2)], run_of(threads[0], 1))
         assert (await store.load_run(run_of(threads[0], 1).run_id)) is not None
         taken = msgspec.structs.replace(run_of(threads[2]), thread_id=threads[1])
-        with pytest.raises(AlreadyExists, match="belongs to a thread other than"):
+        with pytest.raises(AlreadyExists, match="another thread"):
             await store.checkpoint_append(threads[1], [said(3)], taken)
 
 

@@ -74,7 +74,7 @@ async def test_runs_leave_room_for_flushers_and_go_on_unregistered(
                 await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
             assert LIMIT * 3 // 4 < await bucket.held() < LIMIT * 15 // 16
             assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
-            with pytest.raises(AlreadyExists, match="belongs to a thread other than"):
+            with pytest.raises(AlreadyExists, match="belongs to another thread"):
                 await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t0").run_id, thread_id="another"))
             async with deployment.store() as flusher:
                 last = await flusher.load_run(run_of("t399").run_id, consistency=Consistency.READ_YOUR_WRITES)

@@ -267,7 +267,7 @@ async def test_two_threads_of_a_backfill_with_one_run_id(deployment: Deployment,
     past = replace(config, mode="postgres")
     found = await asyncio.to_thread(write_rows, past, 0, [rows])
     assert (found.counts.written, found.counts.bad) == (1, 1)
-    assert "belongs to a thread other than" in found.counts.reasons[0]
+    assert "belongs to another thread" in found.counts.reasons[0]
     async with deployment.store() as store:
         await store.force_flush_all()
         assert await store.quarantined() == 0
