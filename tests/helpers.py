@@ -69,6 +69,14 @@ async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.
             await asyncio.sleep(0.02)
 
 
+async def cancel_as_anyio(task: asyncio.Task[Any]) -> None:
+    """Cancel the task at every turn of the loop until it has ended."""
+    async with asyncio.timeout(10):
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+
+
 async def query(dsn: str, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
     """Rows of a query on a connection of its own."""
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:

@@ -21,7 +21,7 @@ from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavai
 from bufstore.postgres.connection.conninfo import check_conninfo
 from bufstore.postgres.connection.pool import Pool, open_pool
 from fault_proxy.proxy import FaultProxy
-from helpers import eventually, fresh, query
+from helpers import cancel_as_anyio, eventually, fresh, query
 from transaction_pooler import TransactionPooler
 
 
@@ -97,6 +97,30 @@ async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -
         proxy.heal()
         assert await backend(pool) not in (0, before), "what was left there is nobody's"
         await pool.close()
+
+
+@pytest.mark.parametrize("libpq", [16, 17])
+async def test_who_is_cancelled_again_and_again_leaves_no_statement_in_postgres(
+    servers: Servers, libpq: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if libpq < 17:  # there psycopg sends the request in a thread
+        monkeypatch.setattr(psycopg.capabilities, "has_cancel_safe", lambda: False)
+    name = fresh("app")
+    asleep = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s AND wait_event = 'PgSleep'"
+    pool = await open_pool(make_conninfo(servers.postgres.dsn, application_name=name), size=2)
+    for _ in range(5):
+        call = asyncio.create_task(sleeping(pool))
+        await eventually(lambda: query(servers.postgres.dsn, asleep, name))
+        await cancel_as_anyio(call)
+        assert call.cancelled()
+
+        async def none_left() -> bool:
+            return not await query(servers.postgres.dsn, asleep, name)
+
+        await eventually(none_left)
+    assert await backend(pool)
+    await pool.close()
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("psycopg")] == []
 
 
 @pytest.mark.parametrize("late_s", [0.1, 1.0])

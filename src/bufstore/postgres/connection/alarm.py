@@ -1,4 +1,4 @@
-"""Ends a statement when its time is over."""
+"""The end of a statement whose time is over: it is cancelled, or else its connection is ended."""
 
 from __future__ import annotations
 

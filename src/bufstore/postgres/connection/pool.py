@@ -112,10 +112,25 @@ class _Connection(AsyncConnection[TupleRow]):
         """Cancel as psycopg does when a statement's task is cancelled; then psycopg waits up to ten seconds.
 
         When Postgres hangs, a caller that has given up must not wait longer than one whose time is over.
+
+        A task may be cancelled again while the cancel request is on its way: anyio does so at every turn of the loop.
+        psycopg would hang up at once, and the statement would go on in the server, beside the next connection.
         """
         if self.alarm is not None:
             self.alarm.ring_in(_CANCELLED_S)
-        await super()._try_cancel(timeout=min(timeout, _CANCELLED_S))
+        loop = asyncio.get_running_loop()
+        ends_at, again = loop.time() + _CANCELLED_S, False
+        request = spawn(super()._try_cancel(timeout=min(timeout, _CANCELLED_S)))
+        while not request.done() and (left_s := ends_at - loop.time()) > 0:
+            try:
+                await asyncio.wait([request], timeout=left_s)
+            except asyncio.CancelledError:
+                again = True
+        if again:
+            # Nobody can wait for the statement's end. psycopg takes this error as expected, and raises the first
+            # CancelledError; it would warn of any other.
+            self.pgconn.finish()
+            raise psycopg.errors.QueryCanceled
 
     @asynccontextmanager
     async def pipeline(self) -> AsyncIterator[AsyncPipeline]:
