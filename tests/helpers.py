@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -75,6 +76,31 @@ async def cancel_as_anyio(task: asyncio.Task[Any]) -> None:
         while not task.done():
             task.cancel()
             await asyncio.sleep(0)
+
+
+class Soft(Exception):
+    """As Celery's signal handler raises when a task's soft time limit is over."""
+
+
+def interrupted_at(moment: int, call: Callable[[], Any], error: type[Exception]) -> bool:
+    """Make the call, and raise the error where a signal handler may run, for the n-th time; False if the call ended."""
+    left = moment
+
+    def look(_frame: object, event: str, _arg: object) -> None:
+        nonlocal left
+        left -= event != "c_call"  # Python looks for signals behind a call and at the beginning of a function
+        if not left:
+            raise error("the signal handler's")
+
+    try:
+        sys.setprofile(look)
+        call()
+    except error as e:
+        assert e.args == ("the signal handler's",)
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
 
 
 async def query(dsn: str, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:

@@ -4,19 +4,88 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import queue
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from bufstore.errors import CallTimeout, Closed, ConfigError
+from bufstore.tasks import spawn
 
 R = TypeVar("R")
 
 #: The longest time for which a call may wait: half of what a thread can wait (some 290 years).
 _OWN_MAX_S = threading.TIMEOUT_MAX / 2
+#: How often, in seconds, a waiting caller looks whether the loop still runs.
+_LOOKS_S = 1.0
+
+
+class Call(Generic[R]):
+    """A call that one thread makes on the event loop of another.
+
+    At any moment a signal handler may raise an error in the caller (Ctrl-C, Celery's time limits). In a future of
+    concurrent.futures this can leave a lock held, for which the loop would wait forever. The lock of a SimpleQueue is
+    not held while Python code runs.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Awaitable[R]]) -> None:
+        self._loop, self._work = loop, work
+        self._task: asyncio.Task[R] | None = None
+        self._done = False
+        #: Gets the result and the error, of which one is None.
+        self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def begin(self) -> None:
+        """Have the loop begin. Raises RuntimeError when the loop is closed."""
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def result(self, runs: Callable[[], bool], timeout_s: float | None = None) -> R:
+        """Wait for the result. Raises CallTimeout; CancelledError when the loop ended the call, or no longer `runs`."""
+        ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = ends_at - time.monotonic()
+            try:
+                result, error = self._ended.get(timeout=max(min(left_s, _LOOKS_S), 0))
+                break
+            except queue.Empty:
+                if left_s <= 0:
+                    raise CallTimeout(
+                        f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
+                    ) from None
+                if not runs():
+                    raise asyncio.CancelledError from None
+        if error is not None:
+            raise error
+        return cast(R, result)
+
+    def cancel(self) -> None:
+        """Cancel the call, unless it has ended."""
+        if not self._done:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self) -> None:
+        self._task = spawn(self._run())
+        self._task.add_done_callback(self._end)
+
+    async def _run(self) -> R:
+        # The caller does not call `work` itself: here, code that needs a running loop finds one.
+        return await self._work()
+
+    def _end(self, task: asyncio.Task[R]) -> None:
+        # The task itself is for this thread alone. In the caller asyncio would note its end in a finalizer, and Python
+        # drops what a signal handler raises there.
+        self._task, self._done = None, True
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._ended.put((task.result() if error is None else None, error))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 class LoopThread:
@@ -33,7 +102,6 @@ class LoopThread:
         self._timeout_s = min(call_timeout_s, _OWN_MAX_S)
         # A signal handler may close the store while its thread holds the lock in a call.
         self._lock = threading.RLock()
-        self._pending: set[Future[Any]] = set()
         self._closing = self._stopped = False
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -85,44 +153,29 @@ class LoopThread:
             self._closing = True
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(self._timeout_s)
-        with self._lock:
+        try:
+            self._thread.join(self._timeout_s)
+        finally:
             self._stopped = True
-            left, self._pending = self._pending, set()
-        for future in left:  # scheduled too late to begin
-            future.cancel()
 
     def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None, *, closing: bool = False) -> R:
         self._check_thread()
         if os.getpid() != self._process:
             raise ConfigError("a blocking store does not outlive a fork: open one in each process")
-        begun = _begin(work)
-        with self._lock:
-            if self._closing is not closing:
-                begun.close()
-                raise Closed("the store is closed")
-            try:
-                future = asyncio.run_coroutine_threadsafe(begun, self._loop)
-            except RuntimeError:  # a signal handler has closed the loop since
-                begun.close()
-                raise Closed("the store is closed") from None
-            self._pending.add(future)
-            if self._stopped:  # the loop has just stopped, before the call could begin
-                future.cancel()
+        call = Call(self._loop, work)
         try:
-            return future.result(timeout_s)
-        except CancelledError:
-            raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
-        except TimeoutError:
-            if future.done() and not future.cancelled():
-                return future.result()  # the call has ended just now, or the error is the store's own
-            raise CallTimeout(
-                f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
-            ) from None
-        finally:
-            future.cancel()  # a call whose caller gave up (or was interrupted) ends, too
             with self._lock:
-                self._pending.discard(future)
+                if self._closing is not closing:
+                    raise Closed("the store is closed")
+                try:
+                    call.begin()
+                except RuntimeError:  # a signal handler has closed the loop since
+                    raise Closed("the store is closed") from None
+            return call.result(lambda: not self._stopped, timeout_s)
+        except asyncio.CancelledError:
+            raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
+        finally:
+            call.cancel()  # a call whose caller gave up (or was interrupted) ends, too
 
     def _check_thread(self) -> None:
         if threading.current_thread() is self._thread:
@@ -132,8 +185,3 @@ class LoopThread:
 def own_time_s(timeout_s: object) -> float:
     """Return how long a call may wait within the store, by its `timeout_s`, before `call_timeout_s` begins to count."""
     return min(timeout_s, _OWN_MAX_S) if isinstance(timeout_s, int | float) and timeout_s > 0 else 0.0
-
-
-async def _begin(work: Callable[[], Awaitable[R]]) -> R:
-    # The caller does not call `work` itself: here, code that needs a running loop finds one.
-    return await work()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,8 +34,10 @@ from bufstore import (
 )
 from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
 from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.loop_thread import Call
 from bufstore.memory import MemoryNats
 from bufstore.threads.bulk import BulkCheckpoint, BulkWriter
+from helpers import Soft, interrupted_at
 
 
 class Slow(MemoryThreadStore):
@@ -189,18 +194,36 @@ def test_it_does_not_wait_for_itself() -> None:
 
 def in_a_call(store: BlockingThreadStore, handler: Callable[[], None]) -> None:
     """Run what a signal handler does while its thread holds the lock of a call."""
-    run = asyncio.run_coroutine_threadsafe
+    begin = Call.begin
 
-    def interrupted(*args: Any) -> Any:
-        future = run(*args)
+    def interrupted(call: Call[Any]) -> None:
+        begin(call)
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(asyncio, "run_coroutine_threadsafe", run)
+            inside.setattr(Call, "begin", begin)
             handler()
-        return future
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        patched.setattr(Call, "begin", interrupted)
         store.load_thread("t")
+
+
+@pytest.mark.parametrize("error", [Soft, TimeoutError])
+def test_a_signal_handlers_error_at_any_moment_of_a_call_stops_nobody_else(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    with facade(MemoryThreadStore(), call_timeout_s=3) as store, ThreadPoolExecutor(1) as other:
+
+        def fail() -> None:
+            with contextlib.suppress(TypeError):
+                store.load_messages()  # type: ignore[call-arg]
+
+        moment = 1
+        while interrupted_at(moment, fail, error):
+            assert other.submit(store.load_thread, "t").result() is None
+            moment += 1
+        assert moment > 10
+    gc.collect()
+    assert [r.getMessage() for r in caplog.records] == [], "of a call that was given up nobody takes the error"
 
 
 def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call() -> None:
@@ -222,16 +245,16 @@ def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call() -> None:
 
 
 def test_a_call_that_ends_just_when_its_caller_gives_up_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    with facade(MemoryThreadStore()) as store:
-        result = Future.result
-
-        def late(self: Future[Any], timeout: float | None = None) -> Any:
-            found = result(self, 10)
-            if timeout is not None:
-                raise TimeoutError
+    class Late(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            found = super().get(block, 10)
+            if timeout:
+                self.put(found)
+                raise queue.Empty
             return found
 
-        monkeypatch.setattr(Future, "result", late)
+    monkeypatch.setattr(queue, "SimpleQueue", Late)
+    with facade(MemoryThreadStore(), call_timeout_s=0.05) as store:
         assert store.load_thread("t") is None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +14,7 @@ from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph import saver as saver_module
 from bufstore.memory import MemoryNats
-from helpers import elsewhere, run_of
+from helpers import Soft, elsewhere, interrupted_at, run_of
 from langgraph_savers import checkpoint, config
 
 
@@ -54,14 +56,14 @@ async def test_a_saver() -> None:
 
 @pytest.mark.timeout(30)
 def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "_LOOKS_S", 0.2)
+    monkeypatch.setattr(saver_module, "_START_S", 0.2)
     loop = asyncio.new_event_loop()
     saver = loop.run_until_complete(AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats()))
     with pytest.raises(ConfigError, match="does not run"):
         saver.get_tuple(config("t"))
     with ThreadPoolExecutor() as thread:  # a loop that begins just now, or a little later
         assert loop.run_until_complete(loop.run_in_executor(thread, saver.get_tuple, config("t"))) is None
-        stopped = thread.submit(saver._wait, _never(loop))
+        stopped = thread.submit(saver._wait, lambda: _never(loop))
         loop.run_forever()
         with pytest.raises(ConfigError, match="event loop stopped during the call"):
             stopped.result()
@@ -88,10 +90,31 @@ def test_a_blocking_call_during_which_the_program_ends_is_no_success() -> None:
             begun.set()
             await asyncio.Event().wait()
 
-        called = thread.submit(saver._wait, never())
+        called = thread.submit(saver._wait, never)
         await begun.wait()
         await saver.aclose()
         return called
 
     with ThreadPoolExecutor() as thread, pytest.raises(ConfigError, match="event loop stopped during the call"):
         asyncio.run(main()).result()
+
+
+@pytest.mark.parametrize("error", [Soft, TimeoutError])
+def test_a_signal_handlers_error_at_any_moment_of_a_savers_call_stops_nobody_else(error: type[Exception]) -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def there(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(10)
+
+    saver = there(AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats()))
+    moment = 1
+    while interrupted_at(moment, lambda: saver.get_tuple(config("t")), error):
+        assert there(saver.aget_tuple(config("t"))) is None
+        moment += 1
+    assert moment > 10
+    there(saver.aclose())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()

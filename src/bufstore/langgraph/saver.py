@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import queue
 import random
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, wait
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar
@@ -42,14 +41,15 @@ from bufstore.langgraph.serialize import (
     tuple_of,
     writes_of,
 )
+from bufstore.loop_thread import Call
 from bufstore.nats.session import Nats
 from bufstore.types import Consistency, check_ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How often, in seconds, a blocking call looks whether the saver's loop runs; also how long it waits for a start.
-_LOOKS_S = 1.0
+#: How long, in seconds, a blocking call waits for the saver's loop to start.
+_START_S = 1.0
 _NO_LOOP = "the saver's event loop does not run: keep it running, or use BufferedSaver"
 _LOOP_ENDED = (
     "the saver's event loop stopped during the call, so a write may or may not be stored; keep the loop running, or "
@@ -65,7 +65,7 @@ def _blocking(
 
     @functools.wraps(method, assigned=("__doc__",))
     def call(self: AsyncBufferedSaver, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self._wait(getattr(self, name)(*args, **kwargs))
+        result: T = self._wait(lambda: getattr(self, name)(*args, **kwargs))
         return result
 
     call.__name__ = name.removeprefix("a")
@@ -363,42 +363,37 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     ) -> Iterator[CheckpointTuple]:
         """See `alist`."""
         found = self.alist(config, filter=filter, before=before, limit=limit)
-        while (item := self._wait(anext(found, None))) is not None:
+        while (item := self._wait(lambda: anext(found, None))) is not None:
             yield item
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if running is self._loop:
-            work.close()
             raise ConfigError("a blocking call on the saver's own event loop would deadlock: use the async method")
         if self._home.left:
-            work.close()
             raise ConfigError(FORKED)
         if not self._runs():
-            work.close()
             raise ConfigError(_NO_LOOP)
-        call = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while not wait([call], _LOOKS_S).done:
-            if not self._runs():
-                if not self._loop.is_closed():
-                    call.cancel()
-                raise ConfigError(_LOOP_ENDED)
+        call = Call(self._loop, work)
         try:
-            return call.result()
-        except CancelledError:
+            call.begin()
+            return call.result(self._runs)
+        except asyncio.CancelledError:
             # The loop ended. LangGraph would take a bare CancelledError for the end of a run in which all is well.
             raise ConfigError(_LOOP_ENDED) from None
+        finally:
+            call.cancel()
 
     def _runs(self) -> bool:
         """Whether the saver's loop runs, or starts within a moment."""
         if not self._loop.is_running():
-            runs = threading.Event()
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(runs.set)
-                runs.wait(_LOOKS_S)
+            runs: queue.SimpleQueue[None] = queue.SimpleQueue()  # a signal handler may end the wait: see `Call`
+            with suppress(RuntimeError, queue.Empty):  # the loop is closed; it does not start
+                self._loop.call_soon_threadsafe(runs.put, None)
+                runs.get(timeout=_START_S)
         return self._loop.is_running()
 
     def get_next_version(self, current: str | None, channel: None) -> str:
