@@ -41,6 +41,12 @@ class Takes:
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result. It goes on to its end however often the caller is cancelled; `aclose` waits for it."""
+        task = spawn(work)
+        self.leave(task)
+        return await asyncio.shield(task)
+
     async def aclose(self) -> None:
         """Return when all is handed back, or after a time: the rest comes back by itself when its time is over."""
         loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from bufstore import ConfigError
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
 from bufstore.tokens import Locks
-from helpers import eventually
+from helpers import cancel_as_anyio, eventually
 
 
 @pytest.fixture
@@ -72,6 +72,23 @@ async def test_who_gives_up_acquiring_leaves_no_lock_behind(locks: Locks) -> Non
         return not await locks.held()
 
     await eventually(none_is_held)
+
+
+async def test_who_is_cancelled_again_and_again_releases_the_lock(servers: Servers, locks: Locks) -> None:
+    other = await Locks.open(servers.nats.url, name=locks._stream.name.removesuffix("-locks"))
+    held = asyncio.Event()
+
+    async def hold() -> None:
+        async with await other.acquire("a", ttl_s=600):
+            held.set()
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await held.wait()
+    await cancel_as_anyio(holding)
+    assert holding.cancelled()
+    await other.aclose()
+    await (await locks.acquire("a")).release()
 
 
 async def test_free_after_its_time_and_too_late_is_too_late(locks: Locks) -> None:

@@ -18,7 +18,7 @@ from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pulls import Delivery
 from bufstore.tokens import Policy, Task
-from helpers import eventually
+from helpers import cancel_as_anyio, eventually
 from token_instances import Open, nothing_left, stall, took, working
 
 name, opened = token_instances.name, token_instances.opened
@@ -72,6 +72,26 @@ async def test_no_item_is_left_lying(opened: Open) -> None:
         await asyncio.gather(*(submitter(n) for n in range(4)))
         await eventually(lambda: nothing_left(work))
     assert worked == 240
+
+
+async def test_who_is_cancelled_again_and_again_gives_the_item_back(opened: Open) -> None:
+    work, other = await opened(ttl_s=600), await opened(ttl_s=600)
+    await work.submit("a")
+    held = asyncio.Event()
+
+    async def hold() -> None:
+        async with await took(work):
+            held.set()
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await held.wait()
+    await cancel_as_anyio(holding)
+    assert holding.cancelled()
+    await work.aclose()
+    async with await took(other) as task:
+        assert task.attempt == 2
+        await task.done()
 
 
 async def test_a_busy_key_holds_up_no_other(opened: Open) -> None:

@@ -130,6 +130,7 @@ class Hold(NamedTuple):
     seq: int
     record: Record
     began: float
+    takes: Takes
 
 
 class Lease:
@@ -139,7 +140,7 @@ class Lease:
     _server_ttl_s = 0
 
     def __init__(self, hold: Hold) -> None:
-        self.key, self._register, self._subject, self._seq, record, began = hold
+        self.key, self._register, self._subject, self._seq, record, began, self._takes = hold
         #: The token, larger than that of every earlier holder of this key. Pass it along with everything you write.
         self.token = hold.seq
         #: Set when the key was found to be lost.

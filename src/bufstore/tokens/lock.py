@@ -86,7 +86,7 @@ class Locks(Keyed):
             seq = await self._register.write(subject, record, 0, ttl_s)
         except Conflict:
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
-        return Lock(Hold(key, self._register, subject, seq, record, began), self._stream)
+        return Lock(Hold(key, self._register, subject, seq, record, began, self._takes), self._stream)
 
 
 class Lock(Lease):
@@ -110,9 +110,14 @@ class Lock(Lease):
                 raise  # the block must learn that it may not have held the lock to its end
 
     async def release(self) -> None:
-        """Give the lock up. Raises TokenLost when it was lost before, and LogUnavailable when that is not known."""
-        if self._over:
-            return
+        """Give the lock up, also when cancelled meanwhile.
+
+        Raises TokenLost when it was lost before, and LogUnavailable when that is not known.
+        """
+        if not self._over:
+            await self._takes.to_the_end(self._release())
+
+    async def _release(self) -> None:
         # End the renewals first: a later one would take the lock again.
         await self._holding.aclose()
         try:

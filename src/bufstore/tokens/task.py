@@ -42,13 +42,14 @@ class Task(Lease):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._over:
-            try:
+        try:
+            if not self._over:
                 await self.retry()
-            except (TokenLost, Unavailable, *REFUSED) as e:
-                # The item comes back when the holder's time is over.
-                _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
-        self._holding.stop()
+        except (TokenLost, Unavailable, *REFUSED) as e:
+            # The item comes back when the holder's time is over.
+            _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
+        finally:
+            self._holding.stop()
 
     async def extend(self) -> None:
         """Hold the key for `ttl_s` from now on. Raises TokenLost, and LogUnavailable when that is not known."""
@@ -79,11 +80,11 @@ class Task(Lease):
         """
         if not isinstance(delay_s, (int, float)) or not 0 <= delay_s < RECORD_AGE_S:
             raise InvalidRecord(f"delay_s must be a number of seconds from 0 to below {RECORD_AGE_S}, not {delay_s!r}")
-        await self._give_back(float(delay_s), self.attempt)
+        await self._takes.to_the_end(self._give_back(float(delay_s), self.attempt))
 
     async def release(self) -> None:
         """Give the item back as if it had never been taken: no attempt is counted. Raises like `done`."""
-        await self._give_back(0.0, self.attempt - 1)
+        await self._takes.to_the_end(self._give_back(0.0, self.attempt - 1))
 
     async def _give_back(self, delay_s: float, attempt: int) -> None:
         await self._holding.aclose()

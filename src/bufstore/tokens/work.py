@@ -234,7 +234,7 @@ class ExclusiveWork(Keyed):
                 given = await self._register.write(subject, mine, seq)
             except Conflict:
                 continue
-            hold = Hold(key, self._register, subject, given, mine, began)
+            hold = Hold(key, self._register, subject, given, mine, began, self._takes)
             return Task(hold, item.body, delivery, len(items) > 1, self._pulls, self._finish)
 
     async def _waiting(self, name: str, limit: int) -> list[Any]:
