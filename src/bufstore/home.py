@@ -42,7 +42,10 @@ class Home:
     __slots__ = ("_forks", "_loop")
 
     def __init__(self) -> None:
-        self._loop, self._forks = asyncio.get_running_loop(), _forks
+        try:
+            self._loop, self._forks = asyncio.get_running_loop(), _forks
+        except RuntimeError:
+            raise ConfigError("no asyncio event loop runs here (on trio: use a blocking store in a thread)") from None
 
     @property
     def left(self) -> bool:

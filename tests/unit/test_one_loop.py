@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore
+from bufstore import BufferedThreadStore, ConfigError, MemoryThreadStore, PostgresThreadStore
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph import saver as saver_module
 from bufstore.memory import MemoryNats
+from bufstore.tokens import Locks
 from helpers import Soft, elsewhere, interrupted_at, run_of
 from langgraph_savers import checkpoint, config
 
@@ -118,3 +119,18 @@ def test_a_signal_handlers_error_at_any_moment_of_a_savers_call_stops_nobody_els
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()
+
+
+@pytest.mark.parametrize(
+    "open_",
+    [
+        lambda: BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()),
+        lambda: AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats()),
+        lambda: PostgresThreadStore("postgresql://127.0.0.1:1/x").open(),
+        lambda: Locks.open("nats://127.0.0.1:1"),
+    ],
+)
+def test_what_is_opened_on_another_loop_than_asyncios_says_so(open_: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """On trio, say."""
+    with pytest.raises(ConfigError, match="no asyncio event loop"):
+        open_().send(None)

@@ -55,6 +55,7 @@ class Buffer(Generic[C, S, M]):
         member: str | None = None,
     ) -> None:
         """`member`: the name of this process among the flushers; None: a random name."""
+        self._closing, self._closed, self._home = Closing(), False, Home()
         self.session, self.ledger, self.backing, self.config = session, ledger, backing, config
         self.log, self.shared = session.log, session.shared
         self.subjects = Subjects(config.log.subject, config.log.partitions)
@@ -77,7 +78,6 @@ class Buffer(Generic[C, S, M]):
         self.eraser = Eraser(parts, self.waiter)
         #: The health and the statistics of this buffer.
         self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
-        self._closing, self._closed, self._home = Closing(), False, Home()
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 

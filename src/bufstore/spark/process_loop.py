@@ -23,7 +23,7 @@ class Loop:
     """An event loop in a thread of its own, and the objects that were opened on it.
 
     `bufstore.blocking` has a class of its own: most of the code there ends a loop and the calls that still run on it,
-    but this loop never ends. All that both could share is one call of `asyncio.run_coroutine_threadsafe`.
+    but this loop never ends. All that both could share is how a caller waits for its call.
     """
 
     def __init__(self) -> None:

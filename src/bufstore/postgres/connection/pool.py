@@ -26,7 +26,7 @@ from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
-from bufstore.tasks import Closing, to_the_end
+from bufstore.tasks import Closing, spawn, to_the_end
 
 #: The advice when a store is opened again, or by another one.
 ANOTHER = "make a new one each time you open a store or a saver"
