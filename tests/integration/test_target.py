@@ -74,7 +74,7 @@ async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment
         file = lines_of([(fresh(), [1])])
         for command in (["flush", "--all"], ["quarantine", "replay", "--all"], ["repair", "--apply"], ["import", "-"]):
             refused = await asyncio.to_thread(bufstore_cli, *command, stdin=file, **where(deployment))
-            assert (refused.code, "in a process that has it" in refused.err) == (2, True), refused
+            assert (refused.code, "in a process that opens that store" in refused.err) == (2, True), refused
         for command, code in (["status"], 1), (["verify"], 0), (["repair"], 0), (["quarantine", "list"], 0):
             looked = await cli(deployment, *command)
             assert looked.code == code, looked  # nobody flushes, which status does not find right

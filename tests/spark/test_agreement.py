@@ -69,7 +69,7 @@ async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(
     async with deployment.store(inner, flusher=False) as store:
         await store.checkpoint("t", [1], run_of("t"))
     for job in (partial(bulk_drain, spark, where(deployment)), partial(write_rows, sink(deployment), 0, [[{}]])):
-        with pytest.raises(ConfigDrift, match="in a process that has it"):
+        with pytest.raises(ConfigDrift, match="in a process that opens that store"):
             await asyncio.to_thread(job)
     elsewhere = dataclasses.replace(where(deployment), schema=fresh("empty"))
     with pytest.raises(ConfigDrift, match="database is"):

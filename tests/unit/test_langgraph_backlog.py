@@ -85,7 +85,7 @@ async def test_who_finds_no_room_in_time_is_told_that_nothing_was_stored() -> No
     backlog = Backlog(1, 0.01)
     cost = backlog.enter(100)
     for _ in range(2):
-        with pytest.raises(LogUnavailable, match="nothing was stored"):
+        with pytest.raises(LogUnavailable, match="this write was not stored"):
             await backlog.room()
     backlog.leave(cost)
     assert not backlog.full
