@@ -197,7 +197,7 @@ def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobo
             forgets(right)
         there = ledger.setup
 
-        async def away() -> None:
+        async def away(away_s: float | None = None) -> None:
             raise StoreUnavailable("it is away")
 
         ledger.setup = away  # type: ignore[method-assign]

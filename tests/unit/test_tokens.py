@@ -284,7 +284,7 @@ def test_what_nats_refuses_for_a_while_ends_no_worker_and_is_said_once(caplog: p
         with pytest.raises(Closed):
             await work.run(nothing, asyncio.Event())
         said = [str(right), str(full)]  # once a series
-        assert [r.getMessage().partition("tries again: ")[2] for r in caplog.records] == said
+        assert [r.getMessage().partition("will try again: ")[2] for r in caplog.records] == said
         outcomes = iter([right])
         work._connection.closes_here = lambda: False  # type: ignore[method-assign]
         with pytest.raises(ConfigError):  # of a process that was forked off
