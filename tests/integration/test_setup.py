@@ -31,6 +31,8 @@ from bufstore import (
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.server_choice import ServerChoice
 from bufstore.nats.setup import EPOCHS_MAX, stream_config
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -232,6 +234,15 @@ async def test_user_and_password(deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match="refused the credentials"):
         async with deployment.store(nats=url):
             pass
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_wrong_password_is_said_also_beside_a_server_that_is_down(servers: Servers, first: int) -> None:
+    urls = [address(servers.nats), "nats://127.0.0.1:1"]
+    connection = Connection(NatsConfig(servers=urls, user="u", password="geheim"), "test")
+    connection._choice = ServerChoice(2, 1 - first)
+    with pytest.raises(ConfigError, match="refused the credentials"):
+        await connection.open()
 
 
 class NatsByHand:

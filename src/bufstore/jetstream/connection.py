@@ -14,21 +14,18 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
-import nats.errors
 from msgspec.structs import replace
 from nats.aio.client import Client
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
-from bufstore.home import Home, owned_here
+from bufstore.home import Home
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.client import (
     ListeningClient,
-    TlsClient,
     close_client,
     forget_unsent,
     refusal,
@@ -37,6 +34,7 @@ from bufstore.jetstream.client import (
     text_of,
     violation,
 )
+from bufstore.jetstream.connecting import new_client, why
 from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, meaning
 from bufstore.jetstream.headers import status_of
@@ -113,8 +111,6 @@ class Connection:
         except ConfigError:
             raise
         except Exception as e:
-            if "authorization violation" in str(e).lower() or isinstance(e, nats.errors.AuthorizationError):
-                raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
             raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
         self._supervisor = spawn(self._supervise(), name="bufstore-nats-connection")
 
@@ -401,10 +397,7 @@ class Connection:
 
     async def _connected_to(self, url: str) -> ListeningClient:
         bare, user, password = split_url(url)
-        if bare.startswith(("ws://", "wss://")) and find_spec("aiohttp") is None:
-            raise ConfigError("a ws:// or wss:// URL of NATS needs aiohttp: install it, or use a nats:// or tls:// URL")
-        client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
-        owned_here(client)
+        client = new_client(self._config, url)
         try:
             with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
@@ -421,10 +414,8 @@ class Connection:
                     await hook(client)
         except BaseException as e:
             await close_client(client)
-            if isinstance(e, nats.errors.NoServersError) and client.errors:
-                raise client.errors[-1] from None  # nats-py raises it when it has given up; it gave the reason before
-            if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
-                raise ConfigError(f"NATS configuration: {text_of(e)}") from None
+            if (reason := why(e, client, url)) is not e:
+                raise reason from None
             raise
         return client
 
