@@ -15,7 +15,7 @@ from bufstore.errors import Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.home import Home
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
-from bufstore.jetstream.client import ListeningClient, refusal, round_trip
+from bufstore.jetstream.client import ListeningClient, refusal, round_trip, violation
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -146,6 +146,14 @@ def test_of_what_nats_said_the_last_refusal_of_a_kind_is_found() -> None:
     apps._err = errors[3]
     assert refusal(apps, "publish", "t.owls") is errors[3]
     assert refusal(apps, "publish", "t.sched") is None
+
+
+def test_a_subscription_that_was_taken_is_told_from_one_that_was_refused() -> None:
+    said = 'nats: permissions violation for subscription to "aa"'
+    assert violation(nats.errors.Error(said + ' (sid "1")')) == ("subscription", "aa", True)
+    assert violation(nats.errors.Error(said + ' using queue "q"')) == ("subscription", "aa", False)
+    assert violation(nats.errors.Error('nats: Permissions Violation for Publish to "A.b"')) == ("publish", "a.b", False)
+    assert violation(OSError("away")) is None
 
 
 async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:

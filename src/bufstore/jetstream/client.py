@@ -7,7 +7,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import nats.errors
 from nats.aio.client import Client
@@ -24,7 +24,8 @@ from bufstore.tasks import spawn, to_the_end
 _log = logging.getLogger(__name__)
 
 #: The server's error when a user may not publish or subscribe; nats-py passes it on in lower case.
-_FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+#: Only of a subscription that a reload takes away, it names the number, too.
+_FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"( \(sid ")?')
 #: The reason that the server gives when it ends a connection.
 _ENDED = re.compile(rb"-ERR '([^'\r\n]*)'")
 _ERRORS_KEPT = 100
@@ -192,16 +193,28 @@ def taken_bytes(told: int, refused: int | None) -> int:
     return told if refused is None or told < refused else max(refused // 2, _TAKEN_BYTES_MIN)
 
 
-def violation(error: Exception | None) -> tuple[str, str] | None:
-    """Return the forbidden verb ("publish" or "subscription") and its subject in lower case; None: another error."""
+class Violation(NamedTuple):
+    """What NATS does not permit: "publish" or "subscription" to a subject, in lower case.
+
+    `taken`: a subscription that it had permitted.
+    """
+
+    verb: str
+    subject: str
+    taken: bool
+
+
+def violation(error: Exception | None) -> Violation | None:
+    """Return what the error forbids; None: it is another error."""
     found = _FORBIDDEN.search(str(error).lower())
-    return (found[1], found[2]) if found else None
+    return None if found is None else Violation(found[1], found[2], found[3] is not None)
 
 
 def refusal(client: Client, verb: str, subject: str) -> Exception | None:
     """Return the last such violation that the client was told of; an app's client remembers only its last error."""
     errors = client.errors if isinstance(client, ListeningClient) else [client.last_error]
-    return next((e for e in reversed(errors) if violation(e) == (verb, subject.lower())), None)
+    wanted = (verb, subject.lower())
+    return next((e for e in reversed(errors) if (found := violation(e)) is not None and found[:2] == wanted), None)
 
 
 async def _nothing() -> None:

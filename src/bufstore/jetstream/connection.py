@@ -24,6 +24,7 @@ from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.home import Home
 from bufstore.jetstream import frames, hooks
+from bufstore.jetstream.asking import Asking
 from bufstore.jetstream.client import (
     ListeningClient,
     close_client,
@@ -77,6 +78,7 @@ class Connection:
         self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
         self._forbidden: set[str] = set()
         self._on_lost: list[Callable[[], None]] = []
+        self._asking = Asking()
         self._choice = ServerChoice(count := len(config.servers), secrets.randbelow(count))
         #: `ListeningClient.refused_bytes` of an earlier client; None when no client had a message refused.
         self._refused_bytes: int | None = None
@@ -362,9 +364,10 @@ class Connection:
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS refused what we sent on `subject`: tell the waiter at once."""
-        if subject not in self._forbidden and len(self._forbidden) < _FORBIDDEN_NAMED:
-            self._forbidden.add(subject)
-            _log.error("NATS does not permit %s on %r", verb, subject, extra={"action": "nats_forbidden"})
+        named = "_inbox.>" if subject.startswith("_inbox.") else subject
+        if named not in self._forbidden and len(self._forbidden) < _FORBIDDEN_NAMED:
+            self._forbidden.add(named)
+            _log.error("NATS does not permit %s on %r", verb, named, extra={"action": "nats_forbidden"})
         if verb != "publish":
             return
         # The message is not stored: of a batch, the server stores nothing when one message of it is missing.
@@ -428,7 +431,9 @@ class Connection:
         async def on_error(e: Exception) -> None:
             client.errors.append(e)
             if (forbidden := violation(e)) is not None:
-                self._on_violation(*forbidden)
+                self._on_violation(forbidden.verb, forbidden.subject)
+                if forbidden.taken:  # the connection stays open; all who listen subscribe again on a new one
+                    self._drop(client, f"NATS took the subscription to {forbidden.subject!r} away")
             _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
 
         return sign_in(self._config, user, password) | {
@@ -447,6 +452,8 @@ class Connection:
                         await self._lost.wait()
                 if self._client is not None and not self._client.is_connected:
                     self._lost.set()
+                elif self._client is not None and await self._asking.permitted(self._client, _now()):
+                    self._drop(self._client, "NATS permits a subscription again")
                 continue
             _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra={"action": "nats_lost"})
             await self._discard()

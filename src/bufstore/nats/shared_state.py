@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 import nats.errors
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -21,8 +22,9 @@ from bufstore.buffer.lanes import lane_logs
 from bufstore.buffer.ports.log import Floor
 from bufstore.buffer.ports.shared_state import RUN_TTL_S
 from bufstore.config import LogConfig
-from bufstore.errors import LogFull, LogUnavailable, MalformedEntry
+from bufstore.errors import ConfigError, LogFull, LogUnavailable, MalformedEntry
 from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.client import refusal, round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StorageFull, StreamMissing
 from bufstore.jetstream.group_commit import GroupCommit
@@ -70,6 +72,8 @@ class NatsSharedState:
         self._room = _Room(self._stream)
         #: Whether the last new run found no room for its record.
         self._unregistered = False
+        #: Whether each new connection is checked for the subscription to what is parked.
+        self._hears_parked = False
         #: The position of each member record that this process has written.
         self._renewed: dict[str, int] = {}
 
@@ -253,6 +257,22 @@ class NatsSharedState:
 
     async def on_parked(self, callback: Callable[[str], None]) -> None:
         await self._add_listener(self._parked, lambda msg: callback(untoken(msg.data.decode("ascii", "replace"))))
+        if not self._hears_parked:
+            self._hears_parked = True
+            self._connection.on_connect(self._check_hears_parked)
+        try:
+            await self._check_hears_parked(self._connection.client())
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
+
+    async def _check_hears_parked(self, client: Client) -> None:
+        # Who does not hear it builds on parked entries: what it is told to be stored would be parked, too.
+        await round_trip(client)
+        if refusal(client, "subscription", self._parked) is not None:
+            raise ConfigError(
+                f"NATS does not permit this user to subscribe to {self._parked!r}, where writers hear which threads "
+                f"are quarantined: permit it (see `bufstore permissions`)"
+            )
 
     async def call_owner(self, partition: int) -> None:
         await self._tell(f"{self._calls}{partition}", b"")

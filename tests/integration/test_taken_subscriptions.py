@@ -1,0 +1,155 @@
+"""Subscriptions that NATS's operator takes away by a reload: the server leaves the connection open."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bufstore import ConfigError, LogUnavailable, OutcomeUnknown, Unavailable
+from bufstore.embedded import NatsServer, Servers
+from bufstore.jetstream import asking
+from bufstore.jetstream.client import refusal
+from bufstore.mailbox import Dispatch, MailboxConfig, NatsMailboxNames, NatsMailboxStore, Worker
+from bufstore.notify import NatsNotifier
+from bufstore.notify.nats import NatsBroker
+from bufstore.notify.payload import channel
+from bufstore.notify.protocol import Event
+from conftest import Deployment
+from helpers import eventually, fresh, run_of, said
+
+#: With servers of their own.
+pytestmark = pytest.mark.alone
+
+
+class Guarded:
+    """A server with a user whose rights change. The embedded server's own user has all rights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = NatsServer(folder)
+        self.server.start()
+        self.limited = f"nats://limited:x@127.0.0.1:{self.server.port}"
+        self._file = self.server.data / "nats.conf"
+        self._rest = [line for line in self._file.read_text().splitlines() if not line.startswith("authorization")]
+
+    def _reloads(self) -> int:
+        return (self.server.data / "log").read_text().count("Reloaded server configuration")
+
+    async def deny(self, *subjects: str) -> None:
+        """Deny the limited user the subscription to these subjects, and to nothing else."""
+        name, _, password = self.server.url.partition("//")[2].partition("@")[0].partition(":")
+        denied = f"permissions: {{ subscribe: {{ deny: {json.dumps(subjects)} }} }}" if subjects else ""
+        users = f'{{ user: {name}, password: "{password}" }}, {{ user: limited, password: x, {denied} }}'
+        self._file.write_text("\n".join([*self._rest, f"authorization {{ users: [ {users} ] }}\n"]))
+        before = self._reloads()
+        assert self.server.pid is not None
+        os.kill(self.server.pid, signal.SIGHUP)
+
+        async def reloaded() -> bool:
+            return self._reloads() > before
+
+        await eventually(reloaded)
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+    found = Guarded(tmp_path / "nats")
+    await found.deny()
+    yield found
+    found.server.stop()
+
+
+async def test_a_writer_that_cannot_hear_what_is_parked_writes_nothing_until_it_can(
+    servers: Servers, guarded: Guarded
+) -> None:
+    """It would build on what was parked: what it is told to be stored would be parked, too."""
+    deployment, parked = Deployment(servers), fresh("t").replace("-", "_")
+    deployment.log = replace(deployment.log, subject=parked)
+    async with (
+        deployment.store(nats=guarded.server.url) as other,
+        deployment.store(nats=guarded.limited, flusher=False, append_timeout_s=3.0, read_timeout_s=3.0) as writer,
+    ):
+        await writer.checkpoint("t", [said(0)], run_of("t"))
+        await guarded.deny(f"{parked}-parked")
+        with pytest.raises(LogUnavailable, match="where writers hear which threads are quarantined"):
+            for n in range(1, 200):
+                with suppress(OutcomeUnknown):
+                    await writer.checkpoint("t", [said(i) for i in range(n)], run_of("t"))
+        with pytest.raises(ConfigError, match="where writers hear which threads are quarantined"):
+            async with deployment.store(nats=guarded.limited, flusher=False):
+                pass
+        await guarded.deny()
+
+        async def written() -> bool:
+            with suppress(LogUnavailable):
+                await writer.checkpoint("t", [said(0)], run_of("t"))
+                return True
+            return False
+
+        await eventually(written)
+        assert writer.buffer.appender.tip("t") is not None
+        await other.buffer.shared.tell_parked("t")
+
+        async def heard() -> bool:
+            return writer.buffer.appender.tip("t") is None
+
+        await eventually(heard)
+
+
+async def test_a_notifier_hears_again_when_it_may(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_EVERY_S", 0.1)
+    heard: list[str] = []
+    subject = channel("nn", Event.SCHEDULED, ".")
+    async with (
+        await NatsNotifier.open(guarded.limited, prefix="nn") as listener,
+        await NatsNotifier.open(guarded.server.url, prefix="nn") as sender,
+    ):
+        await listener.listen_scheduled(["k"], heard.append)
+        broker = listener._broker
+        assert isinstance(broker, NatsBroker)
+        before = broker.client()
+
+        async def refused() -> bool:
+            """Still, on a new connection."""
+            with suppress(Unavailable):
+                client = broker.client()
+                return client is not before and refusal(client, "subscription", subject) is not None
+            return False
+
+        await guarded.deny("nn.>")
+        await eventually(refused)
+        await guarded.deny()
+
+        async def hears() -> bool:
+            await sender.notify_scheduled("k")
+            return bool(heard)
+
+        await eventually(hears)
+
+
+async def test_a_mailbox_works_on_when_answers_may_arrive_again(guarded: Guarded) -> None:
+    done: list[bytes] = []
+
+    async def handle(dispatch: Dispatch) -> None:
+        done.append(dispatch.payload)
+
+    async def two() -> bool:
+        return done == [b"0", b"1"]
+
+    names, config = NatsMailboxNames(bucket="mm", max_bytes=64 << 20), MailboxConfig(timeout_s=3)
+    async with (
+        NatsMailboxStore(guarded.limited, names=names, config=config) as mailbox,
+        NatsMailboxStore(guarded.server.url, names=names, config=config) as other,
+        Worker(mailbox, "w", handle),
+    ):
+        await other.enqueue("t", b"0")
+        await guarded.deny("_INBOX.>")
+        await guarded.deny()
+        await other.enqueue("t", b"1")
+        await eventually(two)
