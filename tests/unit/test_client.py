@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -447,12 +448,19 @@ class Leaderless(Recorder):
         writer.close()
 
 
-async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another() -> None:
+@pytest.mark.parametrize("addresses", [1, 2])
+async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another(addresses: int) -> None:
     alone, leads = Leaderless(), TwoLeaders(stores=True, before_proof=False)
-    servers = [await asyncio.start_server(node.serve, "127.0.0.1", 0) for node in (alone, leads)]
+    nodes = itertools.chain([alone], itertools.repeat(leads))
+
+    async def balanced(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next(nodes).serve(reader, writer)
+
+    serves = [balanced] if addresses == 1 else [alone.serve, leads.serve]
+    servers = [await asyncio.start_server(serve, "127.0.0.1", 0) for serve in serves]
     nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers])
     connection = Connection(nats_, "test")
-    connection._choice = server_choice.ServerChoice(2, 1, _patience_s=0.2)
+    connection._choice = server_choice.ServerChoice(addresses, addresses - 1, _patience_s=0.2)
     stream = NatsStream(connection, nats_.api, "s", 3)
     await connection.open()
     try:

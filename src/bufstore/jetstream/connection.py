@@ -231,7 +231,7 @@ class Connection:
         side_by_side = SideBySide(len(messages), ended, doubt)
 
         def heard(number: int, outcome: bytes | Exception) -> None:
-            if self._choice.count > 1 and isinstance(outcome, bytes) and not leaderless(outcome):
+            if isinstance(outcome, bytes) and not leaderless(outcome):
                 self._choice.wrote(_now())
             if side_by_side.heard(number, outcome):
                 self._answers[tokens[number]] = Question([messages[number].subject], partial(heard, number))
@@ -312,7 +312,7 @@ class Connection:
                     await send(f"{self._inbox}.{token}")
                     pause *= 2
                 first = await answer
-                if paced and self._choice.count > 1 and not leaderless(first):
+                if paced and not leaderless(first):
                     self._choice.wrote(_now())
                 if doubt is not None and not accepted:
                     await self._proven(doubt)
@@ -352,7 +352,7 @@ class Connection:
             self._failed(_now())
             self._end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
             return
-        if self._choice.count > 1 and leaderless(data):
+        if leaderless(data):
             self._failed(_now())
         self._end(token, data)
 
@@ -360,7 +360,7 @@ class Connection:
         """Note that a request sent at `since` was not served, and leave a server that has served nothing for long."""
         client = self._client
         if self._choice.failed(since, _now()) and client is not None:
-            self._drop(client, "JetStream on this server answers no request; trying another server if there is one")
+            self._drop(client, "JetStream on this server answers no request; trying another node if there is one")
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS refused what we sent on `subject`: tell the waiter at once."""

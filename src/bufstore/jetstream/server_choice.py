@@ -3,6 +3,7 @@
 A node that is cut off from its cluster takes connections and answers PINGs, but no node that it reaches leads a stream:
 requests get an error, or no answer. The other nodes may do well, so after some time without a success the next one is
 tried. When no server does better, the cluster has no leaders; then each server gets more time than the one before.
+A single server is left, too: its address may stand for several nodes, and a new connection reaches another one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ServerChoice:
 
     def failed(self, since: float, now: float) -> bool:
         """Note that the server did not serve a request that was sent at `since`; return whether to leave the server."""
-        if self.count == 1 or since < self._wrote_at:
+        if since < self._wrote_at:
             return False
         if since - self._failed_at > _GAP_S:
             self._failing_since = since
