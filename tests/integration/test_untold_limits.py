@@ -12,6 +12,7 @@ import pytest
 
 from bufstore import ConfigError, Consistency, LogFull
 from bufstore.embedded import NatsServer, Servers
+from bufstore.mailbox import NatsMailboxNames, NatsMailboxStore
 from conftest import Deployment
 from helpers import eventually, run_of, said
 from rights import guarded
@@ -36,6 +37,31 @@ async def test_a_max_payload_of_the_account_stops_no_write(size: int, caplog: py
                 found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
                 assert found == [said(0, size), *more]
         assert 1 <= [getattr(r, "action", "") for r in caplog.records].count("nats_lost") <= 6
+
+
+async def test_too_few_subscriptions_are_told_and_end_no_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """nats-py would close the connection, and each new one."""
+
+    async def live(_: bytes) -> None: ...
+
+    account = "users: [{user: a, password: p}], jetstream: enabled, limits {max_subs: %d}"
+    few, more = f"F {{ {account % 4} }}", f"M {{ {account % 20} }}".replace("user: a", "user: b")
+    with Servers(nats_config=f"accounts {{ {few}, {more} }}\n") as servers:
+        at = f"p@127.0.0.1:{servers.nats.port}"
+        with pytest.raises(ConfigError, match="max_subs"):
+            async with Deployment(servers).store(nats=f"nats://a:{at}"):
+                pass
+        names = NatsMailboxNames(bucket="mm", max_bytes=64 << 20)
+        async with NatsMailboxStore(f"nats://b:{at}", names=names) as mailbox:
+            with pytest.raises(ConfigError, match="max_subs"):
+                for n in range(25):
+                    stop = await mailbox.listen_live(f"t{n}", live)
+            await stop()
+            await mailbox.listen_live("last", live)
+            await mailbox.enqueue("t", b"x")
+    actions = [getattr(r, "action", "") for r in caplog.records]
+    assert "nats_lost" not in actions
+    assert actions.count("nats_forbidden") == 2
 
 
 async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(

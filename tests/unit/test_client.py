@@ -478,6 +478,32 @@ async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another(addre
     assert alone.verbs
 
 
+async def test_connections_that_are_ended_at_once_are_made_ever_more_slowly(caplog: pytest.LogCaptureFixture) -> None:
+    recorder, writers = Recorder(), list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await recorder.serve(reader, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection = Connection(NatsConfig(servers=[url]), "test")
+    await connection.open()
+    try:
+        for _ in range(6):
+            client = await connection.wait_up(10)
+            writers[-1].close()
+            async with asyncio.timeout(10):
+                while connection._client is client:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+    assert connection._lives._pause_s >= 0.16
+    assert [getattr(r, "action", "") for r in caplog.records].count("nats_lost") == 1
+
+
 async def test_why_a_server_ends_a_connection_at_once_is_told() -> None:
     async def full(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         info = b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}'

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"( \(sid ")?')
 #: The reason that the server gives when it ends a connection.
 _ENDED = re.compile(rb"-ERR '([^'\r\n]*)'")
+#: The server's error when a connection has as many subscriptions as its account may have.
+NO_ROOM = "maximum subscriptions exceeded"
 _ERRORS_KEPT = 100
 #: The smallest limit that is assumed for a message, in bytes: nothing works with less.
 _TAKEN_BYTES_MIN = 1024
@@ -49,6 +51,8 @@ class ListeningClient(Client):
         self.errors: deque[Exception] = deque(maxlen=_ERRORS_KEPT)
         #: A bound, in bytes, of the message for which the server ended the connection; None: it did not.
         self.refused_bytes: int | None = None
+        #: How many subscriptions the server refused because there were too many.
+        self.no_room = 0
 
     async def connect(self, *args: Any, **options: Any) -> None:
         try:
@@ -128,6 +132,11 @@ class ListeningClient(Client):
         # Noted here: if the end of the connection was read together with this error, it replaces nats-py's last error.
         if "maximum payload violation" in err_msg.lower():
             self.refused_bytes = frames.largest_sent(self)
+        if NO_ROOM in err_msg.lower():  # the server keeps the connection, and nats-py would close it
+            self.no_room += 1
+            self._err = nats.errors.Error(f"nats: {err_msg}")
+            await self._error_cb(self._err)
+            return
         await super()._process_err(err_msg)
 
     def _remove_sub(self, sid: int, *limit: int) -> None:
@@ -215,6 +224,20 @@ def refusal(client: Client, verb: str, subject: str) -> Exception | None:
     errors = client.errors if isinstance(client, ListeningClient) else [client.last_error]
     wanted = (verb, subject.lower())
     return next((e for e in reversed(errors) if (found := violation(e)) is not None and found[:2] == wanted), None)
+
+
+async def check_room(client: ListeningClient, before: int, timeout_s: float = 10) -> None:
+    """Raise ConfigError if NATS has refused a subscription for want of room since `no_room` was `before`."""
+    await round_trip(client, timeout_s)
+    if client.no_room > before:
+        raise no_room()
+
+
+def no_room() -> ConfigError:
+    """Return the error for a subscription that was refused because there were too many."""
+    return ConfigError(
+        "NATS permits this user no further subscription on a connection: raise max_subs (`subs`) of its account"
+    )
 
 
 async def _nothing() -> None:

@@ -27,10 +27,10 @@ from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.asking import Asking
 from bufstore.jetstream.client import (
     ListeningClient,
+    check_room,
     close_client,
     forget_unsent,
     refusal,
-    round_trip,
     taken_bytes,
     text_of,
     violation,
@@ -38,18 +38,18 @@ from bufstore.jetstream.client import (
 from bufstore.jetstream.connecting import new_client, why
 from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, meaning
+from bufstore.jetstream.forbidden import Forbidden, may_not_publish
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
+from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import SideBySide
 from bufstore.tasks import Closing, end, no_cancel_lost, spawn
 
 _log = logging.getLogger(__name__)
 
-#: At most this many forbidden subjects are named in the log, once each.
-_FORBIDDEN_NAMED = 20
 #: A request without an answer is sent again after this time, then after twice as long, and so on.
 AGAIN_S = 0.5
 
@@ -76,9 +76,9 @@ class Connection:
         self._answers: dict[str, Question] = {}
         self._pace = Pace()
         self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
-        self._forbidden: set[str] = set()
+        self._told_forbidden = Forbidden()
         self._on_lost: list[Callable[[], None]] = []
-        self._asking = Asking()
+        self._asking, self._lives = Asking(), ShortLives()
         self._choice = ServerChoice(count := len(config.servers), secrets.randbelow(count))
         #: `ListeningClient.refused_bytes` of an earlier client; None when no client had a message refused.
         self._refused_bytes: int | None = None
@@ -362,20 +362,10 @@ class Connection:
         if self._choice.failed(since, _now()) and client is not None:
             self._drop(client, "JetStream on this server answers no request; trying another node if there is one")
 
-    def _on_violation(self, verb: str, subject: str) -> None:
+    def _on_forbidden_publish(self, subject: str) -> None:
         """NATS refused what we sent on `subject`: tell the waiter at once."""
-        named = "_inbox.>" if subject.startswith("_inbox.") else subject
-        if named not in self._forbidden and len(self._forbidden) < _FORBIDDEN_NAMED:
-            self._forbidden.add(named)
-            _log.error("NATS does not permit %s on %r", verb, named, extra={"action": "nats_forbidden"})
-        if verb != "publish":
-            return
         # The message is not stored: of a batch, the server stores nothing when one message of it is missing.
-        how = "run `bufstore setup` as operator" if ".stream.create." in subject else "see `bufstore permissions`"
-        error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
-        # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
-        api = self._config.api.lower()
-        sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
+        error, sent = may_not_publish(subject, self._config.api)
         for token, question in list(self._answers.items()):
             if any(s.lower() in sent for s in question.subjects):
                 self._end(token, error)
@@ -392,6 +382,7 @@ class Connection:
                 errors.append(e)
                 continue
             self._choice.connected(number)
+            self._lives.made(_now())
             self._lost.clear()
             self._up.set()
             return
@@ -410,11 +401,12 @@ class Connection:
                 await client.listen(self._inbox + ".*", self._on_answer)
                 frames.prepare(client)
                 # The server answers this PING only after it has sent any error about the subscription.
-                await round_trip(client, self._config.connect_timeout_s)
+                await check_room(client, 0, self._config.connect_timeout_s)
                 if refusal(client, "subscription", self._inbox + ".*") is not None:
                     raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
                 for hook in self._hooks:
                     await hook(client)
+                await check_room(client, 0, self._config.connect_timeout_s)
         except BaseException as e:
             await close_client(client)
             if (reason := why(e, client, url)) is not e:
@@ -430,8 +422,10 @@ class Connection:
 
         async def on_error(e: Exception) -> None:
             client.errors.append(e)
+            self._told_forbidden.tell(e)
             if (forbidden := violation(e)) is not None:
-                self._on_violation(forbidden.verb, forbidden.subject)
+                if forbidden.verb == "publish":
+                    self._on_forbidden_publish(forbidden.subject)
                 if forbidden.taken:  # the connection stays open; all who listen subscribe again on a new one
                     self._drop(client, f"NATS took the subscription to {forbidden.subject!r} away")
             _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
@@ -455,15 +449,20 @@ class Connection:
                 elif self._client is not None and await self._asking.permitted(self._client, _now()):
                     self._drop(self._client, "NATS permits a subscription again")
                 continue
-            _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra={"action": "nats_lost"})
+            pause_s, news = self._lives.ended(_now(), self._reason)
+            if news:
+                what = {"action": "nats_lost"}
+                _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra=what)
             await self._discard()
+            await asyncio.sleep(pause_s)
             async for attempt in AsyncRetrying(
                 wait=wait_random_exponential(multiplier=0.05, max=2),
                 retry=retry_if_exception_type(Exception),
             ):
                 with attempt:
                     await self._reconnect()
-            _log.info("connected to NATS again", extra={"action": "nats_connected"})
+            if news:
+                _log.info("connected to NATS again", extra={"action": "nats_connected"})
 
     async def _reconnect(self) -> None:
         try:

@@ -11,6 +11,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from bufstore.jetstream.client import check_room
 from bufstore.jetstream.connection import Connection
 
 Heard = Callable[[Msg], Awaitable[None]]
@@ -27,7 +28,7 @@ class Subscriptions:
     async def add(self, subject: str, heard: Heard, **options: Any) -> Callable[[], Awaitable[None]]:
         """Call `heard` with each message, until the returned function is called.
 
-        `options` as for nats-py's `subscribe`. Raises Unavailable, and nats-py's errors.
+        `options` as for nats-py's `subscribe`. Raises ConfigError, Unavailable, and nats-py's errors.
         """
         client, kept = self._connection.client(), _Kept(subject, heard, options)
 
@@ -36,9 +37,11 @@ class Subscriptions:
                 self.kept.remove(kept)
             await kept.stop()
 
+        before = client.no_room
         self.kept.append(kept)
         try:
             await kept.start(client)
+            await check_room(client, before)
         except BaseException:
             await stop()
             raise

@@ -20,7 +20,7 @@ from nats.js.kv import KeyValue
 
 from bufstore.config import NatsConfig, ToNats, as_nats_config
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
-from bufstore.jetstream.client import refusal, round_trip
+from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
@@ -183,9 +183,11 @@ async def _permitted(client: Client, verb: str, subject: str) -> AsyncIterator[N
 
     An app's client keeps the app's error callback, so only the client's last error shows here.
     """
-    before = refusal(client, verb, subject)
+    before, full = refusal(client, verb, subject), client.no_room if isinstance(client, ListeningClient) else 0
     yield
     await round_trip(client)
+    if isinstance(client, ListeningClient) and verb == "subscription":
+        await check_room(client, full)
     if refusal(client, verb, subject) not in (None, before):
         what = "publish on" if verb == "publish" else "subscribe to"
         raise ConfigError(
