@@ -338,6 +338,38 @@ def test_what_is_refused_to_all_parks_nothing_and_mends_by_itself(sqlstate: str)
     bench(main)
 
 
+def test_what_is_mended_in_the_middle_of_a_transaction_is_no_entrys_fault() -> None:
+    """The first threads of a transaction are refused, the others are taken: as if the first were poison."""
+
+    async def main(it: Bench) -> None:
+        left = 10
+
+        def mended_midway(change: Any) -> FlushFailed | None:
+            nonlocal left
+            if not probing:
+                return refused("23502")
+            left -= 1
+            return refused("23502") if left >= 0 else None
+
+        probing, flush = False, it.ledger.flush
+
+        async def flushing(*args: Any, probe: int = 0, **more: Any) -> Any:
+            nonlocal probing
+            probing = probe > 0
+            return await flush(*args, probe=probe, **more)
+
+        it.ledger.flush = flushing  # type: ignore[method-assign]
+        failing(it, mended_midway)
+        threads = [f"t{n}" for n in range(40)]
+        await write(it, threads)
+        await it.start()
+        assert await it.flushed(*threads, within_s=10.0)
+        assert not it.ledger.parked.entries
+        assert await it.stored("t0") == ["m"]
+
+    bench(main)
+
+
 def test_what_is_refused_to_all_parks_next_to_nothing_also_where_threads_come_one_by_one() -> None:
     async def main(it: Bench) -> None:
         bad = True

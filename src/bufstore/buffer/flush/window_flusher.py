@@ -213,7 +213,7 @@ class WindowFlusher:
 
     # --- what becomes of it -----------------------------------------------------------------------------------
 
-    async def _settle(self, threads: Threads, *, probe: int = 0) -> None:
+    async def _settle(self, threads: Threads, *, probe: int = 0, once_more: bool = False) -> None:
         try:
             outcome = await self._attempt(threads, probe=probe)
         except NotOwner as e:
@@ -253,7 +253,7 @@ class WindowFlusher:
                 self._blame.refused(refused, error.cause, now, at_least=at_least)
         self._blame.taken(outcome.taken, now)
         if outcome.refused:
-            await self._settle_refused(threads, outcome.refused)
+            await self._settle_refused(threads, outcome.refused, unsure=bool(outcome.taken) and not once_more)
         if outcome.untried and not any(self._is_everybodys(e.cause) for e in outcome.refused.values()):
             self.more = True
 
@@ -299,9 +299,16 @@ class WindowFlusher:
                 outcome.untried |= part.keys()
         return outcome
 
-    async def _settle_refused(self, threads: Threads, refused: Mapping[str | None, FlushFailed]) -> None:
-        """Deal with refused threads: each waits, or the entry to blame is found and parked."""
+    async def _settle_refused(
+        self, threads: Threads, refused: Mapping[str | None, FlushFailed], *, unsure: bool
+    ) -> None:
+        """Deal with refused threads: each waits, or the entry to blame is found and parked.
+
+        `unsure`: the store took other threads in the same transactions. If somebody has mended a table in the middle of
+        one, that does not tell poison from entries that were tried too early: these are tried once more.
+        """
         park: Threads = {}
+        again: Threads = {}
         first: Threads = {}
         second: Threads = {}
         for thread_id, error in refused.items():
@@ -315,12 +322,16 @@ class WindowFlusher:
                 first[thread_id], second[thread_id] = items[: len(items) // 2], items[len(items) // 2 :]
             elif not isinstance(items[0], StoredEntry) or items[0].entry.id in self._poison:
                 self._wait(thread_id, error)  # parking itself was refused: this is not about the entry
+            elif unsure:
+                again[thread_id] = items
             else:
                 self._blame.parked(thread_id, error.cause)
                 self._poison[items[0].entry.id] = str(error)
                 park[thread_id] = items
         if park:
             await self._settle(park)
+        if again:
+            await self._settle(again, probe=len(again), once_more=True)
         if first:
             await self._settle(first, probe=len(first))
             reach(Failpoint.FLUSH_HALF_SETTLED)
