@@ -91,13 +91,34 @@ async def test_who_may_not_end_it_says_who_can(deployment: Deployment, frozen: a
             flushing = asyncio.create_task(flush(old, cursor))
             await asyncio.wait_for(frozen.wait(), 10)
             await eventually(lambda: new._fetch("open_flushes"))  # Postgres has what was sent
-            with pytest.raises(StoreUnavailable, match="may not end its session") as told:
+            with pytest.raises(StoreUnavailable, match="if its process is frozen") as told:
                 await eventually(lambda: new.take([0], "b"))
             advice = str(told.value)
-            await query(dsn, advice[advice.index("SELECT") : advice.index(" as ")])
+            await query(dsn, advice[advice.index("SELECT") : advice.index(" as ", advice.index("SELECT"))])
             assert await eventually(lambda: new.take([0], "b"))
             with pytest.raises((StoreUnavailable, FlushFailed)):
                 await flushing
+
+
+async def test_a_flush_that_works_for_long_is_left_alone(deployment: Deployment) -> None:
+    dsn = deployment.servers.postgres.dsn
+    async with ledger(dsn, deployment.name) as old, ledger(dsn, deployment.name) as new:
+        (cursor,) = await old.take([0], "a")
+        slow, looked = asyncio.Event(), asyncio.Event()
+
+        class Slow:
+            async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Any) -> None:
+                await connection.execute(f"SELECT pg_sleep({LEASE_S})")
+                slow.set()
+                await looked.wait()
+
+        old._target = Slow()  # type: ignore[assignment]
+        flushing = asyncio.create_task(old.flush([cursor], ["t"], lambda _: Decision(cursors=[cursor], batch=["x"])))
+        await asyncio.wait_for(slow.wait(), 10)
+        assert await new.take([0], "b") == []
+        assert [row[4] for row in await new._fetch("open_flushes")] == [0.0]
+        looked.set()
+        await flushing
 
 
 async def test_a_session_of_somebody_else_is_left_alone(deployment: Deployment) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen
+from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_be_frozen
 
 
 @pytest.mark.parametrize(
-    ("still_s", "held_s", "frozen"),
+    ("still_s", "held_s", "frozen", "may_be"),
     [
-        (4.1, 0.0, True),
-        (3.9, 60.0, False),  # it waits for its process, and not for long yet
-        (0.0, 60.0, False),  # Postgres works for it
-        (None, 3.9, False),
-        (None, 4.1, True),  # another role's: what we have seen ourselves must do
+        (4.1, 0.0, True, False),
+        (3.9, 60.0, False, False),  # it stands still, and not for long yet
+        (0.0, 60.0, False, False),  # it goes on
+        (None, 3.9, False, False),
+        (None, 4.1, False, True),  # another role's: it may as well work
     ],
 )
-def test_a_flush_is_frozen_that_waits_for_its_process_for_longer_than_it_may(
-    still_s: float | None, held_s: float, frozen: bool
+def test_a_flush_is_frozen_that_stands_still_for_longer_than_it_may(
+    still_s: float | None, held_s: float, frozen: bool, may_be: bool
 ) -> None:
-    assert is_frozen(OpenFlush(1, "2/3", "app", 4.0, still_s), held_s) is frozen
+    flush = OpenFlush(1, "2/3", "app", 4.0, still_s)
+    assert (is_frozen(flush), may_be_frozen(flush, held_s)) == (frozen, may_be)
 
 
 def test_a_large_window_may_stand_still_for_longer() -> None:

@@ -26,10 +26,15 @@ class OpenFlush(NamedTuple):
     role: str
     #: For how long it may stand still.
     may_s: float
-    #: For how long it has waited for its process. 0: it does not wait. None: another role's, and we may not see that.
+    #: For how long it has stood still within a pipeline. 0: it goes on. None: another role's, and we may not see that.
     still_s: float | None
 
 
-def is_frozen(flush: OpenFlush, held_s: float) -> bool:
-    """Return whether a flush has stood still for longer than it may. `held_s`: for how long we have found rows held."""
-    return (held_s if flush.still_s is None else flush.still_s) > flush.may_s
+def is_frozen(flush: OpenFlush) -> bool:
+    """Return whether a flush is known to have stood still for longer than it may."""
+    return flush.still_s is not None and flush.still_s > flush.may_s
+
+
+def may_be_frozen(flush: OpenFlush, held_s: float) -> bool:
+    """Return whether a flush that we cannot look at may be frozen. `held_s`: for how long we have found rows held."""
+    return flush.still_s is None and held_s > flush.may_s

@@ -23,7 +23,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, connections_made, new_pool
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
-from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen
+from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_be_frozen
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.waiting import PostgresWaiting
 
@@ -34,6 +34,8 @@ _FOLDER = files("bufstore.postgres.ledger") / "sql"
 _CONNECTIONS = 3
 #: Seconds after which a flush says that Postgres is away. The flush is tried again, and meanwhile people are told.
 _AWAY_S = 5.0
+#: Takes that find rows held at most this many seconds apart are taken to meet the same holder.
+_SAME_HOLDER_S = 5.0
 #: How long a flush, and a probe, waits for a lock of the store's own tables. A probe waits for each of them.
 _LOCK, _PROBE_LOCK = "100ms", "1ms"
 
@@ -66,8 +68,8 @@ class PostgresLedger:
         self._ready = False
         #: By partition: the owner for which this process took it last.
         self._owners: dict[int, str] = {}
-        #: Since when each take has found rows held by other sessions; None: the last one has not.
-        self._held_since: float | None = None
+        #: When takes began to find rows held by other sessions, and when one last did.
+        self._held_since, self._held_at = 0.0, float("-inf")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r})"
@@ -123,9 +125,7 @@ class PostgresLedger:
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)
         self._owners |= {row[0]: owner for row in rows}
-        if len(rows) == len(set(partitions)):
-            self._held_since = None
-        else:
+        if len(rows) < len(set(partitions)):
             await self._end_frozen(refused=not rows)
         return [Cursor(*row) for row in sorted(rows)]
 
@@ -134,21 +134,28 @@ class PostgresLedger:
 
         Postgres ends those that stand still between two statements (`idle_in_transaction_session_timeout`), but not in
         a pipeline: until its end, a session that waits for the next statement counts as busy.
-        Raises StoreUnavailable for one that our role may not end, if `refused`: if nothing could be taken.
+        Raises StoreUnavailable for one that our role may not look at or end, if `refused`: if nothing could be taken.
         """
         now = time.monotonic()
-        self._held_since = self._held_since or now
+        if now - self._held_at > _SAME_HOLDER_S:
+            self._held_since = now
+        self._held_at = now
         for row in await self._fetch("open_flushes"):
             flush = OpenFlush(*row)
-            if not is_frozen(flush, now - self._held_since):
+            if refused and may_be_frozen(flush, held_s := now - self._held_since):
+                raise StoreUnavailable(
+                    f"a flush of role {flush.role} has held rows of buffer_partitions for {held_s:.0f} s; if its "
+                    f"process is frozen, end that, or run SELECT pg_terminate_backend({flush.pid}) as {flush.role}"
+                )
+            if not is_frozen(flush):
                 continue
             try:
                 ended = await self._fetch("end_flush", flush.pid, flush.transaction)
             except StoreMisconfigured as e:
                 if refused:
                     raise StoreUnavailable(
-                        f"a flusher is frozen and holds rows of buffer_partitions, and this role may not end its "
-                        f"session: run SELECT pg_terminate_backend({flush.pid}) as {flush.role}, or end its process"
+                        "a flusher is frozen and holds rows of buffer_partitions, and this role may not end its "
+                        f"session: end its process, or run SELECT pg_terminate_backend({flush.pid}) as {flush.role}"
                     ) from e
             else:
                 if ended:

@@ -38,9 +38,12 @@ WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE OF p;
 
 -- name: open_flushes
 -- The flushes into these tables whose transactions are open: for how long each may stand still, and for how long it has
--- waited for its client, counted from the start of its last statement. Null: another role's, of which we may not know.
+-- stood still within a pipeline: the session is active, and waits for its client. That is counted from the start of its
+-- last statement. Between statements the session is idle, and Postgres' own limit holds. Null: another role's, of which
+-- we may not know.
 SELECT f.pid, f.virtualtransaction, a.usename::text, (f.objid::bigint / 1000.0)::float8, (
-    CASE WHEN a.query_start IS NULL THEN NULL WHEN a.wait_event_type IS DISTINCT FROM 'Client' THEN 0
+    CASE WHEN a.query_start IS NULL THEN NULL
+    WHEN a.state <> 'active' OR a.wait_event_type IS DISTINCT FROM 'Client' THEN 0
     ELSE extract(epoch FROM clock_timestamp() - a.query_start) END
 )::float8
 FROM pg_locks AS f
