@@ -319,7 +319,8 @@ class Connection:
                 return accepted[0] if accepted else first
         except FAILURES as e:
             if isinstance(e, TimeoutError):
-                self._failed(asked_at)
+                if self._choice.count > 1:  # behind one address a node without a leader says so
+                    self._failed(asked_at)
             raise meaning(e, sent=sent, why=self._reason) from None
         finally:
             self._answers.pop(token, None)
