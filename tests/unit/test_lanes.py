@@ -376,10 +376,10 @@ def test_who_gives_up_opening_twice_leaves_no_lane_open(monkeypatch: pytest.Monk
     async def main() -> None:
         open_, release, opened, began = Buffer.open, Buffer.release, asyncio.Event(), asyncio.Event()
 
-        async def hanging(self: Buffer[Any, Any, Any]) -> Buffer[Any, Any, Any]:
+        async def hanging(self: Buffer[Any, Any, Any], **named: Any) -> Buffer[Any, Any, Any]:
             if self.config.log.lane == 2:
                 await asyncio.sleep(3600)
-            found = await open_(self)
+            found = await open_(self, **named)
             if self.config.log.lane == 1:
                 opened.set()
             return found

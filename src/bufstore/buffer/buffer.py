@@ -57,6 +57,8 @@ class Buffer(Generic[C, S, M]):
         """`member`: the name of this process among the flushers; None: a random name."""
         self._closing, self._closed, self._home = Closing(), False, Home()
         self.session, self.ledger, self.backing, self.config = session, ledger, backing, config
+        #: Whether Postgres was away when this was opened.
+        self.began_away = False
         self.log, self.shared = session.log, session.shared
         self.subjects = Subjects(config.log.subject, config.log.partitions)
         self.parts = parts = Parts(
@@ -81,15 +83,15 @@ class Buffer(Generic[C, S, M]):
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 
-    async def open(self) -> Self:
+    async def open(self, *, away: bool = False) -> Self:
         """Connect, create what is missing, check what is there, and begin to flush.
 
         Postgres may be down if the log already exists. Raises ConfigError (ConfigDrift names the field),
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down. On any
-        error, everything is released.
+        error, everything is released. `away`: see `prepare_log`.
         """
         try:
-            await self._start()
+            await self._start(away)
         except BaseException:
             await self._closing(self.release)
             raise
@@ -107,13 +109,13 @@ class Buffer(Generic[C, S, M]):
                 await part.open()
             yield self
 
-    async def _start(self) -> None:
+    async def _start(self, away: bool) -> None:
         await self.session.open()
         await self.ledger.open()
         await self.backing.open()
         self.log.vouched_by(lambda: apart(self.log, self.ledger, self.config.log, self.backing.kind))
         await self.shared.check()  # before a log is created that names this shared state
-        await prepare_log(self.log, self.ledger, self.backing, self.config)
+        self.began_away = not await prepare_log(self.log, self.ledger, self.backing, self.config, away=away)
         await self.shared.setup()
         self.appender.start()
         await self.waiter.start()

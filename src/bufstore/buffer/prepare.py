@@ -25,25 +25,33 @@ _OTHERS_S = 1.0
 _AWAY_S = 5.0
 
 
-async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
-    """Make sure that the log exists and that it is the one that Postgres knows."""
+async def prepare_log(
+    log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig, *, away: bool = False
+) -> bool:
+    """Make sure that the log exists and that it is the one that Postgres knows. Return whether Postgres was there.
+
+    `away`: it was not a moment ago, so an app that can do without it does not wait for it again.
+    """
     epoch = await log.epoch()
     if epoch is not None:
         check_kind(f"stream {config.log.stream}", log.target, backing.kind)
         config.check_fits(log.windows.rely_s)  # less than is configured, maybe, while the log's window is being changed
+        if away:
+            return False
     try:
         # A hanging Postgres must not hold up an app that can do without it.
         async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):
             await prepare_store(log, ledger, backing, config, _AWAY_S if epoch is not None else None)
     except TimeoutError:
-        return
+        return False
     except StoreUnavailable as e:
         if epoch is not None:
-            return  # the flusher does it before its first flush
+            return False  # the flusher does it before its first flush
         raise StoreUnavailable(
             f"stream {config.log.stream} does not exist, and only Postgres can tell at which position "
             f"a new one may begin: {e}"
         ) from e
+    return True
 
 
 async def prepare_store(

@@ -53,13 +53,13 @@ class Lanes:
         """Open all, or none. Raises as `Buffer.open`."""
         opened: list[ThreadBuffer] = []
 
-        async def begin(buffer: ThreadBuffer) -> None:
-            await buffer.open()
+        async def begin(buffer: ThreadBuffer, away: bool = False) -> None:
+            await buffer.open(away=away)
             opened.append(buffer)
 
         try:
             await begin(self.first)  # this opens the store, and makes its tables
-            await together(begin(buffer) for buffer in self.all[1:])
+            await together(begin(buffer, self.first.began_away) for buffer in self.all[1:])
         except BaseException:
             await self._closing(lambda: self._release(opened))
             raise
