@@ -37,6 +37,27 @@ async def a_live_delivery_is_answered_before_its_handler_runs(stores: Stores) ->
 
 
 @_check()
+async def what_a_listener_has_not_got_when_it_stops_was_not_delivered(stores: Stores) -> None:
+    """Else `deliver` would not enqueue it, and nobody would get it."""
+    a, b = stores[:2]
+    thread_id, got, go_on = fresh(), list[bytes](), asyncio.Event()
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+        await go_on.wait()
+
+    stop = await b.listen_live(thread_id, handle)
+    assert await a.deliver_live(thread_id, b"first") is Live.DELIVERED
+    assert await a.deliver_live(thread_id, b"late", timeout_s=0.1) is Live.UNKNOWN
+    left = [a.deliver_live(thread_id, b"left", timeout_s=1) for _ in range(3)]
+    *told, _ = await asyncio.gather(*left, stop())
+    assert Live.DELIVERED not in told
+    go_on.set()
+    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
+    assert got == [b"first"]
+
+
+@_check()
 async def a_live_handler_that_fails_gets_the_next_delivery(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, got = fresh(), []

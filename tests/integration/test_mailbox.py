@@ -13,7 +13,16 @@ import pytest
 from bufstore import AlreadyExists, Closed, ConfigDrift, ConfigError
 from bufstore.embedded import Servers
 from bufstore.jetstream.subject_tokens import token
-from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
+from bufstore.mailbox import (
+    Live,
+    MemoryMailboxStore,
+    NatsMailboxNames,
+    NatsMailboxStore,
+    PostgresMailboxStore,
+    Status,
+    Sweeper,
+    Worker,
+)
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.mailbox.store import MailboxStore
@@ -401,3 +410,19 @@ async def test_who_has_closed_listens_no_more(mailboxes: Mailboxes) -> None:
             return await a.deliver_live("t", b"x") is Live.NO_SUBSCRIBER
 
         await eventually(nobody)
+
+
+async def test_in_memory_a_live_handler_that_stops_its_own_listener_goes_on_to_its_end() -> None:
+    ended = asyncio.Event()
+    async with MemoryMailboxStore() as store:
+
+        async def once(_: bytes) -> None:
+            await stop()
+            await asyncio.sleep(0)
+            ended.set()
+
+        stop = await store.listen_live("t", once)
+        assert await store.deliver("t", b"x") is None
+        async with asyncio.timeout(10):
+            await ended.wait()
+        assert await store.deliver_live("t", b"x") is Live.NO_SUBSCRIBER

@@ -51,22 +51,29 @@ class _Wake:
 
 
 class _Listener:
-    """Hands live deliveries to a handler, one after the other. No sender waits for the handler."""
+    """Hands live deliveries to a handler, one after the other, and answers each just before."""
 
     def __init__(self, handler: LiveHandler) -> None:
-        self._payloads: asyncio.Queue[bytes] = asyncio.Queue()
+        #: Each with its answer, whether the handler gets it; None: the end.
+        self._waiting: asyncio.Queue[tuple[bytes, asyncio.Future[bool]] | None] = asyncio.Queue()
         self._task = spawn(self._run(handler), name="bufstore-mailbox-live")
 
-    def deliver(self, payload: bytes) -> None:
-        self._payloads.put_nowait(payload)
+    def deliver(self, payload: bytes) -> asyncio.Future[bool]:
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((payload, answer))
+        return answer
 
     def stop(self) -> None:
-        """Cancel the handler, and drop what it has not got yet; it may be the handler that calls this."""
-        self._task.cancel()
+        """Refuse what waits, and end when the handler has returned; it may be the handler that calls this."""
+        while not self._waiting.empty():
+            if (left := self._waiting.get_nowait()) is not None:
+                left[1].set_result(False)
+        self._waiting.put_nowait(None)
 
     async def _run(self, handler: LiveHandler) -> None:
-        while True:
-            payload = await self._payloads.get()
+        while (delivery := await self._waiting.get()) is not None:
+            payload, answer = delivery
+            answer.set_result(True)
             try:
                 with own_cancels_only():
                     await handler(payload)
@@ -286,10 +293,15 @@ class MemoryBackend(Backend):
             self.shared.news.set()
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
-        listeners = self._state().listeners.get(thread_id, ())
-        for listener in listeners:
-            listener.deliver(payload)
-        return Live.DELIVERED if listeners else Live.NO_SUBSCRIBER
+        answers = [listener.deliver(payload) for listener in self._state().listeners.get(thread_id, ())]
+        try:
+            async with asyncio.timeout(timeout_s):
+                for answer in asyncio.as_completed(answers):
+                    if await answer:
+                        return Live.DELIVERED
+        except TimeoutError:
+            return Live.UNKNOWN
+        return Live.NO_SUBSCRIBER
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         listeners = self._state().listeners[thread_id]

@@ -437,7 +437,10 @@ class MailboxStore:
         return live
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
-        """Hand each live delivery to `handler`, after answering it, until the returned function is called."""
+        """Hand each live delivery to `handler`, after answering it, until the returned function is called.
+
+        On NATS this function, and a lost connection, cancel a handler that runs: it is not for the handler to call.
+        """
         return await self.backend.listen_live(check_id(thread_id, "thread_id"), handler)
 
     async def deliver(
