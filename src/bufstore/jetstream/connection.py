@@ -318,9 +318,8 @@ class Connection:
                     await self._proven(doubt)
                 return accepted[0] if accepted else first
         except FAILURES as e:
-            if isinstance(e, TimeoutError):
-                if self._choice.count > 1:  # behind one address a node without a leader says so
-                    self._failed(asked_at)
+            if isinstance(e, TimeoutError) and self._choice.count > 1:  # a node behind a single address says so
+                self._failed(asked_at)
             raise meaning(e, sent=sent, why=self._reason) from None
         finally:
             self._answers.pop(token, None)
