@@ -6,23 +6,27 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 
 import nats.errors
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from bufstore.config import NatsConfig
 from bufstore.errors import Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.home import Home
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
-from bufstore.jetstream.client import ListeningClient, refusal, round_trip, violation
+from bufstore.jetstream import subscriptions as subscriptions_
+from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, violation
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.side_by_side import SideBySide
 from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.mailbox.nats import NatsMailboxStore
 
 
@@ -132,6 +136,61 @@ async def test_a_late_answer_to_a_round_trip_that_was_given_up_ends_no_client(
         await round_trip(client, 0.05)
     server.answers.set()
     await round_trip(client, 10)
+
+
+async def test_a_round_trip_on_a_connection_that_is_lost_ends_at_once(
+    client_and_server: tuple[Client, Recorder],
+) -> None:
+    client, server = client_and_server
+    server.answers.clear()
+    waiting = asyncio.create_task(round_trip(client, 3600))
+    while server.verbs != ["PING"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await client.close()
+    server.answers.set()
+    async with asyncio.timeout(10):
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await waiting
+
+
+async def test_a_subscription_without_an_answer_is_log_unavailable_and_on_a_lost_connection_is_made_again() -> None:
+    async def heard(_: Msg) -> None: ...
+
+    recorder, end = Recorder(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.create_task(recorder.serve(reader, writer))
+        await end.wait()
+        serving.cancel()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    subscriptions = Subscriptions(connection)
+    await connection.open()
+    try:
+        recorder.answers.clear()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(LogUnavailable, match="FlushTimeoutError"):
+            patch.setattr(subscriptions_, "check_room", partial(check_room, timeout_s=0.05))
+            await subscriptions.add("a", heard)
+        assert subscriptions.kept == []
+        recorder.answers.set()
+        await round_trip(connection.client())
+        recorder.answers.clear()
+        recorder.verbs.clear()
+        adding = asyncio.create_task(subscriptions.add("b", heard))
+        while "PING" not in recorder.verbs:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        end.set()
+        async with asyncio.timeout(5):
+            await adding
+        assert len(subscriptions.kept) == 1
+    finally:
+        end.set()
+        recorder.answers.set()
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
 
 
 def test_of_what_nats_said_the_last_refusal_of_a_kind_is_found() -> None:

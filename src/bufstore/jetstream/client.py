@@ -31,6 +31,8 @@ _ENDED = re.compile(rb"-ERR '([^'\r\n]*)'")
 #: The server's error when a connection has as many subscriptions as its account may have.
 NO_ROOM = "maximum subscriptions exceeded"
 _ERRORS_KEPT = 100
+#: How often who waits for a round trip looks whether the connection is still there, in seconds.
+_LOOK_S = 0.1
 #: The smallest limit that is assumed for a message, in bytes: nothing works with less.
 _TAKEN_BYTES_MIN = 1024
 
@@ -178,7 +180,8 @@ async def round_trip(client: Client, timeout_s: float = 10) -> None:
 
     nats-py's `flush` alone may come before it: its PING goes to the socket at once, and overtakes what still waits for
     the writing task. And when a caller gives `flush` up, a PONG that comes later answers a cancelled future, which ends
-    the task that reads, for all who use the client. So this function never cancels its future.
+    the task that reads, for all who use the client. So this function never cancels its future. Nor does nats-py end it
+    when the connection is lost; so this function looks.
     """
     while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -187,10 +190,14 @@ async def round_trip(client: Client, timeout_s: float = 10) -> None:
         return
     if client.is_closed:
         raise nats.errors.ConnectionClosedError
-    pong = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    pong, until = loop.create_future(), loop.time() + timeout_s
     await client._send_ping(pong)
-    if not (await asyncio.wait([pong], timeout=timeout_s))[0]:
-        raise nats.errors.FlushTimeoutError
+    while not (await asyncio.wait([pong], timeout=max(min(until - loop.time(), _LOOK_S), 0)))[0]:
+        if not client.is_connected:
+            raise nats.errors.ConnectionClosedError
+        if loop.time() >= until:
+            raise nats.errors.FlushTimeoutError
 
 
 def taken_bytes(told: int, refused: int | None) -> int:

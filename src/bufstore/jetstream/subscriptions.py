@@ -11,6 +11,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from bufstore.errors import LogUnavailable
 from bufstore.jetstream.client import check_room
 from bufstore.jetstream.connection import Connection
 
@@ -28,7 +29,7 @@ class Subscriptions:
     async def add(self, subject: str, heard: Heard, **options: Any) -> Callable[[], Awaitable[None]]:
         """Call `heard` with each message, until the returned function is called.
 
-        `options` as for nats-py's `subscribe`. Raises ConfigError, Unavailable, and nats-py's errors.
+        `options` as for nats-py's `subscribe`. Raises ConfigError and Unavailable.
         """
         client, kept = self._connection.client(), _Kept(subject, heard, options)
 
@@ -41,7 +42,11 @@ class Subscriptions:
         self.kept.append(kept)
         try:
             await kept.start(client)
-            await check_room(client, before)
+            with contextlib.suppress(nats.errors.ConnectionClosedError):  # the next connection gets it
+                await check_room(client, before)
+        except (nats.errors.Error, OSError) as e:
+            await stop()
+            raise LogUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
         except BaseException:
             await stop()
             raise
