@@ -20,6 +20,7 @@ from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
 from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, violation
+from bufstore.jetstream.connecting import why
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -191,6 +192,38 @@ async def test_a_subscription_without_an_answer_is_log_unavailable_and_on_a_lost
         await connection.aclose()
         server.close()
         await server.wait_closed()
+
+
+async def test_who_is_cancelled_while_too_few_subscriptions_are_permitted_is_cancelled() -> None:
+    server = await asyncio.start_server(Recorder().serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    begun = asyncio.Event()
+
+    async def hook(client: ListeningClient) -> None:
+        client.no_room = 1
+        begun.set()
+        await asyncio.Event().wait()
+
+    connection.on_connect(hook)
+    try:
+        opening = asyncio.create_task(connection.open())
+        await begun.wait()
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [('permissions violation for subscription to "a"', False), ("maximum connections exceeded", True), (None, False)],
+)
+def test_only_what_closed_a_connection_is_told_as_the_reason(last: str | None, told: bool) -> None:
+    client, closed = ListeningClient(), nats.errors.ConnectionClosedError()
+    client._err = None if last is None else nats.errors.Error(f"nats: {last}")
+    assert why(closed, client, "nats://a") is (client._err if told else closed)
 
 
 def test_of_what_nats_said_the_last_refusal_of_a_kind_is_found() -> None:

@@ -9,7 +9,7 @@ import nats.errors
 from bufstore.config import NatsConfig, mask_url
 from bufstore.errors import ConfigError
 from bufstore.home import owned_here
-from bufstore.jetstream.client import ListeningClient, TlsClient, no_room, text_of
+from bufstore.jetstream.client import ListeningClient, TlsClient, no_room, text_of, violation
 
 
 def new_client(config: NatsConfig, url: str) -> ListeningClient:
@@ -21,14 +21,15 @@ def new_client(config: NatsConfig, url: str) -> ListeningClient:
     return client
 
 
-def why(error: BaseException, client: ListeningClient, url: str) -> BaseException:
+def why(error: Exception, client: ListeningClient, url: str) -> Exception:
     """Return what to raise for an error of connecting to `url`: a ConfigError when somebody has to mend something."""
     if client.no_room:  # whatever waited for an answer there met a timeout
         return no_room()
     if isinstance(error, nats.errors.NoServersError) and client.errors:
         error = client.errors[-1]  # nats-py raises it when it has given up; it gave the reason before
-    if isinstance(error, nats.errors.ConnectionClosedError) and client.last_error is not None:
-        error = client.last_error  # why it was closed
+    last = client.last_error
+    if isinstance(error, nats.errors.ConnectionClosedError) and last is not None and violation(last) is None:
+        error = last  # why it was closed; what is not permitted closes nothing
     if "authorization violation" in str(error).lower() or isinstance(error, nats.errors.AuthorizationError):
         return ConfigError(f"NATS refused the credentials ({mask_url(url)}): {text_of(error)}")
     if isinstance(error, ValueError) and not isinstance(error, OSError):  # an SSLError is both

@@ -409,7 +409,7 @@ class Connection:
                 await check_room(client, 0, self._config.connect_timeout_s)
         except BaseException as e:
             await close_client(client)
-            if (reason := why(e, client, url)) is not e:
+            if isinstance(e, Exception) and (reason := why(e, client, url)) is not e:
                 raise reason from None
             raise
         return client
