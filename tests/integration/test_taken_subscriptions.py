@@ -15,7 +15,7 @@ import pytest
 from bufstore import ConfigError, LogUnavailable, OutcomeUnknown, Unavailable
 from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream import asking
-from bufstore.jetstream.client import refusal
+from bufstore.jetstream.client import ListeningClient, refusal
 from bufstore.mailbox import Dispatch, MailboxConfig, NatsMailboxNames, NatsMailboxStore, Worker
 from bufstore.notify import NatsNotifier
 from bufstore.notify.nats import NatsBroker
@@ -131,6 +131,23 @@ async def test_a_notifier_hears_again_when_it_may(guarded: Guarded, monkeypatch:
             return bool(heard)
 
         await eventually(hears)
+
+
+async def test_a_right_that_was_missing_once_costs_no_connection_later(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_EVERY_S", 0.0)
+    await guarded.deny("nn.>")
+    async with await NatsNotifier.open(guarded.limited, prefix="nn") as listener:
+        with pytest.raises(ConfigError, match="subscribe to"):
+            await listener.listen_scheduled(["k"], lambda _: None)
+        broker = listener._broker
+        assert isinstance(broker, NatsBroker)
+        assert isinstance(client := broker.client(), ListeningClient)
+        await guarded.deny()
+        await listener.listen_scheduled(["k"], lambda _: None)
+        asks = asking.Asking()
+        assert not any([await asks.permitted(client, now) for now in range(3)])
 
 
 async def test_a_mailbox_works_on_when_answers_may_arrive_again(guarded: Guarded) -> None:

@@ -144,7 +144,12 @@ class ListeningClient(Client):
     def _remove_sub(self, sid: int, *limit: int) -> None:
         # Unsubscribed. Messages on their way still come, and are dropped like those of any unknown subscription.
         self._listeners.pop(sid, None)
+        gone = self._subs.get(sid)
         super()._remove_sub(sid, *limit)
+        if self.errors and gone is not None and all(s.subject != gone.subject for s in self._subs.values()):
+            # Whoever subscribes next is not refused by what NATS said of this one.
+            while (old := refusal(self, "subscription", gone.subject)) is not None:
+                self.errors.remove(old)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
