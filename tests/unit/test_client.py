@@ -596,6 +596,44 @@ async def test_connections_that_are_ended_at_once_are_made_ever_more_slowly(capl
     assert [getattr(r, "action", "") for r in caplog.records].count("nats_lost") == 1
 
 
+async def test_an_outage_soon_after_a_reconnection_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    writers = list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await Recorder().serve(reader, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{port}"]), "test")
+    told = list[str]()
+
+    def said() -> list[str]:
+        return [a for r in caplog.records if (a := getattr(r, "action", "")).startswith("nats_")]
+
+    async def until(action: str) -> None:
+        told.append(action)
+        async with asyncio.timeout(10):
+            while said() != told:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    await connection.open()
+    connection._lives.made(0)  # it has lived for long
+    try:
+        for _ in range(2):
+            server.close()
+            writers[-1].close()
+            await server.wait_closed()
+            await until("nats_lost")
+            server = await asyncio.start_server(serve, "127.0.0.1", port)
+            await until("nats_connected")
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+
+
 async def test_why_a_server_ends_a_connection_at_once_is_told() -> None:
     async def full(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         info = b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}'

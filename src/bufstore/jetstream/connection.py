@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 from nats.aio.client import Client
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, wait_random_exponential
 
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
@@ -62,8 +62,7 @@ class Connection:
         self.published_on = config.published_on
         self._name = name
         self._client: ListeningClient | None = None
-        self._lost: asyncio.Event = asyncio.Event()
-        self._up: asyncio.Event = asyncio.Event()
+        self._lost, self._up = asyncio.Event(), asyncio.Event()
         self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
         self._supervisor: asyncio.Task[None] | None = None
         self._home: Home | None = None
@@ -451,18 +450,22 @@ class Connection:
                 continue
             pause_s, news = self._lives.ended(_now(), self._reason)
             if news:
-                what = {"action": "nats_lost"}
-                _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra=what)
+                self._tell_lost()
             await self._discard()
             await asyncio.sleep(pause_s)
-            async for attempt in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.05, max=2),
-                retry=retry_if_exception_type(Exception),
-            ):
+            async for attempt in AsyncRetrying(wait=wait_random_exponential(multiplier=0.05, max=2)):
                 with attempt:
-                    await self._reconnect()
+                    try:
+                        await self._reconnect()
+                    except Exception:
+                        news = news or self._tell_lost()  # this is more than a short life
+                        raise
             if news:
                 _log.info("connected to NATS again", extra={"action": "nats_connected"})
+
+    def _tell_lost(self) -> bool:
+        _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra={"action": "nats_lost"})
+        return True
 
     async def _reconnect(self) -> None:
         try:
