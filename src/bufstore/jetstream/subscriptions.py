@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,6 +25,7 @@ class Subscriptions:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.kept: list[_Kept] = []
+        self._one_at_a_time = asyncio.Lock()
         connection.on_connect(self.again)
 
     async def add(self, subject: str, heard: Heard, **options: Any) -> Callable[[], Awaitable[None]]:
@@ -31,19 +33,22 @@ class Subscriptions:
 
         `options` as for nats-py's `subscribe`. Raises ConfigError and Unavailable.
         """
-        client, kept = self._connection.client(), _Kept(subject, heard, options)
+        self._connection.client()  # on another event loop, it raises before anything is touched
+        kept = _Kept(subject, heard, options)
 
         async def stop() -> None:
             if kept in self.kept:
                 self.kept.remove(kept)
             await kept.stop()
 
-        before = client.no_room
-        self.kept.append(kept)
         try:
-            await kept.start(client)
-            with contextlib.suppress(nats.errors.ConnectionClosedError):  # the next connection gets it
-                await check_room(client, before)
+            async with self._one_at_a_time:  # NATS does not say which subscription it refuses
+                client = self._connection.client()
+                before = client.no_room
+                self.kept.append(kept)
+                await kept.start(client)
+                with contextlib.suppress(nats.errors.ConnectionClosedError):  # the next connection gets it
+                    await check_room(client, before)
         except (nats.errors.Error, OSError) as e:
             await stop()
             raise LogUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
