@@ -7,34 +7,47 @@ import contextlib
 import nats.errors
 from nats.aio.msg import Msg
 
-from bufstore.jetstream.client import ListeningClient, refusal
+from bufstore.jetstream.client import ListeningClient, violation
 
-#: Seconds between two questions.
+#: Seconds that an answer may take, and from a new refusal's answer to the next question. This pause doubles each time.
 _EVERY_S = 5.0
+_PAUSE_MAX_S = 60.0
 
 
 class Asking:
-    """Subscribes once more, for a moment, to what was refused."""
+    """Subscribes once more, for a moment, to what was refused: to one subject at a time, as NATS logs each try."""
 
     def __init__(self) -> None:
-        self._next = float("-inf")
-        #: What was asked for last, each with the refusal before.
-        self._asked: dict[str, Exception] = {}
+        self._next, self._pause_s = float("-inf"), _EVERY_S
+        self._known: set[str] = set()
+        #: The subject that was asked for last; and how it had been refused, until the answer was looked at.
+        self._subject = ""
+        self._before: Exception | None = None
 
     async def permitted(self, client: ListeningClient, now: float) -> bool:
         """Return whether a subscription that the client lacks is permitted by now. Call it every second or so."""
-        if now < self._next:
+        refused = _refused(client)
+        if not refused.keys() <= self._known:
+            self._next, self._pause_s = min(self._next, now + _EVERY_S), _EVERY_S
+        self._known = set(refused)
+        if not refused or now < self._next:
             return False
-        self._next = now + _EVERY_S
-        subjects = {subscription.subject for subscription in client._subs.values()}
-        refused = {s: error for s in subjects if (error := refusal(client, "subscription", s)) is not None}
-        if any(self._asked.get(subject) is error for subject, error in refused.items()):
-            return True  # it was not refused again
-        self._asked = refused
-        for subject in refused:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await (await client.subscribe(subject, cb=_ignore)).unsubscribe()
+        if (before := self._before) is not None:
+            self._before = None
+            self._next, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _PAUSE_MAX_S)
+            return refused.get(self._subject) is before  # it was not refused again
+        self._subject = min((s for s in refused if s > self._subject), default=min(refused))
+        self._before, self._next = refused[self._subject], now + _EVERY_S
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await (await client.subscribe(self._subject, cb=_ignore)).unsubscribe()
         return False
+
+
+def _refused(client: ListeningClient) -> dict[str, Exception]:
+    """Return the subjects of the client's subscriptions that were refused, each with the last refusal."""
+    told = {v.subject: e for e in client.errors if (v := violation(e)) is not None and v.verb == "subscription"}
+    wanted = {s.subject for s in client._subs.values()} if told else set()
+    return {s: told[s.lower()] for s in wanted if s.lower() in told}
 
 
 async def _ignore(_: Msg) -> None:
