@@ -293,3 +293,29 @@ def test_what_nats_refuses_for_a_while_ends_no_worker_and_is_said_once(caplog: p
     async def nothing(_: Task) -> None: ...
 
     run(main())
+
+
+def test_what_one_worker_is_refused_is_said_once_also_while_another_works(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        work = ExclusiveWork(Connection(NatsConfig(), "not opened"), "$JS.API", TokensConfig())
+        waits, refused = False, 0
+
+        async def take() -> None:
+            nonlocal waits, refused
+            if waits:
+                refused += 1
+                raise LogFull("no storage left") if refused < 30 else Closed("the store is closed")
+            waits = True
+            await asyncio.sleep(2)
+            waits = False
+
+        work.take = take  # type: ignore[method-assign, assignment]
+        for runs in (1, 2):
+            waits, refused = False, 0
+            with pytest.raises(Closed):
+                await work.run(nothing, asyncio.Event(), concurrency=2)
+            assert len(caplog.records) == runs
+
+    async def nothing(_: Task) -> None: ...
+
+    run(main())

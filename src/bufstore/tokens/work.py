@@ -80,8 +80,8 @@ class ExclusiveWork(Keyed):
         self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
         #: When to look for items that nobody was told of, and how many were found.
         self._look_at, self._found = 0.0, 0
-        #: Whether no work could be taken at the last try of a worker.
-        self._failing = False
+        #: The workers that could take no work at their last try.
+        self._failing: set[object] = set()
 
     @classmethod
     async def open(cls, nats: ToNats, config: TokensConfig | None = None, *, holder: str = "") -> Self:
@@ -157,6 +157,8 @@ class ExclusiveWork(Keyed):
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigError(f"concurrency must be an int, at least 1, not {concurrency!r}")
         workers = [spawn(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)]
+        for worker in workers:
+            worker.add_done_callback(self._failing.discard)
         try:
             await asyncio.gather(*map(asyncio.shield, workers))
         finally:  # when one worker has failed, none goes on after this call has ended
@@ -312,13 +314,13 @@ class ExclusiveWork(Keyed):
                 raise
             try:
                 task = None if taking.cancelled() else taking.result()
-                self._failing = False
+                self._failing.discard(asyncio.current_task())
             except REFUSED as e:
                 if isinstance(e, ConfigError) and not self._connection.closes_here():
                     raise  # this is a process that was forked off; on another event loop `closes_here` raises
                 if not self._failing:
                     _log.warning("cannot take work; will try again: %s", e, extra={"action": "token_take"})
-                self._failing = True
+                self._failing.add(asyncio.current_task())
                 pause_s = _PAUSE_S * (1 + random.random())  # noqa: S311 - no secret
                 await _unless(stopping, spawn(asyncio.sleep(pause_s)))
                 continue
