@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import warnings
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Generator
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
+from types import coroutine
 from typing import Any
 
 import pytest
@@ -18,9 +20,55 @@ from bufstore.memory import MemoryNats
 from bufstore.tasks import Closing, StrayCancelledError, end, own_cancels_only, spawn, together
 from helpers import run_of
 
-#: Tasks that begin before whoever makes them goes on; there are none before Python 3.12.
-EAGER: Any = getattr(asyncio, "eager_task_factory", None)
-needs_eager = pytest.mark.skipif(EAGER is None, reason="Python makes no task eager before 3.12")
+
+def eager_task_factory(loop: asyncio.AbstractEventLoop, work: Any, **_: Any) -> asyncio.Task[Any]:
+    """A task whose work begins before whoever makes the task goes on, as Python has it from 3.12 on."""
+    if not loop.is_running():
+        return asyncio.Task(work, loop=loop)
+    first: list[Any] = []
+    task = asyncio.Task(_rest(work, first), loop=loop)
+    maker = asyncio.current_task()
+    if maker is not None:
+        asyncio.tasks._leave_task(loop, maker)
+    asyncio.tasks._enter_task(loop, task)
+    try:
+        first.append(work.send(None))
+    except StopIteration as e:
+        first.extend(("ended", e.value))
+    except BaseException as e:
+        first.extend(("failed", e))
+    finally:
+        asyncio.tasks._leave_task(loop, task)
+        if maker is not None:
+            asyncio.tasks._enter_task(loop, maker)
+    return task
+
+
+async def _rest(work: Any, first: list[Any]) -> Any:
+    if len(first) == 1:
+        return await _going_on(work, first[0])
+    if first[0] == "failed":
+        raise first[1]
+    return first[1]
+
+
+@coroutine
+def _going_on(work: Any, waits_for: Any) -> Generator[Any, Any, Any]:
+    while True:
+        try:
+            got = yield waits_for
+        except BaseException as e:
+            step = partial(work.throw, e)
+        else:
+            step = partial(work.send, got)
+        try:
+            waits_for = step()
+        except StopIteration as e:
+            return e.value
+
+
+#: Python's own, where it has one.
+EAGER: Any = getattr(asyncio, "eager_task_factory", eager_task_factory)
 
 
 async def test_an_error_is_raised_when_all_calls_have_ended() -> None:
@@ -172,7 +220,6 @@ def test_tasks_are_made_in_one_place() -> None:
     assert [f.name for f in files if made.search(f.read_text())] == ["tasks.py"]
 
 
-@needs_eager
 def test_a_store_works_where_tasks_are_eager() -> None:
     asyncio.run(_eager_store())
 
