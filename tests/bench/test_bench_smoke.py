@@ -98,8 +98,8 @@ _OTHERS = (
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
 #: The heart of it, which `make test` runs, and what its results are called.
-_HEART = ["append", "reads", "end_to_end", "tokens"]
-_OF_HEART = re.compile(r"(append(_\d+)?|processor time|reads?(_clean|_tail|_first)?|end_to_end(_hot)?|tokens)(\..*)?")
+_HEART = ["append", "reads"]
+_OF_HEART = re.compile(r"(append(_\d+)?|processor time|reads?(_clean|_tail|_first)?)(\..*)?")
 #: Not run: the same functions as "append_8x8" and "append_r3", with other numbers.
 _ALIKE = ["append_4x16", "append_16x4", "append_16x16", "append_r3_lazy"]
 

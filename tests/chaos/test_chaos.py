@@ -75,6 +75,7 @@ _SHORT_OF_GRAPHS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.alone
 async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
     report = await short_run(_SEED_OF_GRAPHS, _SHORT_OF_GRAPHS, 5, on="checkpoints")

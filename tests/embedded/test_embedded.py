@@ -245,6 +245,7 @@ def test_servers_end_with_a_killed_owner(folder: Path, then: str) -> None:
         assert servers.nats.url == found["url"]
 
 
+@pytest.mark.long
 def test_servers_end_with_a_killed_owner_without_a_next_one() -> None:
     owner, found = own(None)
     end(owner)
@@ -252,6 +253,7 @@ def test_servers_end_with_a_killed_owner_without_a_next_one() -> None:
     until(lambda: not Path(found["data"]).exists())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", ["", "servers.nats.pause(); servers.postgres.pause(); print(flush=True)"])
 def test_servers_left_by_killed_guards_are_ended_by_the_next_start(folder: Path, then: str) -> None:
     owner, found = own(folder / "data", then=then)
@@ -527,6 +529,7 @@ def test_programs_closed_to_the_account_of_postgres_are_copied(folder: Path, mon
         os.umask(before)
 
 
+@pytest.mark.long
 @needs_root
 def test_another_user_has_servers_at_the_same_time(shared: Servers, folder: Path) -> None:
     # The account sees the project through a copy: the checkout may be closed to it.

@@ -160,6 +160,7 @@ async def test_doctor_is_readable_in_80_columns(deployment: Deployment) -> None:
 # --- no Unix ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command_line_needs_a_unix_for_its_own_servers_only() -> None:
     start = f"{NO_UNIX}\nfrom bufstore.cli import main\nsys.argv[0] = 'bufstore'\nmain()"
     listed = python(start, "--help")

@@ -303,6 +303,7 @@ def test_nothing_acknowledged_is_lost_when_an_import_is_killed(data: Path, tmp_p
     assert [t for t, m in found.items() if m is not None and m != threads[t][: len(m)]] == []
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_an_import_that_waits_for_input(data: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "import", "-", "--embedded", "--data", data / "d", "-v"], stdin=subprocess.PIPE,

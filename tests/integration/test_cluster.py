@@ -37,6 +37,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield running
 
 
+@pytest.mark.long
 async def test_the_doctor_finds_nothing_wrong_with_three_replicas(servers: Servers, cluster: Cluster) -> None:
     """However their servers sync, which an application's account cannot see."""
     deployment, nats = Deployment(servers, replicas=3), cluster.nats()
@@ -147,6 +148,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
         assert (await store.health()).can_write
 
 
+@pytest.mark.long
 async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: Cluster) -> None:
     """What proves that the leader leads needs no room in the log, and leaves nothing in it."""
     deployment = Deployment(servers, replicas=3, max_bytes=1 << 20)

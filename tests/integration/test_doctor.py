@@ -193,6 +193,7 @@ async def test_three_replicas_are_enough_however_nats_syncs(known: str | None) -
         assert bool(check.advice) is (replicas == 1)
 
 
+@pytest.mark.long
 async def test_nothing_there_yet_and_nobody_there(servers: Servers) -> None:
     deployment = Deployment(servers)
     code, checks = await doctor(deployment)

@@ -231,6 +231,7 @@ async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Ser
         assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5)) == 2
 
 
+@pytest.mark.long
 async def test_no_nats_is_a_clear_error_in_time(own_servers: Servers) -> None:
     deployment = Deployment(own_servers)
     async with deployment.store(append_timeout_s=2.0, read_timeout_s=2.0) as store:

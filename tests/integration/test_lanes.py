@@ -173,6 +173,7 @@ async def test_the_self_check_sees_the_damage_of_each_lane(laned: Deployment) ->
             assert (found.wrong, found.partitions) == (broken, 16), found
 
 
+@pytest.mark.long
 async def test_commands_look_at_one_lane_and_flush_all(laned: Deployment) -> None:
     threads = [in_lane(laned, lane) for lane in (0, 1, 1)]
     second = lane_configs(laned.config())[1].log.stream

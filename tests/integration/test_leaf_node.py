@@ -140,6 +140,7 @@ async def test_tokens_on_a_leaf_node(sites: Linked) -> None:
         assert await locks.held() == 1
 
 
+@pytest.mark.long
 async def test_exact_rights_in_a_domain(servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A leaf node checks the subject that is sent, a server of the domain what the subject stands for there."""
     deployment, other = Deployment(servers), Deployment(servers)

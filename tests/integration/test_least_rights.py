@@ -211,6 +211,7 @@ async def test_an_app_on_three_replicas_reads_strongly(deploy: Any, tmp_path: Pa
                 await check(store)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_forbidden")
 async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site: Site) -> None:
     await site.set_up()

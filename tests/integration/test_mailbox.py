@@ -82,6 +82,7 @@ async def test_an_instance_that_starts_again_finds_everything(mailboxes: Mailbox
         assert {s.thread_id for s in await store.pull_signals(timeout_s=2)} >= {hot}
 
 
+@pytest.mark.long
 async def test_a_claim_costs_the_same_however_much_is_queued(mailboxes: Mailboxes) -> None:
     async with mailboxes.open(1) as (store,):
         few, many = fresh(), fresh()
@@ -197,6 +198,7 @@ async def test_a_sweeper_survives_its_failures_and_says_so(servers: Servers) -> 
             assert store.statistics().counts["sweep_failures"] >= 1
 
 
+@pytest.mark.long
 async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres: Mailboxes) -> None:
     async with on_nats.open(1) as (store,):
         for n in range(50):

@@ -120,6 +120,7 @@ class _Workers:
             await reader
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DURABLE)
 async def test_processes_killed_paused_and_with_wrong_clocks_lose_and_double_nothing(
     kind: str, servers: Servers
@@ -241,6 +242,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
         assert {d.dispatch_id: d.ended_by for d in found} == dict(acked)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DURABLE)
 async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind: str, own_servers: Servers) -> None:
     """A killed nats-server brings back messages whose replacements are gone; the mailbox must not care."""

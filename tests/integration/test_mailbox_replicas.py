@@ -126,6 +126,7 @@ async def _leave_no_work(store: MailboxStore) -> None:
     await eventually(all_ended, 60)
 
 
+@pytest.mark.long
 async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: Servers, cluster: Cluster) -> None:
     """Each replaces the one before; a replica that lags may deliver that, too, and then the one that replaced it."""
     assert [check for check in MAILBOX_CHECKS if str(check) == _ONE_SIGNAL]

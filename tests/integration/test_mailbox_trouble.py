@@ -382,6 +382,7 @@ async def test_what_a_killed_server_brought_back_is_not_counted_as_queued(on_nat
         assert oldest_s < 60
 
 
+@pytest.mark.long
 async def test_a_store_that_was_away_for_a_moment_delays_no_thread_for_long(
     mailboxes: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

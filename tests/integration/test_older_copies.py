@@ -114,6 +114,7 @@ async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: S
         await eventually(applied_again)
 
 
+@pytest.mark.long
 async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_servers: Servers, tmp_path: Path) -> None:
     deployment = Deployment(own_servers, failover_window_s=1.0)
     deployment.verified = False

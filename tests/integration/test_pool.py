@@ -261,6 +261,7 @@ async def test_closing_ends_those_who_wait(servers: Servers) -> None:
     assert all(isinstance(o, (Closed, StoreUnavailable)) for o in outcomes), outcomes
 
 
+@pytest.mark.long
 async def test_an_outage_is_not_told_by_the_log_of_the_pool(
     own_servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +307,7 @@ async def test_what_psycopg_warns_of_in_our_pipelines_is_for_debugging(
     assert len([r for r in caplog.records if r.name == "psycopg"]) == 1, "other connections of the app are heard"
 
 
+@pytest.mark.long
 async def test_who_would_rather_know_is_told_soon_that_postgres_is_away(own_servers: Servers) -> None:
     pool = await open_pool(own_servers.postgres.dsn, size=1)
     try:

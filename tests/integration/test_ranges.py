@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import nats
+import pytest
 from nats.aio.client import Client
 
 from bufstore.config import as_nats_config
@@ -102,6 +103,7 @@ async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Depl
             await reader.aclose()
 
 
+@pytest.mark.long
 async def test_a_reader_that_is_short_of_time_is_no_slow_consumer(tmp_path: Path) -> None:
     """It asked for more and more of a range with few messages, and the server cut it off for what it had not taken."""
     server = NatsServer(tmp_path / "nats", sync_interval="2m", extra_config="max_pending: 20MB")

@@ -191,6 +191,7 @@ class Held:
         await self._connection.close()
 
 
+@pytest.mark.long
 async def test_both_went_on_after_the_log_had_gone_back(own_servers: Servers) -> None:
     """Postgres was down when the first writer came back, so it was noticed late: nothing acknowledged is dropped."""
     deployment = Deployment(own_servers)

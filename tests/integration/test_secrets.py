@@ -109,6 +109,7 @@ authorization {{ users: [
 """
 
 
+@pytest.mark.long
 async def test_nothing_secret_is_said_while_all_is_well_and_when_servers_fail(heard: Everything) -> None:
     hidden = Secrets()
     password, payload = hidden.new("@/#:%?"), hidden.new()

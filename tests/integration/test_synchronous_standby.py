@@ -50,6 +50,7 @@ async def test_what_a_standby_has_not_got_is_not_acknowledged(own_servers: Serve
         assert (await store.checkpoint(thread_id, [said(1)], run_of(thread_id), idempotency_key=key)).repeated
 
 
+@pytest.mark.long
 async def test_a_flush_that_a_standby_has_not_got_is_made_again(
     own_servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deploy
     await winner.aclose()
 
 
+@pytest.mark.long
 async def test_a_log_of_an_earlier_release_is_named_by_its_app_or_by_an_operator(deployment: Deployment) -> None:
     await flushed_by_an_earlier_release(deployment)
     elsewhere = Deployment(deployment.servers)

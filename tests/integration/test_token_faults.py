@@ -180,6 +180,7 @@ async def test_rights_that_are_taken_for_a_while_end_no_worker(
             await elsewhere(lambda: work.run(handler, asyncio.Event()))
 
 
+@pytest.mark.long
 async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -> None:
     """A history of many holders, some of which sleep past their time and go on as if nothing were."""
     instances = [await opened(ttl_s=1, timeout_s=5) for _ in range(3)]

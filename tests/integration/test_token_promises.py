@@ -347,6 +347,7 @@ async def test_keys_take_turns(opened: Open) -> None:
 # Full streams.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", Policy)
 async def test_what_a_full_stream_holds_is_worked_off(opened: Open, policy: Policy) -> None:
     """Also while somebody fills it again and again, and after every worker has died."""

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.alone
 ACCOUNT = "users: [{user: a, password: p}], jetstream: enabled, limits {max_payload: 65536}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1 << 10, 3 << 20], ids=["many", "in parts"])
 async def test_a_max_payload_of_the_account_stops_no_write(size: int, caplog: pytest.LogCaptureFixture) -> None:
     """The server tells its clients its own, and ends the connection that sends what is too large for the account."""

@@ -62,6 +62,7 @@ async def test_each_kind_of_damage_is_found(
         assert (shown.code, rule in shown.out) == (1, True), shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["settled <= cursor", *(rule for rule in DAMAGES if rule != "progress <= cursor")])
 async def test_damage_below_the_floor_is_found(deploy: Callable[..., Deployment], rule: str) -> None:
     deployment = deploy(failover_window_s=1.0)

@@ -23,6 +23,7 @@ _EACH = 60
 _FAR = 8
 
 
+@pytest.mark.long
 async def test_writers_take_turns_and_hear_what_was_faster(deployment: Deployment, monkeypatch: Any) -> None:
     reads: list[int] = []
     part = NatsLog.part

@@ -99,6 +99,7 @@ async def test_what_is_in_quarantine_is_listed_and_replayed(servers: Servers) ->
         assert (await saver.aget_tuple(config(bad))) is not None
 
 
+@pytest.mark.long
 async def test_what_stands_behind_an_outdated_entry_is_shown_and_given_up(servers: Servers) -> None:
     """Once written where others had gone on meanwhile: no replay may apply it, and the thread goes on without it."""
     place, thread_id = Place(servers), fresh()
@@ -186,6 +187,7 @@ async def test_a_log_that_lost_its_end_is_repaired(servers: Servers) -> None:
         assert shown.checkpoint["channel_values"] == {"a": [2]}
 
 
+@pytest.mark.long
 async def test_the_doctor_sees_what_keeps_langgraphs_tables_from_being_written(servers: Servers) -> None:
     place, mine, user = Place(servers), Place(servers), fresh("u").replace("-", "_")
 
@@ -225,6 +227,7 @@ async def test_the_doctor_sees_what_keeps_langgraphs_tables_from_being_written(s
         await query(place.dsn, f"DROP ROLE {user}")
 
 
+@pytest.mark.long
 async def test_a_log_that_is_gone_is_begun_anew(servers: Servers) -> None:
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:

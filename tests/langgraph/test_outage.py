@@ -92,6 +92,7 @@ async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own:
         assert (await careful.aget_tuple(config(thread_id))).checkpoint == put  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 async def test_a_thread_that_was_wrongly_assumed_to_be_new_forks_and_loses_nothing(own: Servers, place: Place) -> None:
     """Neither the log nor this process knows that it is older."""
     thread_id = fresh()

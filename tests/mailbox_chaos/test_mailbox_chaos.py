@@ -45,6 +45,7 @@ def test_what_has_not_ended_as_was_told_is_told() -> None:
     assert not judged(replace(acked, status=Status.CANCELLED))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", ["nats", "postgres"])
 async def test_in_normal_life_every_thread_with_work_has_its_signal(on: str) -> None:
     async with deployment(on) as (boxes, place):

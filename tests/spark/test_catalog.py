@@ -95,6 +95,7 @@ async def test_a_table_takes_its_servers_from_the_drivers_environment(
     assert rows == [[], [], [[thread, 3]], [[said(n)["content"]] for n in range(3)]]
 
 
+@pytest.mark.long
 async def test_a_table_that_is_dropped_takes_nothing_with_it(spark: Any, deployment: Deployment) -> None:
     """Neither of the log nor of Postgres: what is flushed, what is not, and what stands beside."""
     threads, names = [fresh() for _ in range(3)], [f"{what}_{deployment.name}" for what in ("log", "messages", "runs")]

@@ -226,6 +226,7 @@ async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployme
         await ended(query(spark, replicated, tmp_path))
 
 
+@pytest.mark.long
 async def test_proofs_that_have_gone_are_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
     thread = fresh()
     await written(replicated, [thread], range(2))
@@ -242,6 +243,7 @@ async def test_proofs_that_have_gone_are_no_loss(spark: Any, replicated: Deploym
     assert steps_of(rows) == {thread: [0, 1, 2, 3]}
 
 
+@pytest.mark.long
 async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:

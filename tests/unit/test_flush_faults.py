@@ -220,6 +220,7 @@ def test_an_entry_that_is_too_much_alone_delays_its_own_thread_only() -> None:
     bench(main)
 
 
+@pytest.mark.long
 def test_an_entry_that_is_too_much_alone_is_tried_seldom_also_when_more_is_written_behind_it() -> None:
     async def main(it: Bench) -> None:
         bad, tries = True, 0

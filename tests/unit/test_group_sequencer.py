@@ -464,6 +464,7 @@ def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_
     run(main())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ways_s", [[0.001] * 7 + [0.01], *seldom([0.001] * 8)])
 def test_writers_at_the_same_time_take_turns_and_nobody_asks_what_was_faster(ways_s: Sequence[float]) -> None:
     async def main() -> None:

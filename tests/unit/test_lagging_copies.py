@@ -306,6 +306,7 @@ def test_what_nobody_shows_and_must_be_there_is_not_taken_for_purged() -> None:
     test(main, server=log)
 
 
+@pytest.mark.long
 def test_a_hole_is_not_filled_from_a_copy_that_lacks_what_was_delivered() -> None:
     """What is not found counts as missing: a healthy entry would be parked."""
 

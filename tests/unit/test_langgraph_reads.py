@@ -261,6 +261,7 @@ def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_
     run(main())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("followed", [True, False])
 @pytest.mark.parametrize("writer", ["nobody", "another", *seldom("this process", "another, which was read")])
 def test_nothing_is_written_behind_what_was_read_before_others_went_on(writer: str, followed: bool) -> None:

@@ -57,6 +57,7 @@ def test_what_a_counter_grants(value: int, wanted: int, expected: int) -> None:
     assert granted(value, wanted) == expected
 
 
+@pytest.mark.long
 async def test_the_cost_of_an_event_does_not_grow_with_other_listeners() -> None:
     async def cost(others: int) -> float:
         async with MemoryNotifier() as notifier:

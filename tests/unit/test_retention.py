@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.config import LogConfig
 from bufstore.errors import LogFull, StoreUnavailable
@@ -52,6 +54,7 @@ async def filled(it: Bench, part: float, within_s: float) -> float:
     return it.log.stream.bytes / LOG.max_bytes
 
 
+@pytest.mark.long
 def test_at_the_defaults_the_log_takes_thirteen_minutes_without_postgres() -> None:
     async def main(it: Bench) -> None:
         found = await filled(it, 0.65, 900)
