@@ -37,7 +37,7 @@ class Call:
     key: str | None = None
     parent_thread_id: str | None = None
     children: Children | None = None
-    #: The positions that the log had reached when it began and when it ended.
+    #: The positions that the log of its thread had reached when it began and when it ended.
     began: int = 0
     ended: int = 0
     began_at: float = 0.0
@@ -87,7 +87,7 @@ class Witness:
         first = call.outcome == "running"
         if first:
             self.calls.append(call)
-            call.began, call.began_at = world.nats.stream.last_place, world.loop.time()
+            call.began, call.began_at = world.log_end(call.thread_id), world.loop.time()
         before, still = world.loop.time(), world.stood_still
         task = instance.call(_awaited(call, store))
         try:
@@ -112,7 +112,7 @@ class Witness:
             raise Violation(f"{call.kind} took {world.loop.time() - before:.1f} s")
 
     def _ended(self, call: Call, outcome: str, error: BaseException | None) -> None:
-        call.ended, call.error = self._world.nats.stream.last_place, error
+        call.ended, call.error = self._world.log_end(call.thread_id), error
         call.outcome = outcome
         self._world.counts[f"{call.kind} {outcome}"] += 1
 
@@ -158,7 +158,7 @@ class Witness:
             c
             for c in self.calls
             if (c.outcome in ("running", "unknown") and (c.lineage or not c.entries))
-            or (c.lineage and c.outcome == "done" and c.ended >= self._world.nats.stream.last_place - 50)
+            or (c.lineage and c.outcome == "done" and c.ended >= self._world.log_end(c.thread_id) - 50)
         ]
 
     def _caller(self, story: Story, item: StoredEntry) -> Call:

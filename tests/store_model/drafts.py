@@ -16,8 +16,8 @@ from store_model.world import THREADS, Instance, World
 class Drafts:
     """A world, and calls that fit to it; all chances come from the `chance` that is given."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = World(seed)
+    def __init__(self, seed: int, lanes: int = 1) -> None:
+        self.world = World(seed, lanes)
         self.witness = Witness(self.world)
         self._number = 0
         self._receipts: dict[str, Receipt] = {}

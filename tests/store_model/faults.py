@@ -157,36 +157,29 @@ class FaultyHot(MemorySharedState):
 class FaultyNats(MemoryNats):
     """A server whose links fail as the weather says, and whose log is archived."""
 
-    def __init__(self, weather: Weather, config: LogConfig) -> None:
+    def __init__(self, weather: Weather, logs: Sequence[LogConfig]) -> None:
         super().__init__()
         self._weather = weather
-        self._name = config.stream
-        self.streams[config.stream] = ArchivingStream(config, weather.archive)
-        self.bucket = self.buckets[config.bucket] = MemoryBucket()
-
-    @property
-    def stream(self) -> ArchivingStream:
-        """The log."""
-        stream = self.streams[self._name]
-        assert isinstance(stream, ArchivingStream)
-        return stream
+        for config in logs:
+            self.streams[config.stream] = ArchivingStream(config, weather.archive)
+            self.buckets[config.bucket] = MemoryBucket()
 
     def session(self, config: BufferConfig) -> Session:
         log = FaultyLog(self._weather, self.streams, config, message_bytes_max=4096)
-        return MemorySession(log, FaultyHot(self._weather, self.bucket), config)
+        return MemorySession(log, FaultyHot(self._weather, self.buckets[config.log.bucket]), config)
 
 
 class Postgres:
-    """The database: a store that refuses bad runs, and its ledger; both may be copied, and put back."""
+    """The database: a store that refuses bad runs, and a ledger for each lane; all may be copied, and put back."""
 
-    def __init__(self, weather: Weather) -> None:
+    def __init__(self, weather: Weather, lanes: int) -> None:
         self.weather = weather
         self.store = RefusingStore()
-        self.ledger = BuryingLedger(self.store)
+        self.ledgers = [BuryingLedger(self.store) for _ in range(lanes)]
         #: The thread of which nothing is refused at the moment.
         self.mended: str | None = None
         self.store.database = self
-        self.store._ledgers[0] = self.ledger
+        self.store._ledgers.update(enumerate(self.ledgers))
         #: How often it fell back to a copy: connections to it break then.
         self.falls = 0
 
@@ -225,10 +218,12 @@ class Postgres:
             table.update(content)
 
     def _tables(self) -> list[dict[Any, Any]]:
-        s, ledger = self.store, self.ledger
-        tables = [s._threads, s._messages, s._runs, s._states, s._changed, s._created]
-        parked, waiting = ledger.parked, ledger.waiting
-        return [*tables, ledger._rows, ledger._cursors, parked.entries, parked.given_up, waiting.entries]
+        s = self.store
+        tables: list[dict[Any, Any]] = [s._threads, s._messages, s._runs, s._states, s._changed, s._created]
+        for ledger in self.ledgers:
+            parked, waiting = ledger.parked, ledger.waiting
+            tables += [ledger._rows, ledger._cursors, parked.entries, parked.given_up, waiting.entries]
+        return tables
 
 
 class BuryingLedger(MemoryLedger):
@@ -277,19 +272,19 @@ for _name in ("load_checkpoint", "load_run", "query_messages", "query_runs", "qu
 
 
 class LedgerView:
-    """The ledger as an instance reaches it; a part of it, with `of`."""
+    """A ledger, or a part of one, as an instance reaches it."""
 
-    def __init__(self, database: Postgres, of: Any = None) -> None:
+    def __init__(self, database: Postgres, of: Any) -> None:
         self._database = database
-        self._of = of if of is not None else database.ledger
+        self._of = of
 
     @property
     def parked(self) -> Any:
-        return LedgerView(self._database, self._database.ledger.parked)
+        return LedgerView(self._database, self._of.parked)
 
     @property
     def waiting(self) -> Any:
-        return LedgerView(self._database, self._database.ledger.waiting)
+        return LedgerView(self._database, self._of.waiting)
 
     @property
     def connections(self) -> int:

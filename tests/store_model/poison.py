@@ -13,7 +13,7 @@ from bufstore.types import Receipt
 from store_model.calls import Call
 from store_model.drafts import Drafts
 from store_model.story import BAD_RUN, Event
-from store_model.world import SUBJECTS, THREADS, Instance, Violation
+from store_model.world import THREADS, Instance, Violation
 
 
 class Poison(Drafts):
@@ -26,11 +26,12 @@ class Poison(Drafts):
 
     async def garbage(self, chance: random.Random) -> None:
         """A stranger publishes what is no group, or a group with an entry that is none."""
-        stream, header = self.world.nats.stream, chance.choice((None, "1.0.x"))
+        thread_id, header = chance.choice(THREADS[:2]), chance.choice((None, "1.0.x"))
+        lane = self.world.lane(thread_id)
         if chance.random() < 0.5:
-            stream.store([Outgoing(SUBJECTS.groups, b"garbage", header)])
+            lane.stream.store([Outgoing(lane.subjects.groups, b"garbage", header)])
         else:
-            stream.write_entries([(chance.choice(THREADS[:2]), header, b"garbage")])
+            lane.stream.write_entries([(thread_id, header, b"garbage")])
         self.fault("garbage", 5)
 
     async def poison(self, chance: random.Random) -> None:
@@ -39,7 +40,7 @@ class Poison(Drafts):
         await self._refused(chance, thread_id)
         for _ in range(chance.choice((0, 0, 1, 2))):
             if chance.random() < 0.5:
-                self.world.nats.stream.write_entries([(thread_id, None, b"garbage")])
+                self.world.lane(thread_id).stream.write_entries([(thread_id, None, b"garbage")])
             await self._make(chance, self._call(chance, thread_id))
 
     async def _refused(self, chance: random.Random, thread_id: str) -> None:
@@ -57,7 +58,8 @@ class Poison(Drafts):
     async def quarantine(self, chance: random.Random) -> None:
         """An operator replays a thread, after he mended the cause, or gives entries up."""
         world = self.world
-        parked = sorted({e.thread_id for e in world.postgres.ledger.parked.entries.values() if e.thread_id})
+        entries = [e for lane in world.lanes for e in lane.ledger.parked.entries.values()]
+        parked = sorted({e.thread_id for e in entries if e.thread_id})
         thread_id = chance.choice(parked or THREADS[:2])
         instance = self._instance(chance)
         if instance.store is None or world.loop.time() < world.weather.late_until:
@@ -71,7 +73,7 @@ class Poison(Drafts):
         story = world.archive.story(thread_id)
         if world.flushed(thread_id) < story.end:
             return
-        waiting = {seq for seq, e in world.postgres.ledger.parked.entries.items() if e.thread_id == thread_id}
+        waiting = self._parked(thread_id)
         if chance.random() < 0.6:
             await self._replay(instance, thread_id, waiting)
         elif waiting:
@@ -86,12 +88,12 @@ class Poison(Drafts):
         before = set(waiting)
         world.postgres.mended = thread_id
         try:
-            outcomes = await instance.call(store.quarantine.replay_thread(thread_id))
+            outcomes = await instance.call(store.lanes.of(thread_id).quarantine.replay_thread(thread_id))
         except BufstoreError:
             outcomes = None
         finally:
             world.postgres.mended = None
-        left = {seq for seq, e in world.postgres.ledger.parked.entries.items() if e.thread_id == thread_id}
+        left = self._parked(thread_id)
         if before != left:
             self._happened(thread_id, replayed=sorted(before - left))
         if outcomes is not None and [(o.seq, o.outcome) for o in outcomes] != expected:
@@ -102,11 +104,16 @@ class Poison(Drafts):
         world, store = self.world, instance.store
         assert store is not None
         with contextlib.suppress(BufstoreError):
-            await instance.call(store.quarantine.discard(gone))
-        left = [seq for seq in gone if seq not in world.postgres.ledger.parked.entries]
+            await instance.call(store.lanes.of(thread_id).quarantine.discard(gone))
+        left = sorted(set(gone) - self._parked(thread_id))
         if left:
             self._happened(thread_id, discarded=left)
         world.weather.seen["discarded"] += len(left)
+
+    def _parked(self, thread_id: str) -> set[int]:
+        """Where the entries of the thread are that are in quarantine."""
+        entries = self.world.lane(thread_id).ledger.parked.entries
+        return {seq for seq, e in entries.items() if e.thread_id == thread_id}
 
     def _happened(self, thread_id: str, **what: list[int]) -> None:
         story = self.world.archive.story(thread_id)

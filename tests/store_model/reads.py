@@ -50,8 +50,9 @@ class Reads(Drafts):
         if store is None:
             return None
         story = world.archive.story(thread_id)
-        began, flushed, log_end = world.loop.time(), world.flushed(thread_id), world.nats.stream.last_place
-        down = store.buffer.reads.store.down
+        began, flushed, log_end = world.loop.time(), world.flushed(thread_id), world.log_end(thread_id)
+        reads = store.lanes.of(thread_id).reads
+        down = reads.store.down
         if level is Consistency.EVENTUAL:
             log_end = receipt.thread_seq if receipt is not None else 0
         task = instance.call(store.load_checkpoint(thread_id, consistency=level, at_least=receipt))
@@ -72,8 +73,8 @@ class Reads(Drafts):
         if world.loop.time() - began > CONFIG.read_timeout_s + 1:
             raise Violation(f"a read took {world.loop.time() - began:.1f} s")
         world.counts[f"read {level.value}"] += 1
-        alone = (down or store.buffer.reads.store.down) is not None or world.weather.store_failed_at >= began
-        return shown, (flushed, world.flushed(thread_id)), (log_end, world.nats.stream.last_place), alone
+        alone = (down or reads.store.down) is not None or world.weather.store_failed_at >= began
+        return shown, (flushed, world.flushed(thread_id)), (log_end, world.log_end(thread_id)), alone
 
     def _judge(
         self,
@@ -122,7 +123,8 @@ class Reads(Drafts):
         if instance.store is None:
             return
         kind = chance.choice(("messages", "runs", "threads", "run"))
-        store, world, began, end = instance.store, self.world, self.world.loop.time(), self.world.nats.stream.last_place
+        store, world, began = instance.store, self.world, self.world.loop.time()
+        ends = {t: world.log_end(t) for t in THREADS}
         flushed = {t: world.flushed(t) for t in THREADS}
         run_id = f"run-1-of-{thread_id}"
         work: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
@@ -146,13 +148,13 @@ class Reads(Drafts):
         world.counts[f"list {kind}"] += 1
         threads = THREADS if kind == "threads" else [thread_id]
         for t in threads:
-            story = world.archive.story(t)
+            story, end = world.archive.story(t), ends[t]
             first = max(end, world.flushed(t)) if kind != "run" else end
-            points = [story.at(s) for s in story.between(first, max(first, world.nats.stream.last_place))]
+            points = [story.at(s) for s in story.between(first, max(first, world.log_end(t)))]
             if kind == "run":
                 points = [
                     story.shown(f, s)
-                    for s in story.between(end, world.nats.stream.last_place)
+                    for s in story.between(end, world.log_end(t))
                     for f in (flushed[t], world.flushed(t))
                 ]
             if not any(_listed(kind, t, answer, point.seen, run_id) for point in points):
@@ -165,7 +167,7 @@ class Reads(Drafts):
             return
         thread_id = chance.choice((None, *THREADS))
         began = world.loop.time()
-        ends = {t: world.nats.stream.end_of(t) for t in THREADS}
+        ends = {t: world.end_of(t) for t in THREADS}
         store = instance.store
         task = instance.call(store.force_flush_all() if thread_id is None else store.force_flush(thread_id))
         try:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 
+from bufstore.memory.log import MemoryFeed
 from bufstore.threads.repairing import repair
 from bufstore.types import Consistency
 from store_model.faults import LOG_FAULTS, STORE_FAULTS
 from store_model.poison import Poison
 from store_model.reads import Reads
-from store_model.world import CONFIG, SUBJECTS, THREADS, Violation
-
-#: Threads of one partition.
-_NEIGHBOURS = [(a, b) for a in THREADS for b in THREADS if a != b and SUBJECTS.partition(a) == SUBJECTS.partition(b)]
+from store_model.world import THREADS, Lane, Violation
 
 
 class Steps(Reads, Poison):
@@ -112,7 +110,7 @@ class Steps(Reads, Poison):
 
     async def be_overtaken(self, chance: random.Random) -> None:
         """A write is held up until others' entries of the thread are flushed and purged; it lands, and is repeated."""
-        thread_id, beside = chance.choice(_NEIGHBOURS)
+        thread_id, beside = chance.choice(self._neighbours())
 
         async def go_on() -> None:
             """The entry at a cursor stays in the log: so the partition gets one more."""
@@ -147,7 +145,7 @@ class Steps(Reads, Poison):
     async def hold_row(self, chance: random.Random) -> None:
         """Somebody holds a thread's row, maybe for so long that the log forgets what waits."""
         thread_id = chance.choice(THREADS)
-        locked, seconds = self.world.postgres.ledger.locked, chance.choice((0.3, 3, 30, 100))
+        locked, seconds = self.world.lane(thread_id).ledger.locked, chance.choice((0.3, 3, 30, 100))
         if thread_id in locked:
             locked.discard(thread_id)
             return
@@ -169,29 +167,30 @@ class Steps(Reads, Poison):
         seconds = chance.choice((0.5, 2, 8))
         self.world.weather.log_away_until = self.world.loop.time() + seconds
         self.fault("log outage", seconds + 15)
-        for feed in list(self.world.nats.stream.feeds):
+        for feed in self._feeds():
             feed.lose("the connection was lost")
 
     async def lose_feed(self, chance: random.Random) -> None:
         """A delivery is missing: the partition is taken again, and what was not acked is delivered again."""
-        feeds = list(self.world.nats.stream.feeds)
+        feeds = self._feeds()
         if feeds:
             chance.choice(feeds).lose("a delivery is missing")
             self.fault("feed lost")
 
     async def other_owner(self, chance: random.Random) -> None:
         """Somebody else raises terms, or is in the list of the members for a while."""
-        partitions = [p for p in range(CONFIG.log.partitions) if chance.random() < 0.5]
+        lane = chance.choice(self.world.lanes)
+        partitions = [p for p in range(lane.config.log.partitions) if chance.random() < 0.5]
         self.fault("other owner")
         if chance.random() < 0.5:
-            await self.world.postgres.ledger.take(partitions, "somebody else")
+            await lane.ledger.take(partitions, "somebody else")
         else:
-            self.world.nats.bucket.put("member", "ghost", None, ttl_s=chance.choice((1, 4)))
-            self.world.nats.bucket.tell("call", -1)
+            lane.bucket.put("member", "ghost", None, ttl_s=chance.choice((1, 4)))
+            lane.bucket.tell("call", -1)
 
     async def lose_hot_state(self, chance: random.Random) -> None:
-        """The bucket is gone, with all that is in it."""
-        self.world.nats.bucket.clear()
+        """A bucket is gone, with all that is in it."""
+        chance.choice(self.world.lanes).bucket.clear()
         self.fault("hot state lost")
 
     async def fail_over(self, chance: random.Random) -> None:
@@ -200,33 +199,48 @@ class Steps(Reads, Poison):
         self.world.fail_over(chance.choice((1, 2, 5, 20)))
 
     async def repair(self, chance: random.Random) -> None:
-        """The log loses its end, or all of it, when everything in it is flushed; an operator repairs."""
-        world = self.world
+        """A log loses its end, or all of it, when everything in it is flushed; an operator repairs."""
+        world, lane = self.world, chance.choice(self.world.lanes)
         given_up = any(e.discarded for s in world.archive.stories.values() for e in s.events)
         if given_up or world.loop.time() < world.weather.late_until:
             return  # a repair finds what was given up in the log, and puts it into quarantine again
         self.fault("repair", 40)
         world.weather.calm()
-        world.postgres.ledger.locked.clear()
+        for each in world.lanes:
+            each.ledger.locked.clear()
         for instance in world.instances:
             await instance.stop()
         self.witness.audit()
-        stream = world.nats.stream
-        if not stream.messages or any(world.flushed(t) < stream.end_of(t) for t in THREADS):
+        stream = lane.stream
+        if not stream.messages or any(world.flushed(t) < world.end_of(t) for t in THREADS):
             await world.start()
             return
         if chance.random() < 0.5:
-            del world.nats.streams[CONFIG.log.stream]
+            del world.nats.streams[lane.config.log.stream]
         else:
             # No more than a row's ring can tell: of what is older, a repair parks what it cannot judge.
             stream.lose_end(chance.randint(1, min(8, len(stream.messages))))
         await asyncio.sleep(10)  # whoever was killed is not a member any more
-        repaired = await repair(world.postgres.store, nats=world.nats, config=CONFIG, apply=True)
+        repaired = await repair(
+            world.postgres.store, nats=world.nats, config=world.config, apply=True, lane=lane.config.log.lane
+        )
         if repaired.reason is not None and not repaired.done:
             raise Violation(f"not repaired: {repaired}")
         world.weather.seen["repaired"] += repaired.done
         world.copies.clear()  # of before: they speak of another log
         await world.start()
+
+    def _neighbours(self) -> list[tuple[str, str]]:
+        """Pairs of threads in one partition of one lane."""
+
+        def place(thread_id: str) -> tuple[Lane, int]:
+            lane = self.world.lane(thread_id)
+            return lane, lane.subjects.partition(thread_id)
+
+        return [(a, b) for a in THREADS for b in THREADS if a != b and place(a) == place(b)]
+
+    def _feeds(self) -> list[MemoryFeed]:
+        return [feed for lane in self.world.lanes for feed in lane.stream.feeds]
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -260,7 +274,7 @@ class Steps(Reads, Poison):
     def _check_parked(self, thread_id: str) -> None:
         """Everything that was not applied is in quarantine, unless it was superseded or given up."""
         world = self.world
-        entries = world.postgres.ledger.parked.entries
+        entries = world.lane(thread_id).ledger.parked.entries
         story = world.archive.story(thread_id)
         waiting = {seq: e.base_id for seq, e in entries.items() if e.thread_id == thread_id}
         missing = story.parked.keys() - waiting.keys()

@@ -1,29 +1,34 @@
-"""Two instances of the whole store on one log and one database in memory, in virtual time."""
+"""Two instances of the whole store on one database in memory, with one lane or several, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import random
 import secrets
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Backing
+from bufstore.buffer.lanes import lane_configs, lane_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, MalformedEntry
+from bufstore.memory.shared_state import MemoryBucket
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.domain import THREADS as DOMAIN
-from bufstore.threads.lanes import Lanes
+from bufstore.threads.lanes import Lanes, ThreadBuffer
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.state_readers import ComparingReader
 from bufstore.types import Consistency
-from store_model.faults import FaultyNats, LedgerView, Postgres, StoreView, Weather
+from store_model.archiving import ArchivingStream
+from store_model.faults import BuryingLedger, FaultyNats, LedgerView, Postgres, StoreView, Weather
 from store_model.pausing import PausingLoop
 from store_model.story import Archive, Event, Seen, seen_in
 
@@ -40,10 +45,9 @@ CONFIG = BufferConfig(
     cached_threads=3,
 )
 THREADS = [f"thread-{n}" for n in range(5)]
-SUBJECTS = Subjects(CONFIG.log.subject, CONFIG.log.partitions)
 #: After the weather has calmed down, everything must be flushed within this time.
 SETTLED_WITHIN_S = 60.0
-#: Nobody calls log and hot state more often than this in a second, in the mean over a step.
+#: Nobody calls a log and its hot state more often than this in a second, in the mean over a step.
 _CALLS_A_SECOND = 1500
 
 _where: contextvars.ContextVar[int] = contextvars.ContextVar("instance", default=-1)
@@ -51,6 +55,42 @@ _where: contextvars.ContextVar[int] = contextvars.ContextVar("instance", default
 
 class Violation(AssertionError):
     """A guarantee does not hold."""
+
+
+class Lane:
+    """One of the logs, and its ledger."""
+
+    def __init__(self, config: BufferConfig, nats: FaultyNats, ledger: BuryingLedger) -> None:
+        self.config, self.ledger = config, ledger
+        self.subjects = Subjects(config.log.subject, config.log.partitions)
+        self._nats = nats
+        self.cursors: dict[int, tuple[int, int]] = {}
+
+    @property
+    def stream(self) -> ArchivingStream:
+        stream = self._nats.streams[self.config.log.stream]
+        assert isinstance(stream, ArchivingStream)
+        return stream
+
+    @property
+    def bucket(self) -> MemoryBucket:
+        return self._nats.buckets[self.config.log.bucket]
+
+    def check_cursors(self) -> None:
+        """No partition's cursor went back since the last look."""
+        for partition, cursor in self.ledger._cursors.items():
+            if (cursor.term, cursor.seq) < self.cursors.get(partition, (0, 0)):
+                raise Violation(f"the cursor of partition {partition} went back to {cursor}")
+            self.cursors[partition] = cursor.term, cursor.seq
+
+    def behind(self) -> list[str]:
+        """The partitions of which not everything is flushed, also if nothing was written: all must be, for a purge."""
+        end, late = self.stream.end_of_entries, []
+        for partition in range(self.config.log.partitions):
+            cursor = self.ledger._cursors.get(partition)
+            if end and (cursor is None or cursor.seq < end):
+                late.append(f"partition {partition} of {self.config.log.stream}: {cursor} of {end}")
+        return late
 
 
 class Instance:
@@ -71,17 +111,20 @@ class Instance:
         return self.store is not None
 
     async def _make(self, world: World, member: str) -> BufferedThreadStore | None:
-        session, ledger = world.nats.session(CONFIG), LedgerView(world.postgres)
         view = StoreView(world.postgres)
-        reader = ComparingReader(view, ledger)  # type: ignore[arg-type]
-        backing = Backing(kind_of(view), reader, held=view._held)
-        buffer = Buffer(DOMAIN, session, ledger, backing, CONFIG, member=member)  # type: ignore[arg-type]
+        lanes = Lanes([self._buffer(lane, view, member) for lane in world.lanes])
         try:
-            await buffer.open()
+            await lanes.open()
         except BufstoreError as e:
             world.excuse(e)
             return None
-        return BufferedThreadStore(view, Lanes([buffer]), Consistency.READ_YOUR_WRITES)  # type: ignore[arg-type]
+        return BufferedThreadStore(view, lanes, Consistency.READ_YOUR_WRITES)  # type: ignore[arg-type]
+
+    def _buffer(self, lane: Lane, view: StoreView, member: str) -> ThreadBuffer:
+        world = self._world
+        ledger: Any = LedgerView(world.postgres, lane.ledger)
+        backing = Backing(kind_of(view), ComparingReader(view, ledger), held=view._held)
+        return Buffer(DOMAIN, world.nats.session(lane.config), ledger, backing, lane.config, member=member)
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Do something in this process."""
@@ -92,8 +135,9 @@ class Instance:
         store, self.store = self.store, None
         if store is None:
             return
-        store.buffer.session.stream.close()  # type: ignore[attr-defined]
-        store.buffer.shared.close()  # type: ignore[attr-defined]
+        for buffer in store.lanes.all:
+            buffer.session.stream.close()  # type: ignore[attr-defined]
+            buffer.shared.close()  # type: ignore[attr-defined]
         while tasks := [t for t in self._world.tasks[self._number] if not t.done()]:
             for task in tasks:
                 task.cancel()
@@ -109,7 +153,7 @@ class Instance:
 class World:
     """All of it. Use `run` for each step, and `close` at the end, whatever happened."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, lanes: int = 1) -> None:
         self.chance = random.Random(seed)
         self.loop = PausingLoop(_where)
         self.tasks: dict[int, set[asyncio.Task[Any]]] = {}
@@ -125,21 +169,39 @@ class World:
         for patch in self._patches:
             patch.start()
         self.weather = Weather(random.Random(seed + 1))
-        self.archive = Archive(SUBJECTS.thread_id, self.weather.archive)
-        self.nats = FaultyNats(self.weather, CONFIG.log)
-        self.postgres = Postgres(self.weather)
-        self.postgres.ledger.on_burial = self._on_burial
+        self.archive = Archive(self._thread_of, self.weather.archive)
+        # As many partitions in all as with one lane, so that threads have neighbours.
+        log = replace(CONFIG.log, lanes=lanes, partitions=CONFIG.log.partitions // lanes)
+        self.config = replace(CONFIG, log=log)
+        configs = lane_configs(self.config)
+        self.nats = FaultyNats(self.weather, [config.log for config in configs])
+        self.postgres = Postgres(self.weather, lanes)
+        self.lanes = [Lane(c, self.nats, ledger) for c, ledger in zip(configs, self.postgres.ledgers, strict=True)]
+        for lane in self.lanes:
+            lane.ledger.on_burial = self._on_burial
         self.instances = [Instance(self, n) for n in range(2)]
         #: Copies of the database, when they were made, and how many events each story had by then.
         self.copies: deque[tuple[float, Any, Counter[str]]] = deque()
         self._rows: dict[str, Watermark] = {}
-        self._cursors: dict[int, tuple[int, int]] = {}
         self.counts: Counter[str] = Counter()
         #: How long processes stood still, all together.
         self.stood_still = 0.0
         #: Reads what is new in the archive, after each step.
         self.audit: Callable[[], None] = lambda: None
         self.run(self.start())
+
+    def lane(self, thread_id: str) -> Lane:
+        """The one that the thread is in."""
+        return self.lanes[lane_of(thread_id, self.config.log)]
+
+    def _thread_of(self, subject: str) -> str:
+        for lane in self.lanes[::-1]:
+            with contextlib.suppress(MalformedEntry):
+                thread_id = lane.subjects.thread_id(subject)
+                if self.lane(thread_id) is not lane:
+                    raise Violation(f"{thread_id} was written to {subject}")
+                return thread_id
+        raise MalformedEntry(f"{subject} is no thread's")
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
@@ -155,7 +217,7 @@ class World:
         began, calls = self.loop.time(), self._calls()
         result = self.loop.run_until_complete(work)
         passed = self.loop.time() - began
-        if self._calls() - calls > _CALLS_A_SECOND * (1 + passed):
+        if self._calls() - calls > _CALLS_A_SECOND * len(self.lanes) * (1 + passed):
             raise Violation(f"{self._calls() - calls} calls in {passed:.3f} s")
         self.audit()
         self._check_moment()
@@ -163,8 +225,8 @@ class World:
         return result
 
     def _calls(self) -> int:
-        stores = [i.store for i in self.instances if i.store is not None]
-        return sum(s.buffer.session.stream.calls + s.buffer.shared.calls for s in stores)  # type: ignore[attr-defined]
+        buffers: list[Any] = [b for i in self.instances if i.store is not None for b in i.store.lanes.all]
+        return sum(b.session.stream.calls + b.shared.calls for b in buffers)
 
     def check_nothing_left(self) -> None:
         """Everything that was started has ended."""
@@ -200,12 +262,10 @@ class World:
     def _check_moment(self) -> None:
         if self._complaints:
             raise Violation(f"an exception that nobody looked at: {self._complaints}")
-        ledger = self.postgres.ledger
-        for partition, cursor in ledger._cursors.items():
-            if (cursor.term, cursor.seq) < self._cursors.get(partition, (0, 0)):
-                raise Violation(f"the cursor of partition {partition} went back to {cursor}")
-            self._cursors[partition] = cursor.term, cursor.seq
-        for thread_id, watermark in ledger._rows.items():
+        for lane in self.lanes:
+            lane.check_cursors()
+        rows = {thread_id: row for lane in self.lanes for thread_id, row in lane.ledger._rows.items()}
+        for thread_id, watermark in rows.items():
             if watermark.flushed_seq < self._rows.get(thread_id, watermark).flushed_seq:
                 raise Violation(f"the watermark of {thread_id} went back to {watermark.flushed_seq}")
             self._rows[thread_id] = watermark
@@ -215,7 +275,7 @@ class World:
 
     def check_flushed(self, thread_id: str) -> None:
         """What Postgres holds of the thread is what the story says at its watermark."""
-        watermark = self.postgres.ledger._rows.get(thread_id, Watermark())
+        watermark = self.lane(thread_id).ledger._rows.get(thread_id, Watermark())
         story = self.archive.story(thread_id)
         if watermark.flushed_seq > story.end:
             return  # the archive is read at the end of the step
@@ -229,9 +289,10 @@ class World:
 
     def _check_passed(self, thread_id: str) -> None:
         """What the cursor has passed of the thread is flushed or waits, as it was written."""
-        ledger, flushed = self.postgres.ledger, self.flushed(thread_id)
+        lane, flushed = self.lane(thread_id), self.flushed(thread_id)
+        ledger = lane.ledger
         waiting = {seq: entry.item for (t, seq), (entry, _) in ledger.waiting.entries.items() if t == thread_id}
-        cursor = ledger._cursors.get(SUBJECTS.partition(thread_id))
+        cursor = ledger._cursors.get(lane.subjects.partition(thread_id))
         story = self.archive.story(thread_id)
         if any(seq <= flushed for seq in waiting):
             raise Violation(f"{thread_id} is flushed up to {flushed}, and yet {sorted(waiting)} wait")
@@ -253,7 +314,15 @@ class World:
         return seen_in(self.postgres.store, thread_id)
 
     def flushed(self, thread_id: str) -> int:
-        return self.postgres.ledger._rows.get(thread_id, Watermark()).flushed_seq
+        return self.lane(thread_id).ledger._rows.get(thread_id, Watermark()).flushed_seq
+
+    def end_of(self, thread_id: str) -> int:
+        """The place of the thread's last entry that is still in the log; 0 for none."""
+        return self.lane(thread_id).stream.end_of(thread_id)
+
+    def log_end(self, thread_id: str) -> int:
+        """The place that nothing in the thread's log is above."""
+        return self.lane(thread_id).stream.last_place
 
     # --- Postgres and its copies
 
@@ -281,14 +350,16 @@ class World:
                 del story.events[events[thread_id] :]
                 story.tell_again()
         self._rows.clear()
-        self._cursors.clear()
+        for lane in self.lanes:
+            lane.cursors.clear()
 
     # --- the end
 
     async def heal(self) -> None:
         """All is well again: everything must be flushed, and everything right."""
         self.weather.calm()
-        self.postgres.ledger.locked.clear()
+        for lane in self.lanes:
+            lane.ledger.locked.clear()
         await asyncio.sleep(max(0.0, self.weather.late_until - self.loop.time()) + 1)
         self.weather.rough(15)
         await self.start()
@@ -299,17 +370,11 @@ class World:
         deadline = self.loop.time() + SETTLED_WITHIN_S
         while missing := await done():
             if self.loop.time() > deadline:
-                states = [i.store.buffer.flusher.state for i in self.instances if i.store and i.store.buffer.flusher]
+                buffers = [b for i in self.instances if i.store is not None for b in i.store.lanes.all]
+                states = [b.flusher.state for b in buffers if b.flusher is not None]
                 raise Violation(f"not in time: {what}: {missing}; {states}")
             await asyncio.sleep(0.25)
 
     async def _all_flushed(self) -> str:
-        stream = self.nats.stream
-        late = [t for t in THREADS if self.flushed(t) < stream.end_of(t)]
-        behind = []
-        end = stream.end_of_entries
-        for partition in range(CONFIG.log.partitions):  # also where nothing was written: all must pass for a purge
-            cursor = self.postgres.ledger._cursors.get(partition)
-            if end and (cursor is None or cursor.seq < end):
-                behind.append(f"partition {partition}: {cursor} of {end}")
-        return ", ".join(f"{t}: {self.flushed(t)} of {stream.end_of(t)}" for t in late) + str(behind or "")
+        late = [f"{t}: {self.flushed(t)} of {self.end_of(t)}" for t in THREADS if self.flushed(t) < self.end_of(t)]
+        return ", ".join(late + [partition for lane in self.lanes for partition in lane.behind()])

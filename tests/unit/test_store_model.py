@@ -1,4 +1,4 @@
-"""The whole store against its oracle: two instances, every fault there is, and what the guarantees say after each step.
+"""The whole store against its oracle: two instances, one lane or two, every fault, and the guarantees after each step.
 
 What happens is in `store_model.steps`, what must hold in `store_model.story` and `store_model.calls`. This is the short
 form; ``make model`` lives through as many worlds as there is time for.
@@ -37,9 +37,9 @@ class Store(RuleBasedStateMachine):
     poisoned: bool
     broken = False
 
-    @initialize(seed=SEEDS, poisoned=st.booleans())
-    def begin(self, seed: int, poisoned: bool) -> None:
-        self.steps, self.poisoned = Steps(seed), poisoned
+    @initialize(seed=SEEDS, poisoned=st.booleans(), lanes=st.sampled_from([1, 2]))
+    def begin(self, seed: int, poisoned: bool, lanes: int) -> None:
+        self.steps, self.poisoned = Steps(seed, lanes), poisoned
 
     @rule(name=st.sampled_from(["write", "write", "write", "burst", "retry"]), seed=SEEDS)
     def call(self, name: str, seed: int) -> None:
@@ -112,6 +112,7 @@ TestStore.settings = examples(
 )
 
 
-@pytest.mark.parametrize("seed", [0, *seldom(*range(1, 20))])
+# The world of seed 2 has two lanes.
+@pytest.mark.parametrize("seed", [0, 2, *seldom(1, *range(3, 20))])
 def test_a_long_life(seed: int) -> None:
     live(seed)
