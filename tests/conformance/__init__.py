@@ -1,4 +1,4 @@
-"""What every mailbox and every notifier of ours promises, check by check, in the form of `bufstore.testing`."""
+"""The conformance suites of our own mailboxes and notifiers: lists of checks, in the form of `bufstore.testing`."""
 
 from bufstore.testing import Check
 from conformance import (
@@ -13,7 +13,7 @@ from conformance import (
 )
 from conformance.notify_schedulings import Notifiers
 
-#: What a mailbox does: each takes two `MailboxStore`s, instances of one deployment that nothing else uses.
+#: Checks of mailboxes. Each takes two `MailboxStore`s: instances of one deployment that nothing else uses.
 MAILBOX_CHECKS: list[Check] = [
     *mailbox_queue.CHECKS,
     *mailbox_refused.CHECKS,
@@ -21,9 +21,9 @@ MAILBOX_CHECKS: list[Check] = [
     *mailbox_together.CHECKS,
     *mailbox_stuck.CHECKS,
 ]
-#: The same for a mailbox with live deliveries.
+#: Checks of mailboxes with live deliveries.
 LIVE_MAILBOX_CHECKS: list[Check] = mailbox_live.CHECKS
-#: What a notifier does: each takes a `Notifiers`.
+#: Checks of notifiers. Each takes a `Notifiers`.
 NOTIFY_CHECKS: list[Check] = [*notify_schedulings.CHECKS, *notify_events.CHECKS]
 
 __all__ = ["LIVE_MAILBOX_CHECKS", "MAILBOX_CHECKS", "NOTIFY_CHECKS", "Notifiers"]

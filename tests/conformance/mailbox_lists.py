@@ -1,4 +1,4 @@
-"""What every `MailboxStore` lists, counts and purges."""
+"""Checks of how a `MailboxStore` lists, counts and purges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _check = registrar(CHECKS)
 async def what_is_finished_is_listed_and_purged(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, t = fresh(), now()
-    while await b.purge_finished(t):  # what is purged first has finished first, whatever time it says
+    while await b.purge_finished(t):  # purges go by the order of the ends, whatever their times say
         pass
     old = await a.enqueue(thread_id, dedupe_key="key", now_ms=t - 9000)
     await a.ack(await claimed(a, thread_id, now_ms=t - 9000), now_ms=t - 9000)
@@ -27,7 +27,7 @@ async def what_is_finished_is_listed_and_purged(stores: Stores) -> None:
     assert len(await b.list_finished(limit=1)) == 1
 
     async def purged() -> bool:
-        # A copy that is behind its leader shows for a moment neither what has just ended nor that it was purged.
+        # A lagging copy may for a moment show neither that a dispatch has ended nor that it was purged.
         await b.purge_finished(t - 8000)
         return ids(await a.list_dispatches(thread_id, {Status.ACKED})) == [young.dispatch_id]
 

@@ -1,4 +1,4 @@
-"""What every `MailboxStore` does that has live deliveries."""
+"""Checks of a `MailboxStore` with live deliveries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _check = registrar(CHECKS)
 
 @_check()
 async def a_live_delivery_is_answered_before_its_handler_runs(stores: Stores) -> None:
-    """Else a sender would wait as long as the handler takes, and enqueue what is worked on already."""
+    """Otherwise a sender would wait as long as the handler takes, and would enqueue a message that is in work."""
     a, b = stores[:2]
     thread_id, got, answered = fresh(), list[bytes](), asyncio.Event()
 
@@ -38,7 +38,7 @@ async def a_live_delivery_is_answered_before_its_handler_runs(stores: Stores) ->
 
 @_check()
 async def what_a_listener_has_not_got_when_it_stops_was_not_delivered(stores: Stores) -> None:
-    """Else `deliver` would not enqueue it, and nobody would get it."""
+    """Otherwise `deliver` would not enqueue the message, and nobody would get it."""
     a, b = stores[:2]
     thread_id, got, go_on = fresh(), list[bytes](), asyncio.Event()
 
@@ -124,7 +124,7 @@ async def a_live_delivery_reaches_all_who_listen(stores: Stores) -> None:
 
 @_check()
 async def a_live_handler_that_fails_is_its_own_trouble(stores: Stores) -> None:
-    """The sender is told that it has arrived, and the next ones arrive, too."""
+    """The sender is still told that the message arrived, and later messages arrive, too."""
     a, b = stores[:2]
     thread_id, got = fresh(), []
 

@@ -1,4 +1,4 @@
-"""What every `MailboxStore` does with one thread's queue: order, claims, ends, interrupts.
+"""Checks of one thread's queue in a `MailboxStore`: order, claims, ends, interrupts.
 
 Each check takes a list of at least two stores, instances of one deployment (the same store twice will do).
 """
@@ -28,14 +28,14 @@ Stores = Sequence[MailboxStore]
 
 
 class Unsteady(MailboxStore):
-    """A store whose leaders go while a check runs: a signal may be as late as is promised, an answer may be lost."""
+    """A store whose leaders change during a check: a signal may take as long as is promised, an answer may be lost."""
 
 
 def soon_s(store: MailboxStore) -> float:
-    """How long what is told at once may take to arrive; beside leaders that go, what docs/MAILBOX.md promises."""
+    """How long a signal that is sent at once may take: while leaders change, as long as docs/MAILBOX.md promises."""
     c = store.config
     late_s = max(c.signal_ack_wait_s, c.signal_nack_max_delay_s) + 2 * c.sweep_interval_s
-    # Elections, on a machine that others use too.
+    # 15 s more for elections, on a machine that others use too.
     return late_s + 15 if isinstance(store, Unsteady) else 5.0
 
 
@@ -45,14 +45,14 @@ def now() -> int:
 
 
 def ids(dispatches: Sequence[Dispatch]) -> list[str]:
-    """Their ids, in order."""
+    """The ids of the dispatches, in their order."""
     return [d.dispatch_id for d in dispatches]
 
 
 async def reclaimed(thread_id: str, now_ms: int, *stores: MailboxStore) -> list[Dispatch]:
-    """What these take back of the thread, at once; beside leaders that go, with a sweep in the time that is promised.
+    """Reclaim by one call for each store; while leaders change, repeat it for as long as docs/MAILBOX.md promises.
 
-    The copy that is asked may lag, as that of a node does which has just started.
+    The copy that answers may lag, for example that of a node that has just started.
     """
     end = time.monotonic() + soon_s(stores[0])
     while True:
@@ -63,7 +63,7 @@ async def reclaimed(thread_id: str, now_ms: int, *stores: MailboxStore) -> list[
 
 
 async def claimed(store: MailboxStore, thread_id: str, holder: str = "worker", **options: object) -> Dispatch:
-    """A claim that must succeed."""
+    """Claim the thread's next dispatch; the claim must succeed."""
     claim = await store.claim(thread_id, holder, **options)  # type: ignore[arg-type]
     assert claim is not None
     return claim
@@ -154,7 +154,7 @@ async def a_thread_has_one_claim_at_a_time(stores: Stores) -> None:
     for store in (a, b):
         assert await store.claim(thread_id, "other") is None
         assert await store.claim_dispatch(thread_id, put[1].dispatch_id, "other") is None
-        # Not even when its lease is over: taking it back is a step of its own.
+        # Not even after the lease has ended: reclaiming is a step of its own.
         assert await store.claim(thread_id, "other", now_ms=t + 5000) is None
     await a.ack(claim)
     assert (await claimed(b, thread_id)).dispatch_id == put[1].dispatch_id
@@ -165,7 +165,7 @@ async def a_dispatch_is_claimed_by_its_id(stores: Stores) -> None:
     store, thread_id, t = stores[0], fresh(), now()
     await store.enqueue(thread_id, now_ms=t)
     wanted = await store.enqueue(thread_id, available_at_ms=t + 60_000, priority=255, now_ms=t)
-    # Also before its time.
+    # A dispatch can be claimed by its id before it is due.
     claim = await store.claim_dispatch(thread_id, wanted.dispatch_id, "worker", now_ms=t)
     assert claim is not None
     assert claim.dispatch_id == wanted.dispatch_id
@@ -184,7 +184,7 @@ async def an_ack_ends_it(stores: Stores) -> None:
     assert (ended.token, ended.claimed_by, ended.lease_until_ms) == (0, None, None)
     assert ended.ended_by == claim.token
     assert await store.load_dispatch(thread_id, claim.dispatch_id) == ended
-    # Whoever got no answer may repeat it.
+    # A caller that got no answer may repeat the call.
     assert await store.ack(claim) == ended
     assert await store.list_dispatches(thread_id) == [ended]
 
@@ -210,7 +210,7 @@ async def _refuses(store: MailboxStore, error: type[Exception], step: Callable[[
         except StepUnknown:
             if not isinstance(store, Unsteady):
                 raise
-            await step()  # an answer was lost; asked again, it is known
+            await step()  # the answer was lost; the repeated call succeeds
 
 
 async def _refused(store: MailboxStore, claim: Dispatch, error: type[Exception]) -> None:
@@ -230,7 +230,7 @@ async def a_stale_holder_is_refused_every_step(stores: Stores) -> None:
     stale = await claimed(a, thread_id, "paused", lease_s=1, now_ms=t)
     assert await reclaimed(thread_id, t + 1001, b)
     await _refused(a, stale, StaleClaim)
-    # And when another works on the same dispatch.
+    # The stale claim is also refused while another worker works on the same dispatch.
     new = await claimed(b, thread_id, "successor", now_ms=t + 1001)
     assert new.dispatch_id == stale.dispatch_id
     assert new.token > stale.token
@@ -254,7 +254,7 @@ async def tokens_grow_with_every_claim(stores: Stores) -> None:
         claim = await store.extend_lease(claim)
         assert claim.token == last
         await store.ack(claim)
-        # Not even forgetting the thread starts them again.
+        # Tokens do not start again even when the thread is forgotten.
         await store.purge_finished(now() + 60_000)
 
 
@@ -270,7 +270,7 @@ async def a_nack_hands_it_back_at_its_place(stores: Stores) -> None:
     meanwhile = await claimed(store, thread_id, now_ms=t + 499)
     assert meanwhile.dispatch_id == second.dispatch_id
     await store.nack(meanwhile, now_ms=t + 499)
-    # It is due again, and it was there first.
+    # The first dispatch is due again, and it was enqueued first.
     again = await claimed(store, thread_id, now_ms=t + 500)
     assert (again.dispatch_id, again.attempts) == (first.dispatch_id, 1)
 
@@ -324,7 +324,7 @@ async def a_lease_is_extended(stores: Stores) -> None:
     claim = await claimed(a, thread_id, lease_s=1, now_ms=t)
     longer = await b.extend_lease(claim, lease_s=30, now_ms=t + 500)
     assert (longer.lease_until_ms, longer.token) == (t + 30_500, claim.token)
-    # Never shorter.
+    # A lease is never shortened.
     assert (await a.extend_lease(claim, lease_s=1, now_ms=t + 600)).lease_until_ms == t + 30_500
     assert [d for d in await b.reclaim_expired(now_ms=t + 20_000) if d.thread_id == thread_id] == []
     assert (await a.ack(claim)).status is Status.ACKED
@@ -348,7 +348,7 @@ async def start_and_result_are_recorded(stores: Stores) -> None:
 
 
 def _unsure(store: MailboxStore, done: Interruption) -> bool:
-    """An answer was lost, so that it is not known what was taken out of the queue; and this is said."""
+    """Whether an answer was lost, so that `done` may not list all that was superseded; it says so by `complete`."""
     return isinstance(store, Unsteady) and not done.complete
 
 
@@ -368,7 +368,7 @@ async def an_interrupt_supersedes_what_is_queued(stores: Stores) -> None:
         assert {d.status for d in await store.list_dispatches(thread_id)} == {Status.SUPERSEDED}
         assert await store.claim(thread_id, "worker", now_ms=t + 5000) is None
         assert await store.claim_dispatch(thread_id, queued[0].dispatch_id, "worker") is None
-    # What comes after it is of the new epoch.
+    # A dispatch that is enqueued after the interrupt belongs to the new epoch.
     after = await a.enqueue(thread_id)
     assert after.epoch == done.epoch
     assert (await claimed(b, thread_id)).dispatch_id == after.dispatch_id
@@ -388,7 +388,7 @@ async def an_interrupted_holder_shall_stop_and_may_end(stores: Stores) -> None:
         assert ids(done.superseded) == [behind.dispatch_id] or _unsure(b, done)
         await _refuses(a, ClaimInterrupted, lambda claim=claim: a.extend_lease(claim))
         await _refuses(a, ClaimInterrupted, lambda claim=claim: a.record_start(claim, "instance"))
-        # The thread is still the holder's.
+        # The holder still holds the thread.
         after = await b.enqueue(thread_id)
         assert await b.claim(thread_id, "other") is None
         await a.record_result(claim, "done")
@@ -428,7 +428,7 @@ async def an_expired_claim_is_taken_back(stores: Stores) -> None:
     assert "'lost'" in back.last_error
     assert (back.token, back.claimed_by, back.lease_until_ms) == (0, None, None)
     assert [d for d in await a.reclaim_expired(now_ms=t + 9000) if d.thread_id == thread_id] == []
-    # It is first again.
+    # The reclaimed dispatch is first in the queue again.
     assert (await claimed(b, thread_id, now_ms=t + 2001)).dispatch_id == first.dispatch_id
 
 

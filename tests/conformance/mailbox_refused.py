@@ -1,4 +1,4 @@
-"""What every `MailboxStore` refuses before it asks a server anything."""
+"""Checks of the arguments that a `MailboxStore` refuses before it asks a server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def what_cannot_be_stored_is_refused(stores: Stores) -> None:
 
 @_check()
 async def a_wrong_value_in_a_step_is_refused_and_leaves_the_claim_as_it_is(stores: Stores) -> None:
-    """What is falsy was stored as it is, and could not be read again: of the thread, nothing could be."""
+    """Regression: falsy values of a wrong type were stored, and then no dispatch of the thread could be read."""
     a, b = stores[:2]
     thread_id = fresh()
     await a.enqueue(thread_id)
@@ -84,7 +84,7 @@ async def a_wrong_value_in_a_step_is_refused_and_leaves_the_claim_as_it_is(store
 
 @_check()
 async def what_could_not_be_enqueued_is_not_delivered_live_either(stores: Stores) -> None:
-    """A wrong option showed only when nobody listened."""
+    """Regression: a wrong option was noticed only when nobody listened."""
     store, thread_id, got = stores[0], fresh(), list[bytes]()
 
     async def handler(payload: bytes) -> None:
@@ -110,7 +110,7 @@ async def what_could_not_be_enqueued_is_not_delivered_live_either(stores: Stores
 
 @_check()
 async def a_number_that_makes_no_sense_is_refused_on_every_store(stores: Stores) -> None:
-    """Some stores took them, others failed with an error of their driver's."""
+    """Regression: some stores accepted such numbers, and others failed with an error of their driver."""
     loose: Any = stores[0]
     thread_id = fresh()
     calls: list[Callable[[Any], Awaitable[object]]] = [

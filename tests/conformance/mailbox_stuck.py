@@ -1,7 +1,7 @@
-"""What is accepted is done, on every `MailboxStore`: the ways in which a thread with work once was left to nobody.
+"""Every accepted dispatch is worked on: checks for the ways in which a thread with work was once forgotten.
 
-Each check takes a list of at least two stores, instances of one deployment. Their sweepers find nothing that no signal
-tells of, unless a check takes the signal away itself.
+Each check takes a list of at least two stores, instances of one deployment. Their sweepers must find only threads that
+a signal tells of, unless a check removes the signal itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _check = registrar(CHECKS)
 
 
 async def _until(check: Callable[[], Awaitable[bool]], stores: Stores, timeout_s: float = 60.0) -> None:
-    """Sweep until it is so; on replicas a look may find all copies behind their leader, and is repeated."""
+    """Sweep until `check` is true. It is repeated when all replicas that were asked lag behind their leader."""
     sweepers = [Sweeper(store) for store in stores]
 
     async def looks_so() -> bool:
@@ -48,22 +48,22 @@ def _resignalled(stores: Stores) -> int:
 
 
 def _none_resignalled(stores: Stores) -> bool:
-    """Beside leaders that go, signals may take so long that the sweeper takes them for astray."""
+    """Whether no signal was sent again; while leaders change, a sweeper may take a late signal for lost."""
     return isinstance(stores[0], Unsteady) or _resignalled(stores) == 0
 
 
 async def _drop_signal(store: MailboxStore, thread_id: str) -> None:
-    """Whatever was wrong: the thread's signal is answered, and nobody has looked."""
+    """Acknowledge the thread's signal without looking at the thread."""
     signal, backend = await _signal(store, thread_id), store.backend
     assert signal is not None
     if isinstance(backend, NatsBackend):
         subject = backend._keys.signal(thread_id).subject
-        while signal is not None:  # a replica that lags may still have one that another has replaced
+        while signal is not None:  # a replica that lags may still have an older signal
             try:
                 await backend._stream.purge(subject, signal.mark.seq)
                 signal = await _signal(store, thread_id, 0.3)
             except LogUnavailable:
-                await asyncio.sleep(0.05)  # it connects again
+                await asyncio.sleep(0.05)  # the store is reconnecting
     elif isinstance(backend, PostgresBackend):
         async with backend._pool.lend(5) as connection:
             table = f'"{backend._schema}".mailbox_threads'
@@ -84,12 +84,12 @@ async def a_signal_that_is_acked_too_early_comes_again(stores: Stores) -> None:
     again = await _signal(b, thread_id)
     assert again is not None
     claim = await claimed(b, thread_id)
-    # Its holder looks after the rest; and whoever else has the signal keeps it.
+    # The holder looks after the rest, and the worker that has the signal keeps it.
     assert not await again.ack()
     await b.ack(claim)
     assert await again.ack()
     late = await _signal(a, thread_id, 0.3)
-    assert late is None or (isinstance(a, Unsteady) and await late.ack())  # an answer was lost
+    assert late is None or (isinstance(a, Unsteady) and await late.ack())  # the answer to the first ack was lost
     assert _none_resignalled(stores)
 
 
@@ -139,7 +139,7 @@ async def acks_of_signals_and_delayed_enqueues_at_once_leave_none_unsignalled(st
     await asyncio.gather(
         *(call for s in signals for call in (a.enqueue(s.thread_id, available_at_ms=due, now_ms=t), s.ack()))
     )
-    # By then nothing that the acks have left behind counts any more.
+    # Two minutes later, whatever the acks left behind has expired.
     waiting = set(threads)
     clocks = [(store, store.backend.now_ms) for store in stores]
     try:
@@ -252,7 +252,7 @@ async def what_no_signal_tells_of_is_found_by_position(stores: Stores) -> None:
 
     await _until(all_found, stores)
     assert not found & {*delayed, *busy}
-    # Of a signal whose answer is lost it is not known that it was given; and see `_none_resignalled`.
+    # When the answer to a resent signal is lost, it is not counted; see also `_none_resignalled`.
     assert isinstance(a, Unsteady) or _resignalled(stores) - before == len(waiting)
 
 
@@ -260,7 +260,7 @@ async def what_no_signal_tells_of_is_found_by_position(stores: Stores) -> None:
 async def people_may_wake_a_thread(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id = fresh()
-    await a.wake(thread_id)  # of which there is nothing
+    await a.wake(thread_id)  # the thread does not exist yet
     await a.enqueue(thread_id)
     await _drop_signal(a, thread_id)
     assert await _signal(b, thread_id, 0.3) is None
@@ -268,7 +268,7 @@ async def people_may_wake_a_thread(stores: Stores) -> None:
     signal = await _signal(a, thread_id)
     assert signal is not None
     await a.ack(await claimed(a, thread_id))
-    # Of one whose answer is lost it is not known whether it moved the thread once or twice.
+    # When the answer to the wake-up was lost, the thread may have been moved once or twice.
     assert await signal.ack() or isinstance(a, Unsteady)
 
 
@@ -348,7 +348,7 @@ async def an_interrupted_worker_stops_within_a_second(stores: Stores) -> None:
             await getattr(b, stop)(thread_id)
             began = time.monotonic()
             await ended.wait()
-            # Half a second and a read; with room for a busy machine, and far from a third of the lease.
+            # The limit is half a second and a read, with room for a busy machine, and far below a third of the lease.
             assert time.monotonic() - began < soon_s(a)
 
 
@@ -361,8 +361,8 @@ async def a_cancelled_claim_burns_no_attempt(stores: Stores) -> None:
 
     async def cancelled(n: int, thread_id: str) -> None:
         task = asyncio.create_task(a.claim(thread_id, "w"))
-        for _ in range(1 + n % 3):  # also again, while what it took is handed back
-            for _ in range(n):  # at another moment each
+        for _ in range(1 + n % 3):  # cancelled again while the claim is handed back
+            for _ in range(n):  # cancelled at a different moment each time
                 await asyncio.sleep(0)
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -374,7 +374,7 @@ async def a_cancelled_claim_burns_no_attempt(stores: Stores) -> None:
     for n, thread_id in enumerate(threads):
         await cancelled(n, thread_id)
     for thread_id in threads:
-        async with asyncio.timeout(10 + soon_s(a)):  # before its lease is over
+        async with asyncio.timeout(10 + soon_s(a)):  # less than the lease
             while await a.list_dispatches(thread_id, {Status.CLAIMED}):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (d,) = await a.list_dispatches(thread_id)

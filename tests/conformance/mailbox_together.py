@@ -1,4 +1,4 @@
-"""What every `MailboxStore` does among several instances: keys, races, signals, sweeping."""
+"""Checks of a `MailboxStore` with several instances: keys, races, signals, sweeping."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 60
 
 
 async def _won(*calls: Awaitable[Dispatch | None], unknown: Awaitable[list[Dispatch]] | None = None) -> list[Dispatch]:
-    """What the calls made at once have got; being refused is no error here.
+    """Make the calls at once and return the dispatches that they got; a refusal is no error.
 
-    `unknown` says what there is, and is believed when somebody lost an answer and nobody is told that he won.
+    When a call lost its answer and no other call won, the winner is what `unknown` finds.
     """
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     refused = (AlreadyExists, StaleClaim, *([StepUnknown] if unknown is not None else []))
@@ -98,7 +98,7 @@ async def a_dedupe_key_stays_taken_while_its_dispatch_is_claimed(stores: Stores)
         await b.enqueue(thread_id, dedupe_key="key")
     await a.ack(claim)
     second = await b.enqueue(thread_id, dedupe_key="key")
-    # The first's removal does not free the second's key.
+    # Purging the first dispatch does not free the key, which the second one has.
     while await a.purge_finished(now() + 60_000):
         pass
     with raises(AlreadyExists):
@@ -138,7 +138,7 @@ async def of_many_claimers_one_wins(stores: Stores) -> None:
     won = await _won(*(stores[n % len(stores)].claim(thread_id, f"w{n}") for n in range(16)))
     assert ids(won) == [put[0].dispatch_id]
     await stores[0].ack(won[0])
-    # Also of different dispatches of the thread.
+    # The same holds for claims of different dispatches of the thread.
     calls = (stores[n % len(stores)].claim_dispatch(thread_id, put[1 + n % 7].dispatch_id, f"w{n}") for n in range(14))
     won = await _won(*calls)
     assert len(won) == 1
@@ -202,7 +202,7 @@ async def steps_at_once_end_a_claim_once(stores: Stores) -> None:
 
 
 async def _signal(store: MailboxStore, thread_id: str, timeout_s: float | None = None) -> Signal | None:
-    """The thread's signal, if it comes in time; others are acked."""
+    """Return the thread's signal, or None if it does not come in time. Signals of other threads are acknowledged."""
     timeout_s = soon_s(store) if timeout_s is None else timeout_s
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -222,7 +222,7 @@ async def a_signal_comes_to_one_worker_wherever_it_is(stores: Stores) -> None:
     signal = await _signal(b, thread_id)
     assert signal is not None
     assert signal.deliveries == 1
-    # One for the thread, however much is in it.
+    # A thread has one signal, however many dispatches are in it.
     assert await _signal(a, thread_id, 0.5) is None
     while (claim := await b.claim(thread_id, "worker")) is not None:
         await b.ack(claim)
@@ -243,7 +243,7 @@ async def a_signal_that_is_handed_back_comes_again(stores: Stores) -> None:
     await signal.nack(0.6)
     again = await _signal(a, thread_id, 0.3) or await _signal(b, thread_id)
     assert again is not None
-    # Not in a hot loop. A leader that is new may not know of the first delivery.
+    # The signal is not delivered again at once. A new leader may not know of the first delivery.
     assert time.monotonic() - began > 0.55 or again.deliveries == 1
     assert again.deliveries == 2 or isinstance(a, Unsteady)
     await again.ack()
@@ -273,7 +273,7 @@ async def a_freed_thread_is_signalled(stores: Stores) -> None:
         signal = await _signal(a, thread_id)
         assert signal is not None
         claim = await claimed(a, thread_id)
-        # A worker that found it busy and was wrong to take it for done.
+        # The worker found the thread busy, and wrongly acknowledged the signal.
         await signal.ack()
         await free(claim)
         assert await _signal(b, thread_id) is not None, free
@@ -400,7 +400,7 @@ async def counters_say_what_was_done(stores: Stores) -> None:
     assert await a.claim(thread_id, "worker") is None
     counts = a.statistics().counts
     done = {name: counts[name] - before.get(name, 0) for name in counts}
-    if isinstance(a, Unsteady):  # the answer to what takes it out of the queue may be lost
+    if isinstance(a, Unsteady):  # the answer to the call that supersedes it may be lost
         assert done.pop("superseded", 0) <= 1
         done["superseded"] = 1
     expected = {"enqueued": 4, "duplicates": 1, "claimed": 3, "extended": 1, "acked": 1, "stale_claims": 1, "nacked": 1}

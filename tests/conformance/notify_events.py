@@ -1,4 +1,4 @@
-"""The conformance suite of notifiers, second part: completions, losses, callbacks that misbehave, the end."""
+"""The conformance suite of notifiers, second part: completions, losses, failing callbacks, closing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS: list[Check] = []
 _WHO: ContextVar[str] = ContextVar("who", default="nobody")
 _check = registrar(CHECKS)
 
-# Work completed, ownership lost: the same four for both.
+# Work completed and ownership lost: both kinds of event pass the same four checks.
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ async def the_three_events_are_apart(subject: Notifiers) -> None:
         assert (len(scheduled), len(completed), len(lost)) == (1, 1, 1)
 
 
-# In time, and whatever callbacks do.
+# Events arrive in time, and callbacks may fail.
 
 
 @_check()
 async def events_arrive_while_more_are_sent(subject: Notifiers) -> None:
-    """A publisher in a loop does not keep them all to its end."""
+    """A publisher in a loop does not delay all events until the loop ends."""
     async with subject.two() as (here, there):
         heard = Heard()
         works = [fresh_name("work") for _ in range(50)]
@@ -223,7 +223,7 @@ async def a_callback_that_fails_disturbs_nobody(subject: Notifiers) -> None:
         def fails(*_: str) -> None:
             raise RuntimeError("a callback that fails")
 
-        def cancelled(*_: str) -> None:  # as of a future's result
+        def cancelled(*_: str) -> None:  # as the callback of a cancelled future would
             raise asyncio.CancelledError
 
         await here.listen_scheduled([kind], fails)
@@ -241,7 +241,7 @@ async def a_callback_that_fails_disturbs_nobody(subject: Notifiers) -> None:
 
 @_check()
 async def a_callback_may_leave_while_it_is_called(subject: Notifiers) -> None:
-    """Its peers are called all the same."""
+    """The other callbacks are called all the same."""
     async with subject.two() as (here, there):
         heard, work, leaving = Heard(), fresh_name("work"), list[asyncio.Task[None]]()
 
@@ -258,7 +258,7 @@ async def a_callback_may_leave_while_it_is_called(subject: Notifiers) -> None:
 
 @_check()
 async def nothing_fails_unseen(subject: Notifiers) -> None:
-    """An ordinary life leaves no task that failed without anybody looking."""
+    """Ordinary use leaves no failed task whose exception nobody retrieved."""
     loop, unseen = asyncio.get_running_loop(), list[dict[str, Any]]()
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _, context: unseen.append(context))
@@ -275,7 +275,7 @@ async def nothing_fails_unseen(subject: Notifiers) -> None:
     assert unseen == []
 
 
-# The end.
+# Closing.
 
 
 @_check()

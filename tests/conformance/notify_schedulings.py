@@ -1,7 +1,7 @@
 """The conformance suite of notifiers, first part: work scheduled, and hints. The rest: `notify_events`.
 
-Each takes a `Notifiers`: what opens instances on the same channels, as two processes would have them. What must not be
-heard is not waited for: something that must be heard is sent after it.
+Each check takes a `Notifiers`, which opens instances on the same channels, as two processes would. No check waits to
+see that an event does not arrive: it sends another event after it, which must arrive.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _check = registrar(CHECKS)
 
 @dataclass(frozen=True)
 class Notifiers:
-    """What the checks are run against."""
+    """Opens the notifiers that the checks run on."""
 
-    #: Opens one more instance, with connections of its own, on the same server and the same prefix.
+    #: Opens one more instance, with its own connections, on the same server and prefix.
     open: Callable[[], Awaitable[Notifier]]
-    #: Whether schedulings carry hints. Without, everybody who listens is called.
+    #: Whether schedulings carry hints. Without hints, every listener is called.
     hints: bool = True
 
     @asynccontextmanager
     async def two(self) -> AsyncIterator[tuple[Notifier, Notifier]]:
-        """Two instances: one to listen, one to tell."""
+        """Open two instances: one to listen, one to notify."""
         async with AsyncExitStack() as stack:
             here, there = await self.open(), await self.open()
             stack.push_async_callback(here.aclose)
@@ -46,23 +46,23 @@ class Notifiers:
 
 
 class Heard(list[str]):
-    """Collects what a listener is called with."""
+    """Collects the arguments of a listener's calls."""
 
     def kind(self, kind: str) -> None:
-        """A callback of schedulings."""
+        """The callback for schedulings."""
         self.append(kind)
 
     def now(self) -> None:
-        """A callback of the other events."""
+        """The callback for the other events."""
         self.append("")
 
     async def until(self, n: int) -> None:
-        """Wait for so many calls."""
+        """Wait until there were `n` calls."""
         await eventually(lambda: len(self) >= n)
 
 
 async def eventually(check: Callable[[], bool]) -> None:
-    """Return when `check` is true; fail when it does not become so."""
+    """Wait until `check` is true; fail after `_PATIENCE_S`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _PATIENCE_S
     while not check():
@@ -71,7 +71,7 @@ async def eventually(check: Callable[[], bool]) -> None:
 
 
 def fresh_name(what: str) -> str:
-    """A kind or id that nothing else has."""
+    """A kind or id that nothing else uses."""
     return f"{what} {uuid.uuid4().hex}"
 
 
@@ -155,7 +155,7 @@ async def telling_nobody_is_fine(subject: Notifiers) -> None:
 
 @_check()
 async def any_text_is_a_kind(subject: Notifiers) -> None:
-    """Colons, spaces, dots, wildcards, quotes and other alphabets."""
+    """Kinds with colons, spaces, dots, wildcards, quotes and other alphabets."""
     async with subject.two() as (here, there):
         heard = Heard()
         kinds = [
@@ -203,7 +203,7 @@ async def no_items_are_no_event(subject: Notifiers) -> None:
 
 
 async def _idle(notifier: Notifier, kind: str, heard: Heard) -> Unlisten:
-    """An idle worker: called once, it is busy and listens no more."""
+    """Start an idle worker: after one call it is busy, and stops listening."""
     state: dict[str, Any] = {}
 
     def wake(kind: str) -> None:
@@ -221,7 +221,7 @@ async def _idle(notifier: Notifier, kind: str, heard: Heard) -> Unlisten:
 
 
 async def _settled(notifiers: list[Notifier], answers: int) -> None:
-    """Until all listeners were called or spared."""
+    """Wait until `answers` listeners were called or spared."""
 
     def done() -> bool:
         seen = [notifier.statistics() for notifier in notifiers]
@@ -267,7 +267,7 @@ async def hints_of_several_schedulings_add_up(subject: Notifiers) -> None:
 
 @_check()
 async def single_schedulings_in_a_row_each_wake_an_idle_worker(subject: Notifiers) -> None:
-    """In one process or in several, however fast they come: who was called is not idle any more."""
+    """In one process or in several, however fast events come: a worker that was called is no longer idle."""
     for processes in (1, 5):
         async with AsyncExitStack() as stack:
             notifiers = []
@@ -321,7 +321,7 @@ async def a_worker_that_stops_when_it_is_called_passes_it_on(subject: Notifiers)
 
 @_check()
 async def a_hundred_workers_and_some_items(subject: Notifiers) -> None:
-    """Exactly as many are woken as there are items, however many ask at once."""
+    """As many workers are woken as there are items, however many are listening."""
     async with AsyncExitStack() as stack:
         notifiers = []
         for _ in range(4):
@@ -340,7 +340,7 @@ async def a_hundred_workers_and_some_items(subject: Notifiers) -> None:
 
 @_check()
 async def each_gets_a_turn(subject: Notifiers) -> None:
-    """Of those who listen in one process, whoever was called longest ago is called next."""
+    """Among the listeners of one process, the one that was called longest ago is called next."""
     async with subject.two() as (here, there):
         kind = fresh_name("kind")
         workers = [Heard() for _ in range(4)]
