@@ -1,4 +1,4 @@
-"""The server's stream, which shows the entries of every group that it ever took to the archive."""
+"""A stream in memory that passes every entry of its groups to the archive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ids = itertools.count(1 << 60)
 
 
 class ArchivingStream(MemoryStream):
-    """A stream of groups whose every entry is archived, with its place, also when it is purged."""
+    """A stream of groups that archives each entry with its place, and keeps it there when it is purged."""
 
     def __init__(
         self, config: LogConfig, archive: list[StoredMessage], epoch: int = 0, target: Target | None = None
@@ -27,7 +27,7 @@ class ArchivingStream(MemoryStream):
         super().__init__(config, epoch, target)
         self._subjects = Subjects(config.subject, config.partitions)
         self._archive = archive
-        #: Entries of groups, by the group's sequence; parts of large entries.
+        #: The entries of each group, by the group's sequence; the parts of large entries.
         self._entries: dict[int, list[StoredMessage]] = {}
         self._parts: dict[int, StoredMessage] = {}
 
@@ -58,24 +58,24 @@ class ArchivingStream(MemoryStream):
 
     @property
     def last_place(self) -> int:
-        """The place that nothing in the stream is above."""
+        """An upper bound of the places in the stream."""
         return last_place(self.end)
 
     def end_of(self, thread_id: str) -> int:
-        """The place of the thread's last entry that is still there; 0 for none."""
+        """The place of the thread's last entry that is still there; 0 if there is none."""
         subject = self._subjects.of(thread_id)
         return max((e.seq for e in self._there() if e.subject == subject), default=0)
 
     @property
     def end_of_entries(self) -> int:
-        """The place of the last entry that is still there; 0 for none."""
+        """The place of the last entry that is still there; 0 if there is none."""
         return max((e.seq for e in self._there()), default=0)
 
     def _there(self) -> list[StoredMessage]:
         return [entry for m in self.messages for entry in self._entries.get(m.seq, ())]
 
     def lose_end(self, count: int) -> None:
-        """The last messages are gone, as after a power failure."""
+        """Remove the last messages, as a power failure does."""
         left = self.messages[:-count]
         self.end = self.messages[-count].seq - 1
         self.messages, self._of_subject = left, {}
@@ -83,7 +83,7 @@ class ArchivingStream(MemoryStream):
             self._of_subject.setdefault(message.subject, []).append(message)
 
     def write_entries(self, entries: Sequence[tuple[str, str | None, bytes]]) -> None:
-        """Store a sound group that holds these: thread, header and payload of each."""
+        """Store a valid group with these entries: thread, header and payload of each."""
         before = 0, 0
         if (last := self.last_of(self._subjects.groups)) and self.messages:
             group = _group(next(m for m in reversed(self.messages) if m.seq == last))

@@ -1,4 +1,4 @@
-"""Writing calls, and the witness that holds each entry of the log against them."""
+"""Writing calls, and the witness that compares each entry of the log with them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from bufstore.types import Receipt
 from store_model.story import Seen, Story, seen_in, store_with, told
 from store_model.world import CONFIG, THREADS, Instance, Violation, World
 
-#: No call takes longer: the run's claim, the parent's check, the append; a change of lineage has a bound of its own.
+#: The longest time of a call: the run's claim, the parent's check, the append; a change of lineage has its own limit.
 _LONGEST_S = CONFIG.flush_timeout_s + 2 * CONFIG.append_timeout_s + CONFIG.read_timeout_s + 1
 
 
 @dataclass(eq=False)
 class Call:
-    """One writing call, from its start to what is known of its end."""
+    """One writing call, from its start until its outcome is known."""
 
     kind: str
     thread_id: str
-    #: Makes the call, on the store that is given, with an idempotency key if it takes one.
+    #: Makes the call on the given store, with the idempotency key if the call takes one.
     do: Callable[[Any, str | None], Awaitable[Receipt]]
     key: str | None = None
     parent_thread_id: str | None = None
     children: Children | None = None
-    #: The positions that the log of its thread had reached when it began and when it ended.
+    #: The end of the thread's log when the call began and when it ended.
     began: int = 0
     ended: int = 0
     began_at: float = 0.0
     outcome: str = "running"
     error: BaseException | None = None
     receipt: Receipt | None = None
-    #: Where its entry is; entries of a change of lineage may be written again.
+    #: The positions of its entries; a change of lineage may be written again.
     entries: list[int] = field(default_factory=list)
 
     @property
@@ -52,7 +52,7 @@ class Call:
         return self.kind in ("set_parent", "delete_thread")
 
     def meant(self, before: Seen) -> Seen | type[BaseException]:
-        """What the call makes of a thread, or how it is refused."""
+        """The thread as the call leaves it, or the error that refuses the call."""
         store = store_with(self.thread_id, before, THREADS)
         try:
             _drive(self.do(store, None))
@@ -79,7 +79,7 @@ class Witness:
         self._of_id: dict[int, Call] = {}
 
     async def make(self, instance: Instance, call: Call) -> None:
-        """Make the call in a process, and note what came of it."""
+        """Make the call in a process, and note its outcome."""
         world = self._world
         store = instance.store
         if store is None:
@@ -94,7 +94,7 @@ class Witness:
             receipt = await task
         except OutcomeUnknown as e:
             self._ended(call, "unknown", e)
-            if call.kind.startswith("checkpoint"):  # the others take no key
+            if call.kind.startswith("checkpoint"):  # other calls take no key
                 call.key = e.token
         except asyncio.CancelledError:
             if not task.cancelled():
@@ -134,13 +134,13 @@ class Witness:
     # --- the archive
 
     def audit(self) -> None:
-        """Each new entry is one call's; what was done is there; what was refused had a reason."""
+        """Each new entry must belong to one call, each call that is done be stored, each refusal have a reason."""
         for story, item in self._world.archive.news():
             if isinstance(item, Malformed):
                 continue
             fate = story.fate[item.seq]
             if fate == "superseded":
-                # A copy whose answer was lost, and that landed when what overtook it was purged: it has no effect.
+                # A copy that landed after the entries that overtook it were purged has no effect.
                 done = self._of_id.get(item.entry.id)
                 if done is not None and done.receipt is not None and done.receipt.thread_seq == item.seq:
                     raise Violation(f"entry {item.seq} of {done.kind} on {story.thread_id} is done and superseded")
@@ -153,7 +153,7 @@ class Witness:
                 raise Violation(f"entry {item.seq} of {call.kind} on {story.thread_id} will be parked for no reason")
         for call in self.calls:
             self._check_end(call)
-        # A change of lineage that is done may yet be carried out again, by who finds it not marked.
+        # A finished change of lineage may be carried out again by a process that finds it unmarked.
         self.calls = [
             c
             for c in self.calls
@@ -211,7 +211,7 @@ class Witness:
         if story.tainted:
             return
         if isinstance(error, ThreadQuarantined):
-            # A child's quarantine also stops who would detach it.
+            # A child's quarantine also stops a call that would detach the child.
             if call.lineage and any(s.tainted for s in self._world.archive.stories.values()):
                 return
             raise Violation(f"{call.thread_id} is not in quarantine: {error}")

@@ -1,4 +1,4 @@
-"""The calls of a model test, drawn by chance."""
+"""Random calls for a model test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from store_model.world import THREADS, Instance, World
 
 
 class Drafts:
-    """A world, and calls that fit to it; all chances come from the `chance` that is given."""
+    """A world, and calls that fit it; all randomness comes from the given `chance`."""
 
     def __init__(self, seed: int, lanes: int = 1) -> None:
         self.world = World(seed, lanes)
@@ -42,7 +42,7 @@ class Drafts:
         messages: list[Any] = []
         for _ in range(count):
             self._number += 1
-            size = chance.choice((1, 1, 1, 1, 5000))  # the latter takes several messages of the log
+            size = chance.choice((1, 1, 1, 1, 5000))  # 5000 characters take several messages of the log
             messages.append({"id": f"m{self._number}", "text": "x" * size})
         return messages
 
@@ -57,7 +57,7 @@ class Drafts:
         )
 
     def _known(self, thread_id: str) -> list[Any]:
-        """The messages of the thread, as far as the archive has been read."""
+        """The thread's messages, as far as the archive has been read."""
         story = self.world.archive.story(thread_id)
         return [decode_message(m) for m in story.shown(self.world.flushed(thread_id), story.end).seen.messages]
 

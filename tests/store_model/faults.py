@@ -1,4 +1,4 @@
-"""Log, hot state, ledger and store in memory, with the weather in front of them."""
+"""Log, hot state, ledger and store in memory, with faults in front of them."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ from bufstore.threads.model import ThreadChange
 from store_model.archiving import ArchivingStream
 from store_model.story import BAD_RUN
 
-#: What may happen to one write to the log.
+#: Possible faults of one write to the log.
 LOG_FAULTS = ("stored", "lost", "late", "doubled", "unavailable", "full", "slow")
-#: What may happen to one call of Postgres.
+#: Possible faults of one call of Postgres.
 STORE_FAULTS = ("before", "after")
 
 
 @dataclass
 class Weather:
-    """What goes wrong at the moment, for all instances; every chance in it comes from one seed."""
+    """The present faults, for all instances; all randomness comes from one seed."""
 
     chance: random.Random
-    #: Faults of the next writes to the log, of the next calls of Postgres.
+    #: The faults of the next writes to the log, and of the next calls of Postgres.
     log: deque[str] = field(default_factory=deque)
     store: deque[str] = field(default_factory=deque)
-    #: Until when nobody reaches NATS, and Postgres.
+    #: Until when NATS is away, and Postgres.
     log_away_until: float = 0.0
     store_away_until: float = 0.0
-    #: Errors are to be expected until then.
+    #: Until when errors are expected.
     rough_until: float = 0.0
     #: When the last late message arrives.
     late_until: float = 0.0
-    #: When Postgres failed last.
+    #: When Postgres last failed.
     store_failed_at: float = -1.0
     seen: Counter[str] = field(default_factory=Counter)
-    #: All that the log ever took.
+    #: All entries that the log ever took.
     archive: list[StoredMessage] = field(default_factory=list)
 
     def rough(self, seconds: float) -> None:
-        """Something fails now: its traces show for some time."""
+        """Note that something fails now; errors are expected for so long."""
         now = asyncio.get_running_loop().time()
         self.rough_until = max(self.rough_until, now + seconds)
 
     def calm(self) -> None:
-        """From now on all is well, except for what is late."""
+        """End all faults; late messages still arrive."""
         self.log.clear()
         self.store.clear()
         self.log_away_until = self.store_away_until = 0.0
 
     async def delay(self) -> None:
-        """What a call takes."""
+        """Wait as long as a random call takes."""
         if self.chance.random() < 0.3:
             await asyncio.sleep(self.chance.choice((0.001, 0.01, 0.1)))
         else:
             await asyncio.sleep(0)
 
     async def at_nats(self) -> None:
-        """A call of NATS."""
+        """Delay a call of NATS; raise LogUnavailable while NATS is away."""
         await self.delay()
         if asyncio.get_running_loop().time() < self.log_away_until:
             await asyncio.sleep(self.chance.choice((0, 0.5)))
@@ -117,7 +117,7 @@ class FaultyLog(MemoryLog):
                 raise AppendUnknown("no answer")
             case "late" | "very late" | "held up":
                 self._be_late(stream, messages, (0.05, 0.5, 3, 12, 45) if fault == "late" else (60,))
-                if fault == "held up":  # and nothing else gets through before the caller has given up
+                if fault == "held up":  # nothing else gets through before the caller has given up
                     now = asyncio.get_running_loop().time()
                     self._weather.log_away_until = now + self._config.append_timeout_s + 0.5
                 raise AppendUnknown("no answer")
@@ -155,7 +155,7 @@ class FaultyHot(MemorySharedState):
 
 
 class FaultyNats(MemoryNats):
-    """A server whose links fail as the weather says, and whose log is archived."""
+    """A server with faulty connections, whose log is archived."""
 
     def __init__(self, weather: Weather, logs: Sequence[LogConfig]) -> None:
         super().__init__()
@@ -170,21 +170,21 @@ class FaultyNats(MemoryNats):
 
 
 class Postgres:
-    """The database: a store that refuses bad runs, and a ledger for each lane; all may be copied, and put back."""
+    """A store that refuses bad runs, and a ledger for each lane; all of it can be copied, and put back."""
 
     def __init__(self, weather: Weather, lanes: int) -> None:
         self.weather = weather
         self.store = RefusingStore()
         self.ledgers = [BuryingLedger(self.store) for _ in range(lanes)]
-        #: The thread of which nothing is refused at the moment.
+        #: The thread whose bad runs are accepted at the moment.
         self.mended: str | None = None
         self.store.database = self
         self.store._ledgers.update(enumerate(self.ledgers))
-        #: How often it fell back to a copy: connections to it break then.
+        #: How many failovers there were; each breaks the connections.
         self.falls = 0
 
     async def gated(self, call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
-        """A call from outside."""
+        """Make a call as an instance does: with delays and faults."""
         weather = self.weather
         await weather.delay()
         if asyncio.get_running_loop().time() < weather.store_away_until:
@@ -207,11 +207,11 @@ class Postgres:
         return StoreUnavailable("Postgres is away")
 
     def copy(self) -> list[dict[Any, Any]]:
-        """What is in it, to be put back."""
+        """Copy the content, to be put back."""
         return [dict(table) for table in self._tables()]
 
     def put_back(self, copy: list[dict[Any, Any]]) -> None:
-        """Fail over to a copy of before."""
+        """Fail over to an earlier copy."""
         self.falls += 1
         for table, content in zip(self._tables(), copy, strict=True):
             table.clear()
@@ -227,7 +227,7 @@ class Postgres:
 
 
 class BuryingLedger(MemoryLedger):
-    """Tells which rows it buries."""
+    """A ledger that reports the rows that it buries."""
 
     def __init__(self, store: MemoryThreadStore) -> None:
         super().__init__(store)
@@ -241,7 +241,7 @@ class BuryingLedger(MemoryLedger):
 
 
 class RefusingStore(MemoryThreadStore):
-    """Refuses a batch with a bad run, whole."""
+    """A store that refuses a whole batch if it has a bad run."""
 
     database: Postgres
 
@@ -253,7 +253,7 @@ class RefusingStore(MemoryThreadStore):
 
 
 class StoreView(MemoryThreadStore):
-    """The store as an instance reaches it: the same rows, behind the weather."""
+    """The store as an instance sees it: the same rows, with faults."""
 
     def __init__(self, database: Postgres) -> None:
         self.__dict__ = database.store.__dict__
@@ -272,7 +272,7 @@ for _name in ("load_checkpoint", "load_run", "query_messages", "query_runs", "qu
 
 
 class LedgerView:
-    """A ledger, or a part of one, as an instance reaches it."""
+    """A ledger, or a part of one, as an instance sees it."""
 
     def __init__(self, database: Postgres, of: Any) -> None:
         self._database = database
@@ -291,10 +291,10 @@ class LedgerView:
         return self._database.falls
 
     async def open(self) -> None:
-        """The database need not be up."""
+        """Do nothing: the database need not be up."""
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     async def flush(self, *arguments: Any, **options: Any) -> Any:
         try:

@@ -11,7 +11,7 @@ from unit.fake_log import JumpingLoop
 
 
 class PausingLoop(JumpingLoop):
-    """Whatever runs in a context that names a stopped process waits until that goes on: its timers are late then."""
+    """A loop that holds back the callbacks of a stopped process until the process goes on; its timers are late then."""
 
     def __init__(self, where: contextvars.ContextVar[int]) -> None:
         super().__init__()

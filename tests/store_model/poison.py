@@ -1,4 +1,4 @@
-"""Poison in a model test, and what an operator does about it."""
+"""Poison in a model test, and the operator's answer to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from store_model.world import THREADS, Instance, Violation
 
 
 class Poison(Drafts):
-    """What is no entry, what the store refuses, and the quarantine."""
+    """Steps with malformed entries, with entries that the store refuses, and with the quarantine."""
 
     def fault(self, what: str, rough_s: float = 15.0) -> None:
         """Note that something fails now."""
@@ -25,7 +25,7 @@ class Poison(Drafts):
         self.world.weather.rough(rough_s)
 
     async def garbage(self, chance: random.Random) -> None:
-        """A stranger publishes what is no group, or a group with an entry that is none."""
+        """Publish a malformed group, or a sound group with a malformed entry, as a foreign process may."""
         thread_id, header = chance.choice(THREADS[:2]), chance.choice((None, "1.0.x"))
         lane = self.world.lane(thread_id)
         if chance.random() < 0.5:
@@ -35,7 +35,7 @@ class Poison(Drafts):
         self.fault("garbage", 5)
 
     async def poison(self, chance: random.Random) -> None:
-        """A checkpoint that the store refuses, and what comes behind it."""
+        """Write a checkpoint that the store refuses, and entries behind it."""
         thread_id = chance.choice(THREADS[:2])
         await self._refused(chance, thread_id)
         for _ in range(chance.choice((0, 0, 1, 2))):
@@ -56,7 +56,7 @@ class Poison(Drafts):
         await self._make(chance, Call("checkpoint_append", thread_id, do))
 
     async def quarantine(self, chance: random.Random) -> None:
-        """An operator replays a thread, after he mended the cause, or gives entries up."""
+        """Replay a thread after its cause is mended, or discard entries, as an operator does."""
         world = self.world
         entries = [e for lane in world.lanes for e in lane.ledger.parked.entries.values()]
         parked = sorted({e.thread_id for e in entries if e.thread_id})
@@ -111,7 +111,7 @@ class Poison(Drafts):
         world.weather.seen["discarded"] += len(left)
 
     def _parked(self, thread_id: str) -> set[int]:
-        """Where the entries of the thread are that are in quarantine."""
+        """The positions of the thread's entries in quarantine."""
         entries = self.world.lane(thread_id).ledger.parked.entries
         return {seq for seq, e in entries.items() if e.thread_id == thread_id}
 

@@ -26,10 +26,10 @@ _UNREADABLE = (ReadNotFresh, FlushTimeout, StoreUnavailable, LogUnavailable, Una
 
 
 class Reads(Drafts):
-    """Reads at all levels; each answer must be a chapter of the thread's story."""
+    """Reads at all levels of consistency; each answer must be a chapter of the thread's story."""
 
     async def read(self, chance: random.Random) -> None:
-        """A checkpoint at any level, maybe while something is written."""
+        """Read a checkpoint at any level, maybe during a write."""
         thread_id = chance.choice(THREADS)
         level = chance.choice(list(Consistency))
         receipt = self._receipts.get(thread_id) if chance.random() < 0.5 else None
@@ -85,9 +85,9 @@ class Reads(Drafts):
         end: tuple[int, int],
         alone: bool,
     ) -> None:
-        """Whether the story has such a chapter, between the positions at the read's beginning and at its end."""
+        """Check that the story has such a chapter between the read's beginning and its end."""
         story = self.world.archive.story(thread_id)
-        lowest, highest = min(flushed), max(flushed)  # a failover may have been between
+        lowest, highest = min(flushed), max(flushed)  # a failover may have happened meanwhile
         if level is Consistency.READ_YOUR_WRITES:
             watermarks = story.between(lowest, highest) if story.tainted else [lowest]
             points = [story.shown(w, e) for w in watermarks for e in story.between(*end)]
@@ -118,7 +118,7 @@ class Reads(Drafts):
         return same and (alone or (shown.thread == seen.thread and shown.state == state))
 
     async def read_list(self, chance: random.Random) -> None:
-        """Lists and runs, by a flush barrier."""
+        """Read lists and runs, which wait for a flush."""
         instance, thread_id = self._instance(chance), chance.choice(THREADS)
         if instance.store is None:
             return
@@ -161,7 +161,7 @@ class Reads(Drafts):
                 raise Violation(f"list of {kind} of {t}: {answer}; expected one of {points}")
 
     async def flush(self, chance: random.Random) -> None:
-        """force_flush, of a thread or of all."""
+        """Force a flush of one thread or of all."""
         instance, world = self._instance(chance), self.world
         if instance.store is None:
             return

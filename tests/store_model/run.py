@@ -1,7 +1,7 @@
 """The model test for as long as wanted: ``python tests/store_model/run.py SECONDS SEED``.
 
-Each world is made from one seed, which also says how many lanes it has, and dies after some steps. A failure prints the
-seed that makes it again.
+Each world is made from one seed, which also decides how many lanes it has, and ends after some steps. A failure prints
+the seed that reproduces it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections import Counter
 
 from store_model.steps import Steps
 
-#: How often each step is taken.
+#: The relative frequency of each step.
 WEIGHTS = {
     "write": 30, "burst": 2, "retry": 5, "read": 25, "read_list": 6, "flush": 4, "wait": 10, "crash": 4, "restart": 2,
     "log_faults": 6, "come_late": 1, "be_overtaken": 1, "store_faults": 5, "store_outage": 2, "log_outage": 2,
     "hold_row": 3, "lose_feed": 3, "pause": 3, "other_owner": 3, "lose_hot_state": 1, "fail_over": 2, "repair": 1,
     "garbage": 1, "poison": 3, "quarantine": 6,
 }  # fmt: skip
-#: A world without poison is the stricter one: nothing may ever be parked in it.
+#: Steps that only half of the worlds have: in a world without poison, nothing may ever be parked.
 POISON = ("garbage", "poison", "quarantine")
 _STEPS = 120
 _TEXT_MAX = 4000
@@ -35,7 +35,7 @@ def lanes_of(seed: int) -> int:
 
 
 def live(seed: int, steps: int = _STEPS) -> Steps:
-    """One world from its beginning to its end."""
+    """Run one world from its beginning to its end."""
     chance = random.Random(seed)
     names = [n for n in WEIGHTS if seed % 2 or n not in POISON]
     world = Steps(seed, lanes_of(seed))
@@ -49,7 +49,7 @@ def live(seed: int, steps: int = _STEPS) -> Steps:
 
 
 def main(seconds: float, seed: int) -> int:
-    """Live one world after the other; the exit code."""
+    """Run one world after the other. Returns the exit code."""
     logging.disable(logging.CRITICAL)
     began, worlds, virtual = time.monotonic(), 0, 0.0
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What happens to the store in a model test: calls, reads, faults, poison; each step with its own checks."""
+"""The steps of a model test: calls, reads, faults, poison; each step with its own checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from store_model.world import THREADS, Lane, Violation
 
 
 class Steps(Reads, Poison):
-    """Everything that can be done to a world: each public coroutine is a step, called by its name."""
+    """All steps of a world: each public coroutine is a step, called by its name."""
 
     def step(self, name: str, chance: random.Random) -> None:
-        """Do the step of this name, check everything."""
+        """Do the step of this name, and check everything."""
         self.world.counts[f"step {name}"] += 1
         self.world.audit = self.witness.audit
         self.world.run(getattr(self, name)(chance))
@@ -26,7 +26,7 @@ class Steps(Reads, Poison):
     # --- calls ------------------------------------------------------------------------------------------------
 
     async def write(self, chance: random.Random) -> None:
-        """One call, or several at once, mostly on one thread."""
+        """Make one call, or several at once, mostly on one thread."""
         thread_id = chance.choice(THREADS)
         count = chance.choice((1, 1, 1, 2, 3))
         calls = [
@@ -35,24 +35,24 @@ class Steps(Reads, Poison):
         await asyncio.gather(*(self._make(chance, call) for call in calls))
 
     async def burst(self, chance: random.Random) -> None:
-        """Enough appends for a batch."""
+        """Make enough appends for a batch."""
         threads = [chance.choice(THREADS) for _ in range(12)]
         await asyncio.gather(*(self._make(chance, self._checkpoint_append(chance, t)) for t in threads))
 
     async def retry(self, chance: random.Random) -> None:
-        """What is not known is made again, with its key."""
+        """Repeat a call whose outcome is unknown, with its key."""
         unknown = [c for c in self.witness.calls if c.outcome == "unknown" and c.key is not None and not c.entries]
         if unknown:
             await self._make(chance, chance.choice(unknown[-3:]))
 
     async def wait(self, chance: random.Random) -> None:
-        """Time passes."""
+        """Let time pass."""
         await asyncio.sleep(chance.choice((0.1, 0.3, 1, 3, 10, 40)))
 
     # --- faults -----------------------------------------------------------------------------------------------
 
     async def crash(self, chance: random.Random) -> None:
-        """A process is gone, maybe in the middle of calls, and mostly comes back."""
+        """Kill a process, maybe in the middle of calls, and mostly start it again."""
         instance = chance.choice(self.world.instances)
         self.fault("crash")
         calls = [self._call(chance, chance.choice(THREADS)) for _ in range(chance.choice((0, 1, 2)))]
@@ -66,14 +66,14 @@ class Steps(Reads, Poison):
             await instance.start()
 
     async def restart(self, chance: random.Random) -> None:
-        """A process is closed and opened again, or only opened."""
+        """Close a process and open it again, or only open it."""
         instance = chance.choice(self.world.instances)
         self.fault("restart")
         await instance.stop()
         await instance.start()
 
     async def pause(self, chance: random.Random) -> None:
-        """A process stands still in the middle of calls, maybe until all it knows is purged, and goes on."""
+        """Stop a process in the middle of calls, maybe until all it knows is purged, and let it go on."""
         number = chance.choice((0, 1))
         instance, seconds = self.world.instances[number], chance.choice((0.5, 5, 50, 120))
         self.fault("pause", seconds + 30)
@@ -95,13 +95,13 @@ class Steps(Reads, Poison):
         await asyncio.sleep(chance.choice((0, 1)))
 
     async def log_faults(self, chance: random.Random) -> None:
-        """The next writes to the log fail."""
+        """Let the next writes to the log fail."""
         self.world.weather.log.extend(chance.choice((*LOG_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))
         self.fault("log faults")
         await self.write(chance)
 
     async def come_late(self, chance: random.Random) -> None:
-        """A thread's entries are purged, and a write to it goes two ways: one of them takes very long."""
+        """Purge a thread's entries; then send a write two ways, one of which takes very long."""
         await asyncio.sleep(50)
         self.world.weather.log.append("very late")
         self.fault("very late")
@@ -109,11 +109,11 @@ class Steps(Reads, Poison):
         await asyncio.sleep(chance.choice((0, 20, 55)))
 
     async def be_overtaken(self, chance: random.Random) -> None:
-        """A write is held up until others' entries of the thread are flushed and purged; it lands, and is repeated."""
+        """Hold a write up until entries of others are flushed and purged; it lands, and is repeated."""
         thread_id, beside = chance.choice(self._neighbours())
 
         async def go_on() -> None:
-            """The entry at a cursor stays in the log: so the partition gets one more."""
+            """Add an entry to the partition, because the entry at its cursor stays in the log."""
             await self._make(chance, self._checkpoint(chance, beside))
             await asyncio.sleep(chance.choice((20, 45, 50)))
 
@@ -137,13 +137,13 @@ class Steps(Reads, Poison):
         await self._make(chance, self._call(chance, thread_id))
 
     async def store_faults(self, chance: random.Random) -> None:
-        """The next calls of Postgres fail, before or after they took effect."""
+        """Let the next calls of Postgres fail, before or after they took effect."""
         self.world.weather.store.extend(chance.choice((*STORE_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))
         self.fault("store faults")
         await self.write(chance)
 
     async def hold_row(self, chance: random.Random) -> None:
-        """Somebody holds a thread's row, maybe for so long that the log forgets what waits."""
+        """Lock a thread's row, maybe for so long that the log drops the waiting entries."""
         thread_id = chance.choice(THREADS)
         locked, seconds = self.world.lane(thread_id).ledger.locked, chance.choice((0.3, 3, 30, 100))
         if thread_id in locked:
@@ -157,13 +157,13 @@ class Steps(Reads, Poison):
             await asyncio.sleep(chance.choice((0, 1)))
 
     async def store_outage(self, chance: random.Random) -> None:
-        """Postgres is away for a while."""
+        """Take Postgres away for a while."""
         seconds = chance.choice((0.5, 3, 20))
         self.world.weather.store_away_until = self.world.loop.time() + seconds
         self.fault("store outage", seconds + 15)
 
     async def log_outage(self, chance: random.Random) -> None:
-        """NATS is away for a while: connections break, feeds end."""
+        """Take NATS away for a while: connections break, feeds end."""
         seconds = chance.choice((0.5, 2, 8))
         self.world.weather.log_away_until = self.world.loop.time() + seconds
         self.fault("log outage", seconds + 15)
@@ -171,14 +171,14 @@ class Steps(Reads, Poison):
             feed.lose("the connection was lost")
 
     async def lose_feed(self, chance: random.Random) -> None:
-        """A delivery is missing: the partition is taken again, and what was not acked is delivered again."""
+        """Lose a delivery: the partition is taken again, and unacknowledged entries are delivered again."""
         feeds = self._feeds()
         if feeds:
             chance.choice(feeds).lose("a delivery is missing")
             self.fault("feed lost")
 
     async def other_owner(self, chance: random.Random) -> None:
-        """Somebody else raises terms, or is in the list of the members for a while."""
+        """Raise terms in the name of another member, or list another member for a while."""
         lane = chance.choice(self.world.lanes)
         partitions = [p for p in range(lane.config.log.partitions) if chance.random() < 0.5]
         self.fault("other owner")
@@ -189,21 +189,21 @@ class Steps(Reads, Poison):
             lane.bucket.tell("call", -1)
 
     async def lose_hot_state(self, chance: random.Random) -> None:
-        """A bucket is gone, with all that is in it."""
+        """Lose a bucket with its content."""
         chance.choice(self.world.lanes).bucket.clear()
         self.fault("hot state lost")
 
     async def fail_over(self, chance: random.Random) -> None:
-        """Postgres falls back to an older copy of itself."""
+        """Let Postgres fall back to an older copy of itself."""
         self.fault("failover", 30)
         self.world.fail_over(chance.choice((1, 2, 5, 20)))
 
     async def repair(self, chance: random.Random) -> None:
-        """A log loses its end, or all of it, when everything in it is flushed; an operator repairs."""
+        """Once all is flushed, remove the end of a log or all of it; then repair, as an operator does."""
         world, lane = self.world, chance.choice(self.world.lanes)
         given_up = any(e.discarded for s in world.archive.stories.values() for e in s.events)
         if given_up or world.loop.time() < world.weather.late_until:
-            return  # a repair finds what was given up in the log, and puts it into quarantine again
+            return  # a repair finds discarded entries in the log, and puts them into quarantine again
         self.fault("repair", 40)
         world.weather.calm()
         for each in world.lanes:
@@ -218,16 +218,16 @@ class Steps(Reads, Poison):
         if chance.random() < 0.5:
             del world.nats.streams[lane.config.log.stream]
         else:
-            # No more than a row's ring can tell: of what is older, a repair parks what it cannot judge.
+            # No more than a row's ring remembers: a repair parks older entries, which it cannot judge.
             stream.lose_end(chance.randint(1, min(8, len(stream.messages))))
-        await asyncio.sleep(10)  # whoever was killed is not a member any more
+        await asyncio.sleep(10)  # after this time, killed members are no longer listed
         repaired = await repair(
             world.postgres.store, nats=world.nats, config=world.config, apply=True, lane=lane.config.log.lane
         )
         if repaired.reason is not None and not repaired.done:
             raise Violation(f"not repaired: {repaired}")
         world.weather.seen["repaired"] += repaired.done
-        world.copies.clear()  # of before: they speak of another log
+        world.copies.clear()  # the old copies belong to another log
         await world.start()
 
     def _neighbours(self) -> list[tuple[str, str]]:
@@ -245,7 +245,7 @@ class Steps(Reads, Poison):
     # --- the end ----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Heal, and look whether all is there."""
+        """Heal everything, and check that everything is there."""
         self.world.audit = self.witness.audit
         self.world.run(self.world.heal())
         self.world.run(self._check_all())
@@ -272,14 +272,14 @@ class Steps(Reads, Poison):
                 raise Violation(f"{thread_id} is not flushed as it was written")
 
     def _check_parked(self, thread_id: str) -> None:
-        """Everything that was not applied is in quarantine, unless it was superseded or given up."""
+        """Check that each entry that was not applied is in quarantine, unless it was superseded or discarded."""
         world = self.world
         entries = world.lane(thread_id).ledger.parked.entries
         story = world.archive.story(thread_id)
         waiting = {seq: e.base_id for seq, e in entries.items() if e.thread_id == thread_id}
         missing = story.parked.keys() - waiting.keys()
         now = story.at(story.end).applied_id
-        # A refused entry that is deleted with its thread in the same flush is never asked for.
+        # A refused entry whose thread is deleted in the same flush never reaches the store.
         missing = {seq for seq in missing if story.parked[seq] == now}
         if missing or waiting.keys() - story.parked.keys():
             raise Violation(f"{thread_id}: in quarantine are {waiting}, the story says {story.parked}")

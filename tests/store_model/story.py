@@ -1,10 +1,9 @@
-"""The oracle: what the log tells of each thread, one entry after the other, and what each call meant.
+"""The oracle: what the log says of each thread, entry by entry, and what each call meant.
 
-The archive keeps every message that the log ever took, also what is purged. From it a thread's *story* is told in the
-plainest way: entry by entry, nothing coalesced, nothing overlaid. Each entry must be the doing of one call, and change
-the thread exactly as that call changes a thread of `MemoryThreadStore`; and what any part of the system shows of a
-thread must be a chapter of its story. An outcome that is not known is two possibilities, until the archive shows the
-entry.
+The archive keeps every message that the log ever took, also purged ones. From it a thread's *story* is told in the
+plainest way: entry by entry, without coalescing and overlays. Each entry must come from one call, and change the thread
+exactly as that call changes a thread of `MemoryThreadStore`; and what any part of the system shows of a thread must be
+a chapter of its story. An unknown outcome allows both possibilities until the archive shows the entry.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Thread, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payload
 
-#: A run whose id begins like this makes the store refuse what saves it.
+#: The store refuses to save a run whose id begins like this.
 BAD_RUN = "bad-run"
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A thread of one moment, encoded."""
+    """A thread at one moment, encoded."""
 
     thread: Thread | None = None
     messages: tuple[bytes, ...] = ()
-    #: By id.
+    #: Sorted by id.
     runs: tuple[tuple[str, bytes], ...] = ()
     state: bytes | None = None
 
@@ -94,17 +93,17 @@ def told(seen: Seen, thread_id: str, payload: AnyPayload) -> Seen:
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A thread after everything up to `seq`: what it is, and what its row must be."""
+    """A thread after everything up to `seq`: its content, and what its row must be."""
 
     seq: int = 0
     seen: Seen = NOTHING
     applied_id: int = 0
     broken: bool = False
-    #: The row of a deleted thread is gone.
+    #: Whether the row is gone, because the thread was deleted.
     buried: bool = False
 
     def after(self, item: Item, thread_id: str, *, refuses: bool) -> tuple[Point, str]:
-        """The next point, and what becomes of the entry: applied, parked or superseded."""
+        """The next point, and the fate of the entry: applied, parked or superseded."""
         replace = msgspec.structs.replace
         if isinstance(item, Malformed):
             return replace(self, seq=item.seq, broken=True, buried=False), "parked"
@@ -131,7 +130,7 @@ def is_bad(item: Item) -> bool:
 
 @dataclass
 class Event:
-    """A replay from quarantine, entries given up, or a tombstone buried, when everything up to `seq` was flushed."""
+    """A replay, a discard or the burial of a tombstone, at a moment when everything up to `seq` was flushed."""
 
     seq: int
     replayed: list[int] = field(default_factory=list)
@@ -147,16 +146,16 @@ class Story:
         self.items: list[Item] = []
         self.events: list[Event] = []
         self.fate: dict[int, str] = {}
-        #: What waits in quarantine, and on which base it was parked.
+        #: The entries in quarantine, and the base on which each was parked.
         self.parked: dict[int, int] = {}
-        #: True from the first entry on that is not, or may not be, applied.
+        #: Whether there was an entry that is not, or may not be, applied.
         self.tainted = False
-        #: What the writer of each entry, by its id, took the thread to be after it.
+        #: The state of the thread after each entry, by the entry's id, as its writer saw it.
         self.views: dict[int, Seen] = {0: NOTHING}
         self._points = [Point()]
 
     def feed(self, message: StoredMessage) -> Item:
-        """What the message is; it is part of the story from now on."""
+        """Add the message to the story. Returns its item."""
         item = item_of(message, self.thread_id)
         self.items.append(item)
         self.tainted = self.tainted or isinstance(item, Malformed) or is_bad(item)
@@ -167,7 +166,7 @@ class Story:
         return item
 
     def base_of(self, item: StoredEntry) -> Seen:
-        """What the writer of the entry took the thread to be."""
+        """The thread as the writer of the entry saw it."""
         e = item.entry
         if self.tainted and not e.self_contained and e.prev_id in self.views:
             return self.views[e.prev_id]
@@ -182,7 +181,7 @@ class Story:
             self.parked[item.seq] = before.applied_id
 
     def tell_again(self) -> None:
-        """From the beginning: the events are others than before."""
+        """Tell the story from its beginning, because its events have changed."""
         events = sorted(self.events, key=lambda e: e.seq)
         self._points, self.fate, self.parked = [Point()], {}, {}
         for item in self.items:
@@ -216,7 +215,7 @@ class Story:
         self._points[-1] = msgspec.structs.replace(point, broken=point.applied_id in self.parked.values())
 
     def replayable(self) -> list[tuple[int, Outcome]]:
-        """What a replay of the whole thread does with each entry in quarantine, when the store takes everything."""
+        """The outcome of each quarantined entry in a replay of the whole thread, when the store accepts everything."""
         of = {item.seq: item for item in self.items}
         base = applied = self._points[-1].applied_id
         found = []
@@ -244,9 +243,9 @@ class Story:
         return next(p for p in reversed(self._points) if p.seq <= seq)
 
     def shown(self, flushed: int, end: int) -> Point:
-        """What a read makes of it: flushed up to one position, with what the log holds up to another."""
+        """What a read shows when the thread is flushed up to one position, and the log is read up to another."""
         point = self.at(flushed)
-        if not flushed:  # no row: it was never flushed, or buried
+        if not flushed:  # there is no row: the thread was never flushed, or its row was buried
             point = next((p for p in reversed(self._points) if p.buried), point)
         for item in self.items:
             if point.seq < item.seq <= end:
@@ -254,7 +253,7 @@ class Story:
         return point
 
     def alone(self, end: int) -> list[Point]:
-        """What the log alone tells up to a position, from any snapshot on: it does not know what was parked."""
+        """What the log alone shows up to a position, from any snapshot on: it does not know what was parked."""
         points = []
         for i, first in enumerate(self.items):
             if isinstance(first, StoredEntry) and first.entry.self_contained and first.seq <= end:
@@ -273,7 +272,7 @@ class Story:
 
 
 class Archive:
-    """Everything that the log took, as stories."""
+    """All entries that the log took, as stories."""
 
     def __init__(self, thread_of: Callable[[str], str], messages: list[StoredMessage]) -> None:
         self._thread_of = thread_of
@@ -285,7 +284,7 @@ class Archive:
         return self.stories.setdefault(thread_id, Story(thread_id))
 
     def news(self) -> Iterator[tuple[Story, Item]]:
-        """What was added since the last call."""
+        """The items that were added since the last call, with their stories."""
         while self._read < len(self.messages):
             message = self.messages[self._read]
             self._read += 1

@@ -45,9 +45,9 @@ CONFIG = BufferConfig(
     cached_threads=3,
 )
 THREADS = [f"thread-{n}" for n in range(5)]
-#: After the weather has calmed down, everything must be flushed within this time.
+#: Once all faults have ended, everything must be flushed within this time.
 SETTLED_WITHIN_S = 60.0
-#: Nobody calls a log and its hot state more often than this in a second, in the mean over a step.
+#: The most calls of a log and its hot state per second, on average over a step.
 _CALLS_A_SECOND = 1500
 
 _where: contextvars.ContextVar[int] = contextvars.ContextVar("instance", default=-1)
@@ -58,7 +58,7 @@ class Violation(AssertionError):
 
 
 class Lane:
-    """One of the logs, and its ledger."""
+    """One log and its ledger."""
 
     def __init__(self, config: BufferConfig, nats: FaultyNats, ledger: BuryingLedger) -> None:
         self.config, self.ledger = config, ledger
@@ -77,14 +77,14 @@ class Lane:
         return self._nats.buckets[self.config.log.bucket]
 
     def check_cursors(self) -> None:
-        """No partition's cursor went back since the last look."""
+        """Check that no partition's cursor went back since the last check."""
         for partition, cursor in self.ledger._cursors.items():
             if (cursor.term, cursor.seq) < self.cursors.get(partition, (0, 0)):
                 raise Violation(f"the cursor of partition {partition} went back to {cursor}")
             self.cursors[partition] = cursor.term, cursor.seq
 
     def behind(self) -> list[str]:
-        """The partitions of which not everything is flushed, also if nothing was written: all must be, for a purge."""
+        """The partitions whose cursor is behind the log's end; a purge waits for all, even those without entries."""
         end, late = self.stream.end_of_entries, []
         for partition in range(self.config.log.partitions):
             cursor = self.ledger._cursors.get(partition)
@@ -94,7 +94,7 @@ class Lane:
 
 
 class Instance:
-    """A process: gone without a word at any moment, and started again."""
+    """A process, which may be killed at any moment, and started again."""
 
     def __init__(self, world: World, number: int) -> None:
         self._world = world
@@ -104,7 +104,7 @@ class Instance:
         self.store: BufferedThreadStore | None = None
 
     async def start(self) -> bool:
-        """Open the store, if it is not open; whether it is."""
+        """Open the store if it is not open. Returns whether it is open now."""
         if self.store is None:
             world, member = self._world, secrets.token_hex(8)
             self.store = await self.call(self._make(world, member))
@@ -127,11 +127,11 @@ class Instance:
         return Buffer(DOMAIN, world.nats.session(lane.config), ledger, backing, lane.config, member=member)
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Do something in this process."""
+        """Run a coroutine in this process."""
         return self._world.loop.create_task(work, context=self._context)
 
     async def crash(self) -> None:
-        """Everything in memory is gone, nothing is finished."""
+        """End the process without finishing anything, and lose its memory."""
         store, self.store = self.store, None
         if store is None:
             return
@@ -151,7 +151,7 @@ class Instance:
 
 
 class World:
-    """All of it. Use `run` for each step, and `close` at the end, whatever happened."""
+    """The whole model. Use `run` for each step, and `close` at the end, whatever happened."""
 
     def __init__(self, seed: int, lanes: int = 1) -> None:
         self.chance = random.Random(seed)
@@ -161,7 +161,7 @@ class World:
         self._complaints: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self._complaints.append(context))
         self._chance_of_others = random.getstate()
-        random.seed(seed)  # the pauses between retries
+        random.seed(seed)  # for the pauses between retries
         self._patches = [
             mock.patch("secrets.randbits", self.chance.getrandbits),
             mock.patch("secrets.token_hex", lambda n: f"{self.chance.getrandbits(8 * n):0{2 * n}x}"),
@@ -180,18 +180,18 @@ class World:
         for lane in self.lanes:
             lane.ledger.on_burial = self._on_burial
         self.instances = [Instance(self, n) for n in range(2)]
-        #: Copies of the database, when they were made, and how many events each story had by then.
+        #: When each copy of the database was made, the copy, and how many events each story had then.
         self.copies: deque[tuple[float, Any, Counter[str]]] = deque()
         self._rows: dict[str, Watermark] = {}
         self.counts: Counter[str] = Counter()
-        #: How long processes stood still, all together.
+        #: The seconds that processes stood still, added up.
         self.stood_still = 0.0
-        #: Reads what is new in the archive, after each step.
+        #: Reads new entries of the archive, after each step.
         self.audit: Callable[[], None] = lambda: None
         self.run(self.start())
 
     def lane(self, thread_id: str) -> Lane:
-        """The one that the thread is in."""
+        """The thread's lane."""
         return self.lanes[lane_of(thread_id, self.config.log)]
 
     def _thread_of(self, subject: str) -> str:
@@ -213,7 +213,7 @@ class World:
         return task
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do one step; what must hold at every moment is checked after it."""
+        """Do one step; then check what must hold at every moment."""
         began, calls = self.loop.time(), self._calls()
         result = self.loop.run_until_complete(work)
         passed = self.loop.time() - began
@@ -229,13 +229,13 @@ class World:
         return sum(b.session.stream.calls + b.shared.calls for b in buffers)
 
     def check_nothing_left(self) -> None:
-        """Everything that was started has ended."""
+        """Check that everything that was started has ended."""
         left = [t for t in asyncio.all_tasks(self.loop) if not t.done()]
         if left:
             raise Violation(f"left behind: {left}")
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Cancel all tasks, and undo all patches."""
         try:
             if not self.loop.is_closed():
                 for task in asyncio.all_tasks(self.loop):
@@ -253,7 +253,7 @@ class World:
             await instance.start()
 
     def excuse(self, error: BaseException, *, since: float | None = None) -> None:
-        """An error that says that something is away must have a reason."""
+        """Raise a Violation unless there is a reason for this error, which says that something is away."""
         if self.weather.rough_until < (self.loop.time() if since is None else since):
             raise Violation(f"all is well, and yet {type(error).__name__}: {error}") from error
 
@@ -274,7 +274,7 @@ class World:
             self._check_passed(thread_id)
 
     def check_flushed(self, thread_id: str) -> None:
-        """What Postgres holds of the thread is what the story says at its watermark."""
+        """Check that Postgres holds the thread as the story tells it at the thread's watermark."""
         watermark = self.lane(thread_id).ledger._rows.get(thread_id, Watermark())
         story = self.archive.story(thread_id)
         if watermark.flushed_seq > story.end:
@@ -288,7 +288,7 @@ class World:
             raise Violation(f"{thread_id}: the row is {shown}, the story says {expected}")
 
     def _check_passed(self, thread_id: str) -> None:
-        """What the cursor has passed of the thread is flushed or waits, as it was written."""
+        """Check that the thread's entries behind the cursor are flushed, or wait as they were written."""
         lane, flushed = self.lane(thread_id), self.flushed(thread_id)
         ledger = lane.ledger
         waiting = {seq: entry.item for (t, seq), (entry, _) in ledger.waiting.entries.items() if t == thread_id}
@@ -317,27 +317,27 @@ class World:
         return self.lane(thread_id).ledger._rows.get(thread_id, Watermark()).flushed_seq
 
     def end_of(self, thread_id: str) -> int:
-        """The place of the thread's last entry that is still in the log; 0 for none."""
+        """The place of the thread's last entry that is still in the log; 0 if there is none."""
         return self.lane(thread_id).stream.end_of(thread_id)
 
     def log_end(self, thread_id: str) -> int:
-        """The place that nothing in the thread's log is above."""
+        """An upper bound of the places in the thread's log."""
         return self.lane(thread_id).stream.last_place
 
     # --- Postgres and its copies
 
     def take_copy(self) -> None:
-        """Remember the database as it is; forget copies that no failover may fall back to."""
+        """Copy the database; drop copies that are too old for a failover."""
         now = self.loop.time()
         if now < self.weather.store_away_until:
-            return  # however long it is away, it may come back without its last commits
+            return  # after an outage of any length it may come back without its last commits
         events = Counter({t: len(s.events) for t, s in self.archive.stories.items()})
         self.copies.append((now, self.postgres.copy(), events))
         while self.copies and self.copies[0][0] < now - 0.9 * CONFIG.log.failover_window_s:
             self.copies.popleft()
 
     def fail_over(self, back: int) -> None:
-        """Postgres is an older copy of itself from now on."""
+        """Replace Postgres' content by an older copy."""
         if not self.copies:
             return
         while back > 0 and len(self.copies) > 1:
@@ -356,7 +356,7 @@ class World:
     # --- the end
 
     async def heal(self) -> None:
-        """All is well again: everything must be flushed, and everything right."""
+        """End all faults; then everything must be flushed, and correct."""
         self.weather.calm()
         for lane in self.lanes:
             lane.ledger.locked.clear()
