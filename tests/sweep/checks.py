@@ -1,7 +1,7 @@
-"""What must hold after any crash, whatever was asked for before it.
+"""What must hold after any crash.
 
-Threads that only grow are judged by the rules of `chaos.checkers`; here are those of quarantine and deletions, and
-what Postgres, log and flusher say in the end.
+The rules of `chaos.checkers` judge threads that only grow. This module has the rules for quarantine and deletions, and
+checks what Postgres, log and flusher report in the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RULES = (
 
 
 async def violations(store: BufferedThreadStore, past: History) -> list[str]:
-    """Everything that is wrong, in words; empty when nothing acknowledged is lost, doubled, reordered or half done."""
+    """Describe everything that is wrong; empty if nothing acknowledged is lost, doubled, reordered or half done."""
     await store.force_flush_all(timeout_s=60)
     messages = {t: await _flushed(store, t) or [] for t in past.threads}
     found: list[str] = []
@@ -57,7 +57,7 @@ async def _parked(store: BufferedThreadStore, thread_id: str) -> dict[int, bytes
 
 
 def _poisoned(thread_id: str, h: ThreadHistory, flushed: list[str], parked: dict[int, bytes]) -> list[str]:
-    """Each acknowledged entry is applied or in quarantine, not both, unless somebody began to give it up."""
+    """Each acknowledged entry is either applied or in quarantine; in neither only if a discard of it was begun."""
     given_up = {int(n) for o in h.ops if o.kind == "discard" for n in o.names}
     wrong = []
     for op in h.ops:
@@ -71,7 +71,7 @@ def _poisoned(thread_id: str, h: ThreadHistory, flushed: list[str], parked: dict
 
 
 def _families(past: History, messages: dict[str, list[str]]) -> list[str]:
-    """A deletion has happened to all of a family or to none; what was made anew after it stays."""
+    """A deletion removed a whole family or nothing, and a thread that was created again after it stays."""
     wrong: list[str] = []
     for deletion in (o for h in past.threads.values() for o in h.ops if o.kind == "delete"):
         old = [t for t in deletion.names if messages.get(t) == ["old"]]

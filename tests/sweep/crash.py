@@ -28,7 +28,7 @@ from chaos.history import load
 from conftest import Deployment
 from sweep.checks import violations
 
-#: A life takes some seconds.
+#: After this time a life counts as stuck; it usually takes some seconds.
 _LIFE_S = 90.0
 _VISITS_MAX = 5
 _PURGES = {Failpoint.PURGE_BEFORE, Failpoint.PURGE_DONE, Failpoint.IDLE_MOVED}
@@ -36,10 +36,10 @@ _PURGES = {Failpoint.PURGE_BEFORE, Failpoint.PURGE_DONE, Failpoint.IDLE_MOVED}
 
 @dataclass
 class Result:
-    """What came of one point."""
+    """The result of one failpoint."""
 
     point: Failpoint
-    #: How often a process died there, and in how many rounds.
+    #: How many processes died at the point, and in how many rounds.
     kills: int = 0
     rounds: int = 0
     acknowledged: int = 0
@@ -53,11 +53,11 @@ class Result:
 
 
 async def sweep_point(servers: Servers, point: Failpoint, rounds: int, chance: random.Random) -> Result:
-    """Kill a process at the point, in `rounds` deployments."""
+    """Kill processes at the point, in `rounds` deployments."""
     result = Result(point)
     began = time.monotonic()
     for number in range(rounds):
-        # The first visit is where a fresh system is; later ones are where it is busy.
+        # The first visit of a point happens in a fresh system, later ones in a busy system.
         visit = 1 if number == 0 else chance.randint(2, _VISITS_MAX)
         if not await _round(servers, result, visit, chance.randint(1, _VISITS_MAX)) and visit > 1:
             await _round(servers, result, 1, 1)
@@ -67,11 +67,11 @@ async def sweep_point(servers: Servers, point: Failpoint, rounds: int, chance: r
 
 
 async def _round(servers: Servers, result: Result, visit: int, again: int) -> bool:
-    """One deployment; whether the process died at the point."""
-    # A point of purging is to be reached soon.
+    """Run one deployment. Returns whether a process died at the point."""
+    # A short failover window lets purging begin soon.
     windows = {"failover_window_s": 2.0} if result.point in _PURGES else {}
     deployment = Deployment(servers, max_bytes=64 << 20, **windows)
-    deployment.verified = False  # by `violations`, which says what is wrong
+    deployment.verified = False  # `violations` verifies the deployment instead
     with tempfile.TemporaryDirectory() as folder:
         history = Path(folder) / "history"
         kills = 0
@@ -97,7 +97,7 @@ async def _round(servers: Servers, result: Result, visit: int, again: int) -> bo
 async def _live(
     deployment: Deployment, history: Path, life: int, point: Failpoint | None, visit: int
 ) -> tuple[int, str]:
-    """One life of the process: how it ended, and what it said last."""
+    """Run one life of the process. Returns its exit code and its last output."""
     log = deployment.log
     options = {
         "nats": deployment.servers.nats.url,
@@ -136,7 +136,7 @@ def _end(said: bytes) -> str:
 
 
 async def sweep(points: Sequence[Failpoint], rounds: int, seed: int, at_once: int = 2) -> list[Result]:
-    """All points; prints a line for each as it is done."""
+    """Sweep all points; print a line for each when it is done."""
     results: list[Result] = []
     places = asyncio.Semaphore(at_once)
     with Servers() as servers:
@@ -154,7 +154,7 @@ async def sweep(points: Sequence[Failpoint], rounds: int, seed: int, at_once: in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="crash-sweep", description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=2, help="deployments per point (default 2)")
     parser.add_argument("--seed", type=int, default=1)

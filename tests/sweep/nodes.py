@@ -1,11 +1,11 @@
 """Faults of a three-node NATS cluster in a row, under load: `python -m sweep.nodes --seconds N [--seed N]`.
 
-Each fault is over, and writes are acknowledged again, before the next one comes; in the end everything is checked. A
-line says how long a fault took until enough was acknowledged beside it; how long after its end leaders were missing;
-until what was in the log then was flushed; and until every node had everything. Leaders and copies are the servers' own
-affair: nobody can flush from a log that has no leader, and two of three copies are enough. A node that comes back has
-counted elections while it was alone, and deposes leaders that were there when the fault ended: so it is asked for
-leaders until all is flushed.
+The next fault comes once the last one is over and writes are acknowledged again; in the end everything is checked. A
+line for each fault says how long it took until enough writes were acknowledged beside it, how long after its end
+leaders were missing, until what was in the log then was flushed, and until every node had everything. Leaders and
+replication are NATS' own affair: nobody can flush from a log without a leader, and two of three copies are enough. A
+node that comes back has counted elections while it was alone, and deposes leaders that were there when the fault ended:
+so leaders are looked for until all is flushed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from conftest import Deployment
 from helpers import eventually
 from load import PATIENCE, Load
 
-#: Who leads answers in this time.
+#: A leader answers within this time.
 _TOLD_S = 2.0
 
 
 class Faults:
-    """What can happen to a cluster; each ends with the cluster whole."""
+    """The faults of a cluster; after each, the cluster is whole again."""
 
     def __init__(
         self, cluster: Cluster, load: Load, stores: Sequence[BufferedThreadStore], deployment: Deployment
@@ -47,14 +47,14 @@ class Faults:
         self._deployment = deployment
 
     async def kill(self, node: int) -> None:
-        """SIGKILL and start again."""
+        """Kill the node (SIGKILL), and start it again."""
         server = self._cluster.servers[node]
         await asyncio.to_thread(server.kill)
         await self._load.acknowledged(50, 120)
         await asyncio.to_thread(server.start)
 
     async def wipe(self, node: int) -> None:
-        """SIGKILL, and it comes back empty."""
+        """Kill the node (SIGKILL), and start it again with an empty disk."""
         server = self._cluster.servers[node]
         await asyncio.to_thread(server.kill)
         await self._load.acknowledged(50, 120)
@@ -63,7 +63,7 @@ class Faults:
         await asyncio.to_thread(server.start)
 
     async def hang(self, node: int) -> None:
-        """SIGSTOP for a while."""
+        """Stop the node for a while (SIGSTOP)."""
         server = self._cluster.servers[node]
         await asyncio.to_thread(server.pause)
         try:
@@ -72,19 +72,19 @@ class Faults:
             await asyncio.to_thread(server.resume)
 
     async def reset(self, node: int) -> None:
-        """Cut off from the others, with its clients."""
+        """Cut the node, with its clients, off from the others."""
         self._cluster.isolate(node, silently=False)
         await self._load.acknowledged(50, 120)
         self._cluster.heal()
 
     async def silence(self, node: int) -> None:
-        """The same; no connection is reset, and what was sent arrives late."""
+        """The same without resetting connections: what was sent arrives late."""
         self._cluster.isolate(node, silently=True)
         await self._load.acknowledged(50, 120)
         self._cluster.heal()
 
     async def flushed(self) -> float:
-        """Wait until all that is in the log now is flushed; the seconds that took."""
+        """Wait until everything that is in the log now is flushed. Returns the seconds that took."""
         began = time.monotonic()
         await eventually(self._flush, 120)
         return time.monotonic() - began
@@ -96,13 +96,13 @@ class Faults:
         try:
             await self._store.force_flush_all(timeout_s=60)
         except LogUnavailable:
-            return False  # it is still connecting
+            return False  # the store is still connecting
         return True
 
     async def led(self, flushing: asyncio.Future[float]) -> float:
-        """After how many seconds a leader was missing for the last time before all was flushed, as a store was told.
+        """The seconds until a store last missed a leader before all was flushed; 0 if none did.
 
-        That is when the question was asked which was answered so, or not at all on a connection that stayed.
+        That is the time of a question whose answer said so, or that got no answer on a connection that stayed.
         """
         began, missing = time.monotonic(), 0.0
         while not flushing.done():
@@ -113,15 +113,15 @@ class Faults:
         return missing
 
     async def _has_leaders(self, store: BufferedThreadStore) -> bool:
-        """Whether a store is told of leaders of log, bucket and cluster; the first two have to prove it.
+        """Whether a store sees leaders of log, bucket and cluster; the first two prove it by an empty purge.
 
-        Without the cluster's leader nobody makes a consumer. A store that is not connected is told nothing.
+        Without the cluster's leader no consumer can be made. For a store that is not connected the answer is yes.
         """
         log: Any = store.buffer.session.stream
         client = log._connection._client
         stream, bucket = self._deployment.log.stream, self._deployment.log.bucket
         answers = await asyncio.gather(
-            # Nothing of this changes anything, and an answer that does not come costs no connection.
+            # These calls change nothing, and a missing answer does not end the connection.
             log.api(f"STREAM.PURGE.{stream}", {"filter": store.buffer.subjects.unused}, timeout_s=_TOLD_S),
             log.api(f"STREAM.PURGE.KV_{bucket}", {"filter": f"$KV.{bucket}.unused"}, timeout_s=_TOLD_S),
             log.api(f"CONSUMER.DELETE.{stream}.unused", timeout_s=_TOLD_S),
@@ -134,7 +134,7 @@ class Faults:
         return True
 
     async def whole(self) -> float:
-        """Wait until all nodes have all; the seconds that took."""
+        """Wait until all nodes have everything. Returns the seconds that took."""
         began = time.monotonic()
         await eventually(self._connected, 60)
         await eventually(lambda: replicas_current(self._store, self._deployment), 240)
@@ -142,9 +142,9 @@ class Faults:
 
 
 async def run(seconds: float, seed: int, slow_s: float = 10.0) -> None:
-    """Raises when something is not as it must be.
+    """Raise an error when anything is wrong.
 
-    Also when flushing took longer than `slow_s` after a fault, from when log and bucket had leaders again.
+    That includes a flush that takes longer than `slow_s`, from when log and bucket had leaders again after a fault.
     """
     chance = random.Random(seed)
     count: Counter[str] = Counter()
@@ -195,12 +195,12 @@ async def run(seconds: float, seed: int, slow_s: float = 10.0) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="cluster")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    logging.disable(logging.ERROR)  # of what is lost and found again there is much
+    logging.disable(logging.ERROR)  # faults cause many log messages
     asyncio.run(run(given.seconds, given.seed))
     return 0
 

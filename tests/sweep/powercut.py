@@ -3,12 +3,12 @@
     python -m sweep.powercut [--rounds N] [--seed N]
 
 Both servers keep their data on a file system of their own, in a loop-mounted image. While writers append, the servers
-are stopped in their tracks for a moment and the image is copied: what was never synced is not in it. The copy is
-mounted, the servers are started on it, and what was acknowledged before the copy is looked for.
+are paused for a moment and the image is copied, which leaves out whatever was never synced. The copy is mounted, the
+servers are started on it, and the checkpoints that were acknowledged before the copy are looked for.
 
-With `sync_interval: always` nothing may be missing. With nats-server's default (a sync every two minutes) acknowledged
-checkpoints must be missing, or the test would not notice if they were; `doctor` has to have warned of it.
-Needs root and loop mounts; says so otherwise, with exit code 2.
+With `sync_interval: always` none may be missing. With nats-server's default (a sync every two minutes) acknowledged
+checkpoints must be missing, or the test could not notice a loss; and `doctor` must have warned of it.
+Needs root and loop mounts; otherwise it says so and exits with code 2.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import Servers
 
 _IMAGE_MB = 768
-#: So that the kernel writes nothing back by itself while a round lasts.
+#: The long commit interval keeps the kernel from writing data back by itself during a round.
 _OPTIONS = "loop,commit=300"
 _THREADS = 8
 
 
 def why_not() -> str:
-    """What keeps this machine from doing it; empty if nothing does."""
+    """Why this machine cannot run the power cut; empty if it can."""
     if os.geteuid() != 0:
         return "it mounts images: run it as root"
     missing = [p for p in ("mkfs.ext4", "mount", "umount") if shutil.which(p) is None]
@@ -65,7 +65,7 @@ def _new_image(path: Path, megabytes: int) -> Path:
 
 @contextmanager
 def _mounted(image: Path, place: Path) -> Iterator[Path]:
-    """The image's file system; unmounted, and its loop device with it, whatever happens."""
+    """Mount the image's file system; at the end unmount it and release its loop device, whatever happens."""
     place.mkdir()
     _run("mount", "-o", _OPTIONS, str(image), str(place))
     try:
@@ -75,18 +75,18 @@ def _mounted(image: Path, place: Path) -> Iterator[Path]:
         try:
             _run("umount", str(place))
         except subprocess.CalledProcessError:
-            _run("umount", "--lazy", str(place))  # somebody still has a file open there
+            _run("umount", "--lazy", str(place))  # a process still has a file open there
 
 
 class Round:
-    """One cut: what was acknowledged before it, and what is there after it."""
+    """One power cut: what was acknowledged before it, and what is there after it."""
 
     def __init__(self, folder: Path, sync_interval: str, seed: str, flush_interval_s: float) -> None:
         self._folder = folder
         self._sync_interval = sync_interval
         self._chance = random.Random(seed)
         self._config = BufferConfig(log=LogConfig(max_bytes=128 << 20), flush_interval_s=flush_interval_s, lease_s=4)
-        #: Per thread, the numbers that were acknowledged.
+        #: The acknowledged numbers of each thread.
         self._told: dict[str, list[int]] = {f"t{n}": [] for n in range(_THREADS)}
         self.warned = False
         self.acknowledged = 0
@@ -94,7 +94,7 @@ class Round:
         self.noticed = ""
 
     async def run(self) -> None:
-        """Write, cut, look."""
+        """Write, cut the power, and look at what is left."""
         image, copy = _new_image(self._folder / "disk", _IMAGE_MB), self._folder / "copy"
         with _mounted(image, self._folder / "before") as place:
             servers = Servers(place / "data", sync_interval=self._sync_interval)
@@ -115,7 +115,7 @@ class Round:
         checks = await check_sync(None, None, None, servers.nats.sync_interval)
         self.warned = any(c.level is Level.WARNING for c in checks)
         store = await self._open(servers)
-        # What was made so far is not what is tested.
+        # The setup must survive: only what is written from here on is tested.
         await asyncio.to_thread(os.sync)
         stop = asyncio.Event()
         writers = [asyncio.create_task(self._write(store, t, stop)) for t in self._told]
@@ -160,7 +160,7 @@ class Round:
                     self.lost += len(set(told) - set(found))
                     assert found == list(range(len(found))), f"{thread_id} holds {found}, which is not what was written"
         except BufstoreError as e:
-            # What is not there cannot be counted when the log is refused; what Postgres has, can.
+            # When the log is refused, only the content of Postgres can be counted.
             self.noticed = type(e).__name__
             async with PostgresThreadStore(servers.postgres.dsn) as inner:
                 for thread_id, told in self._told.items():
@@ -168,9 +168,9 @@ class Round:
 
 
 def cut(sync_interval: str, seed: str, *, flush_interval_s: float = 0.2) -> Round:
-    """One round, in a folder of its own that is gone afterwards.
+    """Run one round, in a temporary folder.
 
-    With a `flush_interval_s` longer than a round lasts, Postgres, which syncs, saves nothing of what the log loses.
+    With a `flush_interval_s` longer than a round, nothing that the log loses is in Postgres, which syncs.
     """
     with tempfile.TemporaryDirectory(prefix="powercut-") as folder:
         Path(folder).chmod(0o711)
@@ -180,7 +180,7 @@ def cut(sync_interval: str, seed: str, *, flush_interval_s: float = 0.2) -> Roun
 
 
 def verdict(sync_interval: str, rounds: Sequence[Round]) -> str:
-    """What is wrong with these rounds; empty if they are as they must be."""
+    """What is wrong with these rounds; empty if nothing is."""
     if sync_interval == "always":
         lost = sum(r.lost for r in rounds)
         return f"{lost} acknowledged checkpoints are lost" if lost else ""
@@ -190,7 +190,7 @@ def verdict(sync_interval: str, rounds: Sequence[Round]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="powercut")
     parser.add_argument("--rounds", type=int, default=3, help="cuts per setting (default 3)")
     parser.add_argument("--seed", type=int, default=1)

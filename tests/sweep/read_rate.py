@@ -1,6 +1,6 @@
-"""Fresh reads a second from three nats-servers with three replicas: `python -m sweep.read_rate [--seconds N]`.
+"""Fresh reads per second from three nats-servers with three replicas: `python -m sweep.read_rate [--seconds N]`.
 
-ReadYourWrites reads of threads that are flushed, by one caller and by many, with and without writes beside them.
+ReadYourWrites reads of flushed threads, by one caller and by many, with and without writes beside them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THREADS = 200
 
 
 async def measure(nats: NatsConfig, deployment: Deployment, seconds: float) -> None:
-    """Print the rates."""
+    """Measure and print the rates."""
     options = {"read_timeout_s": 30.0, "append_timeout_s": 30.0}
 
     async def opened() -> BufferedThreadStore | None:
@@ -70,7 +70,7 @@ async def _rate(store: BufferedThreadStore, threads: Sequence[str], callers: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="read_rate")
     parser.add_argument("--seconds", type=float, default=10)
     given = parser.parse_args(arguments)

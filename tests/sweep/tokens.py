@@ -1,9 +1,10 @@
 """Chaos of exclusive work: `python -m sweep.tokens --items N [--seed N] [--replicas 1]` (or: make tokens).
 
 Processes submit items and work on them, while processes and nodes are killed, paused and cut off, clocks jump, and the
-stream is full most of the time; workers cancel calls for work, and take locks. Then all is healed, and the histories
-are judged: every accepted item was completed once, in order, no holder passed the fence, nothing was stuck, no key
-waited for longer than is promised, and no lock had two holders at a time or a token that is not above all before.
+stream is full most of the time; workers also cancel calls for work, and take locks. Then all is healed, and the
+histories are judged: every accepted item was completed once, in order, no holder passed the fence, nothing was stuck,
+no key waited longer than is promised, and no lock had two holders at a time or a token that is not above all earlier
+ones.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from helpers import eventually
 _TTL_S = 2.0
 _WORKERS, _REQUESTERS = 3, 2
 _ITEMS_PER_KEY = 50
-#: A few dozen items: requesters are faster than workers.
+#: Room for a few dozen items; requesters are faster than workers.
 _MAX_BYTES = 16_000
-#: docs/TOKENS.md promises 2.2 `ttl_s`; the rest is for a machine that others use too, and for elections.
+#: docs/TOKENS.md promises 2.2 `ttl_s`; the rest is for elections, on a machine that others use too.
 _WAIT_S = 2.2 * _TTL_S + 8
 _PROGRAM = Path(__file__).parent.parent / "token_process.py"
 
 
 @dataclass
 class Verdict:
-    """What came of it."""
+    """The result of a run."""
 
     accepted: int = 0
     completed: int = 0
@@ -53,7 +54,7 @@ class Verdict:
     locked: int = 0
     longest_wait_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
-    #: What must not be.
+    #: Everything that must not have happened.
     wrong: list[str] = field(default_factory=list)
 
 
@@ -80,7 +81,7 @@ class Site:
         self._starts = 0
 
     async def start(self, process: str) -> None:
-        """Start one, or start it again; return when it listens to signals."""
+        """Start or restart a process; return when it listens to signals."""
         before = self._listened(process)
         self._start(process)
         await eventually(lambda: asyncio.to_thread(lambda: self._listened(process) > before), 60)
@@ -105,37 +106,37 @@ class Site:
         errors.close()
 
     def history(self, process: str) -> list[list[Any]]:
-        """What it wrote."""
+        """The events that the process recorded."""
         path = self._folder / f"{process}.jsonl"
         return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def names(self, role: str = "") -> list[str]:
-        """Of all, or of one role."""
+        """The names of all processes, or of those with one role."""
         return [
             f"{r} {i}" for r, n in (("worker", _WORKERS), ("requester", _REQUESTERS)) for i in range(n) if role in r
         ]
 
     def alive(self, process: str) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is running."""
         return self._processes[process].poll() is None
 
     def send(self, process: str, number: int) -> None:
-        """A signal, if it is still there."""
+        """Send a signal to the process if it is running."""
         if self.alive(process):
             self._processes[process].send_signal(number)
 
     async def kill(self, process: str) -> None:
-        """SIGKILL, and wait for its end."""
+        """Kill the process (SIGKILL), and wait for its end."""
         self._processes[process].kill()
         await asyncio.to_thread(self._processes[process].wait)
 
     async def stop(self, process: str) -> int:
-        """SIGTERM, and its exit status."""
+        """Stop the process (SIGTERM). Returns its exit status."""
         self.send(process, signal.SIGTERM)
         return await asyncio.to_thread(self._processes[process].wait, 60)
 
     def end(self) -> None:
-        """Whatever is left."""
+        """Kill the processes that are left."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -143,7 +144,7 @@ class Site:
 
 
 class Faults:
-    """What can happen; each ends with all whole."""
+    """The faults of a run; after each, everything is whole again."""
 
     def __init__(self, site: Site, chance: random.Random) -> None:
         self._site = site
@@ -210,7 +211,7 @@ async def run(
     faults_max: int = 0,
     replicas: int = 3,
 ) -> Verdict:
-    """Faults until all items are submitted, or exactly `faults_max` of them; then calm until all is done."""
+    """Cause faults until all items are submitted, or exactly `faults_max`; then wait in calm until all is done."""
     site, chance, verdict = Site(cluster, folder, seed, items, name, replicas), random.Random(seed), Verdict()
     faults = Faults(site, chance)
     deck: list[str] = []
@@ -253,7 +254,7 @@ async def _drained(work: ExclusiveWork) -> bool:
 
 
 def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict) -> None:
-    """Say in `verdict` what the histories show."""
+    """Write into `verdict` what the histories show."""
     events = sorted(event for history in histories.values() for event in history)
     submitting, accepted = set[tuple[str, int]](), set[tuple[str, int]]()
     began, completed = defaultdict[str, list[tuple[int, int]]](list), defaultdict[tuple[str, int], list[int]](list)
@@ -292,10 +293,10 @@ def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict
             say(f"{key}: an earlier item has a later token")
     for key, moments in locked.items():
         verdict.locked += len({token for _, token in moments})
-        # In the order of time: a holder that is followed by another does not hold again.
+        # In the order of time, tokens only grow: a holder that was followed by another never holds the lock again.
         if [token for _, token in sorted(moments)] != sorted(token for _, token in moments):
             say(f"{key}: held by two at a time, or with a token that went down")
-    # Calm: workers are idle, or begin something. The last gap ends with the last item.
+    # In the calm, workers are idle or begin items. The last gap ends with the last item.
     times = [healed, *(t for t, what, *_ in events if what == "began" and t > healed)]
     verdict.longest_wait_s = max((b - a for a, b in pairwise(times)), default=0.0)
     if verdict.longest_wait_s > _WAIT_S:
@@ -303,7 +304,7 @@ def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict
 
 
 async def main(seed: int, items: int, replicas: int) -> bool:
-    """Run and report; true if nothing was wrong."""
+    """Run and report. Returns whether nothing was wrong."""
     folder = Path(tempfile.mkdtemp(prefix="bufstore-tokens-"))
     began = time.monotonic()
     async with Cluster(folder / "cluster") as cluster:

@@ -1,8 +1,9 @@
-"""A process with everything on its hands, that kills itself at one failpoint: `python -m sweep.worker OPTIONS`.
+"""A process that does everything at once, and kills itself at one failpoint: `python -m sweep.worker OPTIONS`.
 
-One life: two instances on one log; threads that both append to, one of large messages, one that has to wait, threads
-whose entries the store refuses and that are replayed or discarded, families that are deleted; then all is flushed and
-closed. What the life before it left without an outcome is repeated with its key first, as an application would do it.
+In one life it has two instances on one log; threads that both append to, one with large messages and one that has to
+wait; threads whose entries the store refuses and that are replayed or discarded; families that are deleted. In the end
+all is flushed and closed. First of all it repeats, with their keys, the appends whose outcome the life before did not
+learn, as an application would do.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from chaos.history import EDITED, SHARED, Begin, End, Read, Recorder, load
 
 _THREADS = 10
 _APPENDS = 12
-#: Threads that are written while what is refused is flushed: more than are refused in all lives.
+#: How many threads are written while refused entries are flushed: more than are refused in all lives.
 _OTHERS = 10
-#: Bytes of a large message; and of a name that make a key.
+#: Bytes of a large message; how many characters of a name make its idempotency key.
 _LARGE = 1_100_000
 _KEY = 100
-#: A thread that has to wait.
+#: The thread that has to wait.
 _HELD = f"{SHARED}-held"
-#: Retrying these with the same key is safe.
+#: Errors after which a call is safely repeated with the same key.
 _TRANSIENT = (OutcomeUnknown, LogUnavailable, LogFull, StoreUnavailable, ReadNotFresh)
 
 
 class Refusing(PostgresThreadStore):
-    """Refuses messages with a mark, as a table's constraint would, until it is mended."""
+    """A store that refuses marked messages, as a table's constraint would, until it is mended."""
 
     mended = False
-    #: Whether a thread must wait; of all instances.
+    #: Whether the thread `_HELD` has to wait, in all instances.
     holding = False
 
     async def apply(self, connection: Any, batch: Any) -> None:
@@ -71,7 +72,7 @@ class Life:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         path = Path(options["history"])
-        #: Appends that a life before began and did not end.
+        #: Appends that an earlier life began and whose outcome it did not learn.
         self._open: list[tuple[str, str]] = []
         for thread_id, t in load([path]).threads.items() if path.exists() else ():
             ended = {o.names[0] for o in t.ops if o.kind in ("append", "retry") and o.outcome != "unknown"}
@@ -84,7 +85,7 @@ class Life:
         self._stores: list[BufferedThreadStore] = []
 
     def reached(self, point: Failpoint) -> None:
-        """The hook of the failpoints: die at the one that is asked for, at the visit that is asked for."""
+        """The hook of the failpoints: kill the process at the wanted visit of the wanted point."""
         if point != self._options["point"]:
             return
         self._visits += 1
@@ -92,7 +93,7 @@ class Life:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async def live(self) -> None:
-        """Work until it ends by itself, or at the failpoint."""
+        """Work to the end, or until killed at the failpoint."""
         failpoints.active = self.reached
         purging = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2}
         config = BufferConfig.fitting(
@@ -104,7 +105,7 @@ class Life:
         inner = [Refusing(self._options["postgres"], schema=self._options["schema"], pool_size=3) for _ in range(2)]
         first = await BufferedThreadStore.open(inner[0], nats=self._options["nats"], config=config)
         self._stores = [first]
-        # First of all: a thread remembers the keys of its last 16 entries.
+        # This comes first, because a thread remembers only the keys of its last 16 entries.
         await self._repeat()
         async with asyncio.TaskGroup() as group:
             second = await BufferedThreadStore.open(inner[1], nats=self._options["nats"], config=config)
@@ -122,13 +123,13 @@ class Life:
         self._recorder.close()
 
     async def _close(self, second: BufferedThreadStore) -> None:
-        """The second instance leaves while the first goes on."""
+        """Close the second instance while the first goes on."""
         await asyncio.sleep(0.3)
         self._stores.remove(second)
         await second.aclose()
 
     async def _repeat(self) -> None:
-        """What the life before left open. Deletions are not repeated: the next change of lineage has to care."""
+        """Repeat appends that the life before left open. The next change of lineage completes open deletions."""
         for thread_id, name in self._open:
             await self._append(thread_id, name, kind="retry")
 
@@ -140,7 +141,7 @@ class Life:
                 await self._read(thread_id)
 
     async def _say_much(self) -> None:
-        """Messages that do not fit into one of the log."""
+        """Append messages that do not fit into one message of the log."""
         for i in range(2):
             await self._append(f"{SHARED}-large", f"{self._process}.large.{i}.{'x' * _LARGE}")
 
@@ -154,7 +155,7 @@ class Life:
         await self._patiently(read)
 
     async def _append(self, thread_id: str, name: str, *, kind: str = "append") -> None:
-        """Append a message; its name is the idempotency key, so that it can be repeated in a later life."""
+        """Append a message; its name is the idempotency key, so that a later life can repeat the append."""
         run = Run(run_id=f"run-of-{thread_id}", thread_id=thread_id)
         receipt = await self._call(
             kind, thread_id, [name],
@@ -164,12 +165,12 @@ class Life:
             await self._append(thread_id, name, kind="retry")
 
     async def _poison(self, inner: Refusing, store: BufferedThreadStore) -> None:
-        """Entries that are parked, with others behind them; replayed or given up."""
+        """Append refused entries, which are parked with those behind them; then replay or discard them."""
         for n, replayed in enumerate((True, False)):
             threads = [f"poisoned-{self._life}-{n}-{i}" for i in range(2)]
             for thread_id in threads:
                 await self._append(thread_id, f"{thread_id}.first")
-            # Together, so that a window has to be split to find out who is to blame.
+            # They are written together, so that the flusher has to split the window to find the entry to blame.
             await asyncio.gather(*(self._append_poison(t) for t in threads))
             flushing = asyncio.create_task(self._patiently(lambda: store.force_flush_all(timeout_s=20)))
             await self._go_on(flushing, n)
@@ -183,7 +184,7 @@ class Life:
                 await self._call("discard", thread_id, [str(s) for s in seqs], lambda s=seqs: _discard(store, s))
 
     async def _go_on(self, flushing: asyncio.Task[None], n: int) -> None:
-        """Others are written meanwhile, as ever: with the poison of lives before, too few may be left to tell by."""
+        """Write other threads meanwhile: while more entries are refused than applied, no entry is blamed."""
         for i in range(_OTHERS * 20):
             if flushing.done():
                 break
@@ -196,7 +197,7 @@ class Life:
             await self._append(thread_id, f"{thread_id}.{what}")
 
     async def _wait_for_turn(self) -> None:
-        """The store refuses a thread for so long that it waits in the ledger, and then takes it."""
+        """Make the store refuse a thread so long that its entries wait in the ledger; then let it accept them."""
         Refusing.holding = True
         for i in range(_APPENDS):
             await self._append(_HELD, f"{self._process}.held.{i}")
@@ -205,13 +206,13 @@ class Life:
         await self._patiently(lambda: self._stores[0].force_flush(_HELD, timeout_s=20))
 
     async def _family(self) -> None:
-        """Parent, two children and a grandchild are deleted together; then the parent's name is used anew."""
+        """Delete parent, two children and a grandchild together; then create a thread with the parent's name again."""
         names = [f"{EDITED}-{self._life}-{who}" for who in ("parent", "child", "sibling", "grandchild")]
         for name, parent in zip(names, (None, names[0], names[0], names[1]), strict=True):
             await self._create(name, "old", parent)
         await self._call("delete", names[0], names, lambda: _delete(self._stores[0], names[0]))
         await self._create(names[0], "new", None)
-        # The next change of lineage.
+        # The next change of lineage completes the deletion if the call above did not.
         await self._patiently(lambda: self._stores[0].set_parent(names[0], None))
 
     async def _create(self, thread_id: str, message: str, parent: str | None) -> None:
@@ -234,7 +235,7 @@ class Life:
             outcome = "rejected"
             print(f"{kind} of {thread_id}: {type(e).__name__}: {e}", file=sys.stderr)
         else:
-            # The receipt of a repeated call names the thread's last entry: who wants to know where it stands, asks.
+            # The receipt of a repeated call names the thread's last entry, so this entry's position is not known.
             outcome = "unknown" if receipt is not None and receipt.repeated and kind == "append" else "ok"
         seq = receipt.thread_seq if receipt is not None else 0
         self._recorder.write(End(time.monotonic(), self._process, number, outcome, seq))
@@ -252,7 +253,7 @@ async def _delete(store: BufferedThreadStore, thread_id: str) -> Receipt | None:
     try:
         return await store.delete_thread(thread_id, children=Children.CASCADE)
     except NotFound:
-        return None  # it was done by a try before this one
+        return None  # an earlier try deleted it
 
 
 async def _discard(store: BufferedThreadStore, seqs: list[int]) -> None:
