@@ -20,7 +20,7 @@ from bufstore.memory.ledger import MemoryLedger
 
 
 class Add(msgspec.Struct, frozen=True):
-    """What an entry says: the counter is `amount` more, or (self-contained) exactly that."""
+    """The content of an entry: it adds `amount` to the counter, or (self-contained) sets it to `amount`."""
 
     amount: int
     sets: bool = False
@@ -85,7 +85,7 @@ class Counters:
 
 
 class CounterStore:
-    """A store in memory that cannot hold some numbers."""
+    """A store in memory that refuses some values."""
 
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
@@ -105,12 +105,12 @@ class CounterStore:
         pass
 
     def buffer(self, nats: MemoryNats, config: BufferConfig) -> Buffer[CounterChange, Counter, Known]:
-        """A buffer in front of it."""
+        """A buffer in front of this store."""
         return Buffer(Counters(), nats.session(config), self.ledger, Backing(Kind("counters", "test"), self), config)
 
 
 def adding(amount: int) -> Prepare[Known]:
-    """An entry that adds to whatever the counter is; it needs to know that."""
+    """An entry that adds to the counter; its writer must know the counter's value."""
 
     def draft(tip: Tip[Known]) -> Draft[Known]:
         if tip.memory is None:
@@ -121,7 +121,7 @@ def adding(amount: int) -> Prepare[Known]:
 
 
 def setting(amount: int) -> Prepare[Known]:
-    """An entry that stands by itself."""
+    """An entry that needs no base."""
     return lambda tip: _draft(tip, tip.memory or Known(0), Add(amount, sets=True))
 
 

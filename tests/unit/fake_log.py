@@ -1,4 +1,4 @@
-"""A log in memory that can fail in every way a real one does, and an event loop whose clock costs no time."""
+"""A log in memory that fails in all ways in which a real one can, and an event loop whose clock costs no time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 _CALLS_MAX = 20_000
 
-#: What may happen to a write.
+#: The faults of a write.
 WRITE_FAULTS = ("", "unavailable", "full", "refused", "lost", "stored", "late", "slow", "intruder")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never waits: the time it should have waited is added to the clock."""
+    """Never waits, but adds the time of each wait to the clock."""
 
     now = 0.0
 
@@ -37,7 +37,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if timeout is None:
             raise AssertionError("everything waits for something that never comes")
         if timeout <= 0:
-            return []  # something is ready; no test here waits for a file, and to look costs more than to go on
+            return []  # no test here waits for a file, and asking the system takes longer than going on
         self.now += timeout
         return super().select(0)
 
@@ -52,7 +52,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in virtual time. Fails on a leaked task, and on an exception that nobody looked at."""
+    """Run `main` in virtual time. Fails on a leaked task, and on an exception that nobody retrieved."""
     loop = JumpingLoop()
     complaints: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: complaints.append(context))
@@ -62,7 +62,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(asyncio.sleep(0))
         left = asyncio.all_tasks(loop)
         assert not left, f"leaked tasks: {left}"
-        gc.collect(0)  # an exception nobody looked at is reported when its future goes
+        gc.collect(0)  # an exception that nobody retrieved is reported when its future is collected
         loop.run_until_complete(asyncio.sleep(0))
         assert not complaints, complaints
         return result
@@ -74,13 +74,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class FakeLog(MemoryLog):
-    """A stream in memory whose calls fail: `fault` names what happens to the next one."""
+    """A stream in memory whose calls can fail: `fault` returns the fault of the next call."""
 
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
         config = BufferConfig(log=LogConfig(partitions=4, max_bytes=1 << 30))
         self.stream = MemoryStream(config.log)
         super().__init__({config.log.stream: self.stream}, config, message_bytes_max)
-        #: Called with "publish", "batch" or "read".
+        #: Returns the next call's fault; called with "publish", "batch" or "read".
         self.fault: Callable[[str], str] = lambda _: ""
         self.batches: list[int] = []
         self.last_of = self.stream.last_of
@@ -149,7 +149,7 @@ class FakeLog(MemoryLog):
         return seq
 
     def intrude(self, subject: str, content: str = "intruder") -> int:
-        """Another process writes a full checkpoint to the thread; the id of its entry."""
+        """Write a full checkpoint to the thread, as another process. Returns the id of the entry."""
         there = [m for m in self.messages if m.subject == subject]
         before = decode(there[-1]) if there else None
         id_ = next(self._ids)
@@ -162,7 +162,7 @@ class FakeLog(MemoryLog):
             version=1,
             self_contained=True,
             keys=recent_keys.add(before.keys if before else b"", recent_keys.item(recent_keys.key_of(id_), b"")),
-            # Like any writer: it knows of all keys only if the one before it did.
+            # Like any writer, the intruder knows all keys only if the writer before it did.
             keys_complete=before is not None and before.keys_complete,
             payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
         )
@@ -181,11 +181,11 @@ class FakeLog(MemoryLog):
         return stream
 
     def expire_below(self, seq: int) -> None:
-        """Retention: everything below `seq` goes."""
+        """Remove everything below `seq`, as retention does."""
         self.stream.purge("*.*.*", seq)
 
     def _land(self) -> None:
-        """What was late arrives."""
+        """Store the late messages whose time has come."""
         assert self.calls < _CALLS_MAX, "a storm of calls: somebody tries again and again without a pause"
         due = [messages for when, messages in self._late if when <= self.calls]
         self._late = [(when, messages) for when, messages in self._late if when > self.calls]

@@ -1,4 +1,4 @@
-"""A server that holds groups and fails in every way a real one does, and the entries that stand in it."""
+"""A server of groups that fails in all ways in which a real one can, and the entries in its groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SUBJECTS = Subjects("thread", 4)
 
 
 class GroupServer(FakeLog):
-    """What `FakeLog` is, below the groups. Entries are shown with their places, and strangers write groups too."""
+    """A `FakeLog` below the groups. It shows entries with their places, and other processes write groups, too."""
 
-    #: What a process's log is.
+    #: The class of a process's log.
     kind: Callable[[Any, MemorySharedState, BufferConfig, str], GroupLog] = GroupLog
 
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
@@ -39,11 +39,11 @@ class GroupServer(FakeLog):
         self.bucket = MemoryBucket()
         #: The logs of the processes.
         self.opened: list[GroupLog] = []
-        #: What stands in a group, as long as all of it stands there: tests ask again and again.
+        #: The entries of groups without parts, because tests ask for them again and again.
         self._shown: dict[int, tuple[StoredMessage, list[StoredMessage]]] = {}
 
     def open(self, config: BufferConfig) -> GroupLog:
-        """One more process's log."""
+        """Open the log of one more process."""
         config = dataclasses.replace(config, log=dataclasses.replace(config.log, partitions=SUBJECTS.partitions))
         log = self.kind(self, MemorySharedState(self.bucket), config, f"process{len(self.opened)}")
         self.opened.append(log)
@@ -56,7 +56,7 @@ class GroupServer(FakeLog):
 
     @property
     def messages(self) -> list[StoredMessage]:
-        """Every entry that is there."""
+        """All entries that are stored."""
         parts = {m.seq: m for m in self.stream.messages if m.subject == SUBJECTS.parts}
         return [entry for message in self.stream.messages for entry in self._entries(message, parts)]
 
@@ -86,7 +86,7 @@ class GroupServer(FakeLog):
         return max((m.seq for m in self.messages if m.subject == subject), default=0)
 
     def _store(self, messages: Sequence[Outgoing]) -> int:
-        """Store what goes to the stream as it is; what is for threads as another process does, in a group."""
+        """Store groups and parts as they are, and threads' entries in a group, as another process does."""
         if messages[0].subject not in (SUBJECTS.groups, SUBJECTS.parts):
             entries = [
                 NewEntry(
@@ -121,7 +121,7 @@ class GroupServer(FakeLog):
             version=1,
             self_contained=True,
             keys=recent_keys.add(before.keys if before else b"", recent_keys.item(recent_keys.key_of(id_), b"")),
-            # Like any writer: it knows of all keys only if the one before it did.
+            # Like any writer, the intruder knows all keys only if the writer before it did.
             keys_complete=before is not None and before.keys_complete,
             payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
         )
@@ -130,7 +130,7 @@ class GroupServer(FakeLog):
         return id_
 
     def expire_below(self, seq: int) -> None:
-        """Retention: everything below this place goes, and every process is told."""
+        """Remove everything below this place, as retention does, and tell every process."""
         last = max((m.seq for m in self.stream.messages if m.subject == SUBJECTS.groups), default=0)
         below = min(group_of(seq), last)
         left = [g for m in self.stream.messages if m.seq >= below and (g := _group(m)) is not None]

@@ -1,4 +1,4 @@
-"""A thread's life as the log tells it, and what a reader who takes one entry after the other makes of it."""
+"""Random histories of a thread as the log has them, and an oracle that reads them entry by entry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call_of(messages: Sequence[Any], run: Run) -> Call:
 
 @dataclass
 class Oracle:
-    """One entry at a time: the plain meaning of the log."""
+    """The plain meaning of the log, one entry at a time."""
 
     messages: list[bytes] = field(default_factory=list)
     runs: dict[str, bytes] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Oracle:
         ):
             self.watermark = Watermark(
                 item.seq, watermark.applied_id, watermark.version, watermark.keys, watermark.broken_since
-            )  # it came too late
+            )  # the entry came too late
             return
         builds_on_this = e.self_contained or e.base is Base.UNKNOWN or e.prev_id == watermark.applied_id
         if poison or not builds_on_this:
@@ -96,7 +96,7 @@ class Story:
 
 
 def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, damage: bool = False) -> Story:
-    """Several writers, each with what it remembers, write to one thread."""
+    """A story in which several writers, each with its own memory, write to one thread."""
     writers: list[Tip[MessageMemory] | None] = [None] * 3
     seq, entry_id, run_number = 0, 0, 0
     poison: set[int] = set()
@@ -114,7 +114,7 @@ def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, da
                 writers = [None] * 3
                 continue
             if not chapter and late and chance.random() < 0.5:
-                # Given up long ago, it lands on the purged subject.
+                # An entry that its writer gave up long ago lands on the purged subject.
                 landed = StoredEntry(THREAD, seq, late.pop())
                 chapter.append(landed)
                 oracle.take(landed)
@@ -156,7 +156,7 @@ def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, da
             )
             if tip.base is not Base.CHAINED and chance.random() < 0.5:
                 draft.undo()
-                late.append(entry)  # given up: it may land in a later chapter
+                late.append(entry)  # given up: the entry may land in a later chapter
                 writers[w] = None
                 continue
             if damage and chance.random() < 0.1:
@@ -175,7 +175,7 @@ def _without_memory(tip: Tip[MessageMemory]) -> Tip[MessageMemory]:
 
 
 def _look_up(chance: random.Random, oracle: Oracle, chapter: list[Item], seen: int) -> Tip[MessageMemory]:
-    """What a writer finds out that remembers nothing of the thread."""
+    """The tip that a writer finds that remembers nothing of the thread."""
     watermark = oracle.watermark
     memory = MessageMemory(digests_of(oracle.messages), digests_of(oracle.messages))
     if not chapter:
@@ -211,7 +211,7 @@ class Flushed:
         self.changes = 0
 
     async def window(self, items: Sequence[Item], log: Sequence[Item], poison: frozenset[int]) -> None:
-        """What the flusher does with a delivery; `log`: what it can fetch to fill a gap."""
+        """Do what the flusher does with a delivery. `log`: what it can fetch to fill a gap."""
         complete = False
         known = set(poison)
         while True:
@@ -234,7 +234,7 @@ class Flushed:
 
 
 async def apply(store: MemoryThreadStore, change: ThreadChange) -> None:
-    """Apply a change, and see that one that says it appends does: its messages may be copied without a look."""
+    """Apply a change; if it says that it appends, check that it does: its messages may be copied without a look."""
     there = await store.load_messages(change.thread_id) or []
     assert not change.appends or change.keep == len(there)
     await store.apply(None, [change])

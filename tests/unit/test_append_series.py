@@ -1,4 +1,4 @@
-"""A series of writes to one thread: stored in order, in few units, and none behind one that failed."""
+"""A series of writes to one thread is stored in order, in few units, up to the first write that fails."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_nothing_stands_behind_a_step_that_is_refused() -> None:
         receipts, error = await one.series(steps)
         assert (len(receipts), type(error)) == (2, AlreadyExists)
         assert await world.messages() == [{"n": "a", "id": "1"}, {"n": "b"}]
-        # What others write to the thread goes on.
+        # Other writes to the thread go on.
         await one.append(["f"])
         assert [m["n"] for m in (await world.messages())[:2]] == ["a", "b"]
 
@@ -77,7 +77,7 @@ def test_one_fault_is_overcome_by_a_series(fault: str) -> None:
 
 def test_a_full_log_ends_a_series_where_it_is_full() -> None:
     async def main(world: World, one: Instance) -> None:
-        faults(world.log, "", "full")  # the first of a new thread goes alone
+        faults(world.log, "", "full")  # the first write of a new thread goes out alone
         receipts, error = await one.series([step(f"r{n}", n) for n in range(5)])
         assert (len(receipts), type(error)) == (1, LogFull)
         assert world.runs() == {"r0": 1}
@@ -152,7 +152,7 @@ def test_whatever_fails_a_series_leaves_no_hole(seed: int, share: float, kinds: 
         for number in range(chance.randint(1, 8)):
             thread = f"t{chance.randrange(2)}"
             names = [f"{number}.{n}" for n in range(chance.randint(1, 6))]
-            # A message's id that another step has too: refused, unless that one never made it.
+            # Two messages may have the same id: the later one is refused, unless the earlier was not stored.
             steps = [step(name, **({"id": "one"} if chance.random() < 0.1 else {})) for name in names]
             task = asyncio.ensure_future(chance.choice(writers).series(steps, thread))
             wanted.append((thread, names, task))
@@ -162,7 +162,7 @@ def test_whatever_fails_a_series_leaves_no_hole(seed: int, share: float, kinds: 
                 chance.choice(wanted)[2].cancel()
         found = await asyncio.gather(*(task for *_, task in wanted), return_exceptions=True)
         world.log.fault = lambda kind: ""
-        await asyncio.sleep(20)  # resends whose callers have gone
+        await asyncio.sleep(20)  # units whose callers have gone are sent again
 
         for (thread, names, _), outcome in zip(wanted, found, strict=True):
             runs = world.runs(thread)

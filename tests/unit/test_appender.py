@@ -1,4 +1,4 @@
-"""The write path on a log that fails: done, rejected or unknown, and what the log then holds."""
+"""The write path on a log that fails: whether a write is done, rejected or unknown, and what the log then holds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
 
 @pytest.mark.parametrize("bytes_max", [16 << 10, 64 << 10])
 def test_many_small_writes_of_a_thread_go_in_messages_as_small_as_the_server_takes(bytes_max: int) -> None:
-    """Together they did not fit, none of them could go into parts, and the same unit was drafted again."""
+    """Regression: the writes neither fit together nor went into parts, and the same unit was drafted for ever."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint([])
@@ -95,7 +95,7 @@ def test_many_small_writes_of_a_thread_go_in_messages_as_small_as_the_server_tak
 
 
 def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
-    """Retention stops at the cursor's entry, and its parts stand before it."""
+    """Retention stops at the cursor's entry, and the entry's parts are stored before it."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -143,7 +143,7 @@ def test_many_threads_that_are_written_first_at_once_ask_postgres_together() -> 
 
 
 def test_who_needs_the_content_reads_the_last_entry_only_with_it() -> None:
-    """The log's last entry was looked up first, and read again with the others: a whole group each time."""
+    """Regression: the log's last entry was looked up, and then read again with the others, a whole group each time."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -168,7 +168,7 @@ def test_who_needs_the_content_reads_the_last_entry_only_with_it() -> None:
 
 @pytest.mark.parametrize("flushed", ["all, and purged", "all", "some", "nothing"])
 def test_who_appends_what_has_no_id_reads_no_content(flushed: str) -> None:
-    """Postgres tells the version, or from where on the log tells it."""
+    """Postgres knows the version, or from where on the log knows it."""
 
     async def main(world: World, one: Instance) -> None:
         if flushed == "some":
@@ -236,7 +236,7 @@ def _poison(tip: Tip[Any]) -> Draft[Any]:
 
 @pytest.mark.parametrize("cause", ["quarantined", "poison in the log", "poison in the log, late"])
 def test_what_will_not_be_applied_is_not_appended_to(cause: str) -> None:
-    """`late`: the other process has the thread's version by then. (Of a quarantine it would not hear.)"""
+    """In `late` the other process already knows the thread's version. It would not hear of a late quarantine here."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -275,7 +275,7 @@ def test_behind_a_deletion_a_thread_begins_anew() -> None:
 
 @pytest.mark.parametrize("takes_s", [0.5, 3.0])
 def test_a_postgres_that_is_slow_is_not_asked_for_each_thread_instead(takes_s: float) -> None:
-    """Where everything is slow, a question for each of many threads would be far more to do than the one for all."""
+    """When everything is slow, a question for each of many threads would be far more work than one for all."""
 
     async def main(world: World, one: Instance) -> None:
         read = list[str]()
@@ -362,7 +362,7 @@ def test_two_processes_take_turns_on_one_thread() -> None:
 
 
 def test_nothing_is_refused_because_of_what_was_remembered_and_is_no_more() -> None:
-    """Else a caller who loads the thread and decides again is refused for ever: a refusal makes nobody look."""
+    """A caller who loads the thread and decides again would be refused for ever, if refusals looked at memory only."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -436,7 +436,7 @@ def test_a_thread_whose_entries_were_purged_can_be_written(how: str, cold: bool)
 
 
 def test_an_answer_that_reached_a_stopped_process_late_tells_of_the_log_as_it_was_then() -> None:
-    """It was taken for where the log ends now: what was written and purged meanwhile superseded the next write."""
+    """Regression: the answer counted as the log's present end, and entries from meanwhile superseded the next write."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"], "another")
@@ -463,13 +463,13 @@ def test_an_answer_that_reached_a_stopped_process_late_tells_of_the_log_as_it_wa
 
 
 def test_a_large_entry_that_was_purged_since_it_was_seen_puts_no_thread_into_quarantine() -> None:
-    """Its group was at hand still, its parts were gone: it was taken for damaged."""
+    """Regression: the entry's group was in memory and its parts were gone, so the entry counted as damaged."""
 
     async def main(world: World, one: Instance) -> None:
         two, big = Instance(world), "x" * 10_000
         await one.checkpoint([big])
         assert (await two.reads.joined("t"))[1] == world.log.last_seq
-        world.log.opened.remove(two.log)  # it was stopped meanwhile, and heard of nothing
+        world.log.opened.remove(two.log)  # the process was stopped meanwhile, and heard nothing
         await world.flush_and_purge()
         await two.append(["b"])
         await world.flush()
@@ -480,7 +480,7 @@ def test_a_large_entry_that_was_purged_since_it_was_seen_puts_no_thread_into_qua
 
 
 def test_a_part_that_a_deposed_leader_lacks_does_not_make_an_entry_damaged() -> None:
-    """It was asked for a part of a large entry; then its successor was asked whether the group is there."""
+    """A deposed leader was asked for a part of a large entry, and then its successor whether the group is there."""
 
     async def main(world: World, one: Instance) -> None:
         big, asked, identity = "x" * 10_000, list[int](), world.log.identity
@@ -500,7 +500,7 @@ def test_a_part_that_a_deposed_leader_lacks_does_not_make_an_entry_damaged() -> 
 
 
 def test_copies_that_come_after_a_purge_are_refused() -> None:
-    """What expects nothing of its thread is a group too, which goes behind one group: that one or others are there."""
+    """A unit that expects nothing of its thread still expects one group before its own, and a later group is there."""
 
     async def main(world: World, one: Instance) -> None:
         sent: list[Sequence[Outgoing]] = []
@@ -569,7 +569,7 @@ def test_a_broken_thread_refuses_appends_until_a_full_checkpoint_heals_it(purged
 
 
 def test_a_busy_thread_is_healed_too() -> None:
-    """`forget` comes while a write is on its way: what that write remembers is of the broken chain."""
+    """`forget` comes while a write is on its way, and that write still remembers the broken chain."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -590,7 +590,7 @@ def test_a_busy_thread_is_healed_too() -> None:
 
 
 def test_what_is_told_during_a_look_up_counts() -> None:
-    """Postgres has answered already, and did not know that the thread is broken since."""
+    """Postgres answered before the thread was broken."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -709,7 +709,7 @@ def test_what_the_log_alone_tells_of_keys_is_not_taken_for_all_of_them() -> None
         await one.checkpoint(["a"], key="k", run_id="keyed")
         await world.flush_and_purge()
         world.store_is_up = False
-        await Instance(world).checkpoint(["a", "b"])  # cold: from here on the log knows the content
+        await Instance(world).checkpoint(["a", "b"])  # the instance is cold, and from here on the log knows the content
         other = Instance(world)
         await other.append(["c"])
         with pytest.raises(StoreUnavailable):
@@ -732,7 +732,7 @@ def test_while_postgres_is_down_an_append_that_needs_it_does_not_hold_up_a_check
 
 
 def test_the_last_entries_of_idle_threads_cost_their_groups_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each brought the thirty groups before it along."""
+    """Regression: each of these entries brought the thirty groups before it along."""
     monkeypatch.setattr(tail, "_KEPT_BYTES", 0)
 
     async def main(world: World, one: Instance) -> None:
@@ -783,7 +783,7 @@ def test_a_refusal_does_not_rest_on_what_a_conflict_showed_before_the_call() -> 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
         await one.checkpoint(["a"])
-        one.log._tail.last_seen._deaf_until = float("inf")  # it hears nothing of the other, and sees what it reads
+        one.log._tail.last_seen._deaf_until = float("inf")  # it hears nothing of the other, and sees only what it reads
         catch_up, calls = one.appender._finder.catch_up, []
 
         async def overtaken_again(*asked: Any) -> Any:
@@ -815,7 +815,7 @@ def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
 
 
 def test_behind_others_entries_whose_first_is_purged_a_lost_answer_is_a_conflict() -> None:
-    """The groups do not tell any more what became of it; the thread does."""
+    """The groups no longer tell what became of the unit; the thread does."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -839,7 +839,7 @@ def test_behind_others_entries_whose_first_is_purged_a_lost_answer_is_a_conflict
 
 
 def test_of_a_unit_that_is_stored_in_part_the_rest_goes_on_behind_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a server whose storage failed in the middle. What is stored is observed anew, as another's would be."""
+    """A server whose storage fails in the middle does this. The stored part is treated like another's entries."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -863,7 +863,7 @@ def test_of_a_unit_that_is_stored_in_part_the_rest_goes_on_behind_that(monkeypat
         assert len(torn) == 1
         assert [receipt.version for receipt in receipts] == [2, 3, 4]
         assert await world.messages() == list("abcd")
-        # A whole list is a delta behind what is remembered.
+        # A whole list is written as a delta behind what is remembered.
         assert (await one.checkpoint(list("abcdx"))).version == 5
         assert await world.messages() == list("abcdx")
 
@@ -908,7 +908,7 @@ def test_a_log_that_stays_away_ends_every_call_in_time(fault: str) -> None:
 
 
 def test_a_write_while_nothing_is_connected_fails_in_time_and_the_next_goes_on() -> None:
-    """Before anything is sent the connection is asked for its limits, and there is none."""
+    """Before a send the connection is asked for its limits, and there is none."""
 
     class Disconnected(GroupServer):
         away = False
@@ -943,7 +943,7 @@ def test_what_was_never_sent_ends_with_nothing_stored_and_nothing_is() -> None:
         await one.checkpoint(["a"], "first")
         world.log.fault = lambda kind: "lost" if kind != "read" else "unavailable"
         first = asyncio.create_task(one.append(["b"], "first"))
-        await asyncio.sleep(0.1)  # its group has no answer, and everything else waits for that
+        await asyncio.sleep(0.1)  # its group has no answer, and everything else waits for that answer
         found = await asyncio.gather(*(one.append([n], f"other {n}") for n in range(3)), return_exceptions=True)
         assert all(isinstance(f, LogUnavailable) and "nothing was stored" in str(f) for f in found), found
         with pytest.raises(OutcomeUnknown):
@@ -982,7 +982,7 @@ def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["stored", "lost", "late"])
 def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_others_write(fault: str) -> None:
-    """The ring of a thread knows its last 16 keys; the process that sent the write knows where to look."""
+    """A thread's ring knows its last 16 keys, but the process that sent the write knows where to look."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -991,13 +991,13 @@ def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_oth
             await one.append(["b"], run_id="r")
         token = unknown.value.token
         world.log.fault = lambda kind: ""
-        for _ in range(8):  # whatever was under way has arrived, or never will
+        for _ in range(8):  # let everything that is under way arrive
             await world.log.end(1)
         other = Instance(world)
         for n in range(40):
             await other.append([n])
         world.log.fault = lambda kind: "unavailable"
-        with pytest.raises(OutcomeUnknown):  # it still is
+        with pytest.raises(OutcomeUnknown):  # the log is still away
             await one.append(["b"], key=token, run_id="r")
         world.log.fault = lambda kind: ""
         receipt = await one.append(["b"], key=token, run_id="r")
@@ -1015,12 +1015,12 @@ def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_oth
 
 @pytest.mark.parametrize("fault", ["stored", "lost"])
 def test_a_token_is_good_also_when_all_of_the_thread_is_flushed_and_the_log_shows_none_of_it(fault: str) -> None:
-    """The log holds it for a day after that; nobody looks for what every Postgres has."""
+    """The log holds such entries for another day, but nobody reads there what every copy of Postgres has."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
         token = await token_of_unknown(world, one, fault)
-        for _ in range(8):  # whatever was under way has arrived, or never will
+        for _ in range(8):  # let everything that is under way arrive
             await world.log.end(1)
         other = Instance(world)
         for n in range(40):
@@ -1044,7 +1044,7 @@ def test_a_token_is_good_also_when_all_of_the_thread_is_flushed_and_the_log_show
 
 
 def test_a_retry_with_a_token_waits_for_a_log_that_is_away() -> None:
-    """Else whoever retries until he knows, as he may, does nothing else any more."""
+    """Otherwise a caller who retries until the outcome is known would be in a busy loop."""
 
     async def main(world: World, one: Instance) -> None:
         loop = asyncio.get_running_loop()
@@ -1202,7 +1202,7 @@ def test_whatever_fails_each_call_ends_as_it_says(seed: int, share: float, kinds
                 chance.choice(calls)[3].cancel()
         found = await asyncio.gather(*(task for *_, task in calls), return_exceptions=True)
         log.fault = lambda kind: ""
-        await asyncio.sleep(20)  # resends whose callers have gone
+        await asyncio.sleep(20)  # units whose callers have gone are sent again
 
         saved = {thread: world.runs(thread) for thread in ("t0", "t1", "t2")}
         for (_, thread, run_id, _), outcome in zip(calls, found, strict=True):
@@ -1215,7 +1215,7 @@ def test_whatever_fails_each_call_ends_as_it_says(seed: int, share: float, kinds
                     assert entry.seq == outcome.thread_seq
                     assert entry.entry.version == outcome.version
             elif isinstance(outcome, (Rejected, Unavailable)):
-                # (Of a keyed run there may be another call that was stored.)
+                # Another call with the same key may have been stored.
                 assert times == 0 or run_id.startswith("keyed"), (run_id, outcome)
             else:
                 assert isinstance(outcome, (OutcomeUnknown, asyncio.CancelledError)), outcome
@@ -1252,7 +1252,7 @@ def test_errors_of_the_write_path_are_bufstores_own() -> None:
 
 
 def settled(world: World) -> None:
-    """A failover window after a flush: the logs need show nothing of what is there."""
+    """Raise the floors to the log's end, as a failover window after a flush: nothing there has to be shown any more."""
     world.log.intrude(SUBJECTS.of("elsewhere"))
     for partition in range(SUBJECTS.partitions):
         world.log.bucket.put("floor", partition, Floor(world.log.last_seq, 0))
@@ -1261,7 +1261,7 @@ def settled(world: World) -> None:
 @pytest.mark.parametrize("others", [0, 3, 15, 16, 20])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_retry_is_exact_when_others_began_anew_behind_what_the_log_shows_no_more(others: int, whole: bool) -> None:
-    """Their first entry expects nothing in the log, and hid what the log still held before it."""
+    """Regression: the others' first entry, which expects nothing, hid entries before it that the log still held."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -1288,7 +1288,7 @@ def test_a_retry_is_exact_when_others_began_anew_behind_what_the_log_shows_no_mo
 
 @pytest.mark.parametrize("conflict", [False, True])
 def test_that_an_entry_was_parked_is_heard_while_a_write_is_on_its_way(conflict: bool) -> None:
-    """The write met a conflict, and went on from what it had been told not to rely on."""
+    """Regression: the write met a conflict, and went on from the state that it had been told to forget."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)

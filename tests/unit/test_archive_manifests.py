@@ -1,4 +1,4 @@
-"""What an archive holds: gaps, overlaps, and the log that it goes with."""
+"""What an archive holds: gaps, overlaps, and the log that it belongs to."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_range_within_a_larger_one_expires_before_it() -> None:
 
 
 def test_a_range_without_messages_keeps_none_behind_it() -> None:
-    """As of an hour in which nothing was written but what proves who leads the log."""
+    """Such a range comes from an hour in which only proofs of leadership were written to the log."""
     nothing = msgspec.structs.replace(manifest(9, 12), count=0)
     old, newer, last = stored_by(manifest(1, 9), 5), stored_by(manifest(12, 15), 5), stored_by(manifest(15, 16), 5)
     assert expired([old, nothing, newer, last], 6) == [old, nothing, newer]
@@ -127,7 +127,7 @@ def test_a_run_is_overtaken_by_what_was_not_there_when_it_began() -> None:
 
 
 def test_the_job_that_archives_reaches_the_log_as_its_deployment_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each core of the cluster reads a part, however many the driver's machine has."""
+    """Each core of the cluster reads a part, however many cores the driver's machine has."""
     given: dict[str, str] = {}
 
     class Reader:

@@ -90,7 +90,7 @@ def said(*messages: Any, keep: int = 0, **run: Any) -> bytes:
 ENTRIES = st.lists(
     st.tuples(
         st.sampled_from([Base.CHAINED, Base.CHAINED, Base.CHAINED, Base.NONE, Base.UNKNOWN]),
-        st.integers(0, 3),  # how far back the entry is that it builds on
+        st.integers(0, 3),  # how many entries back its base is
         st.booleans(),
         st.sampled_from(["sound", "sound", "sound", "damaged", "unreadable"]),
     ),
@@ -154,7 +154,7 @@ def test_a_thread_that_began_before_the_archive_is_trusted() -> None:
 
 
 def test_what_json_and_spark_cannot_hold_stops_nobody() -> None:
-    """The store takes it, and gives it back as it was."""
+    """The store takes such values, and returns them as they were."""
     odd = {"role": "tool", "content": {None: "x", True: [{False: b"y"}], 5: 1, b"z": 2}}
     payload = said(odd, output={True: 1}, input_tokens=1 << 63, output_tokens=(1 << 63) - 1)
     item = stored(7, 1, 0, Base.NONE, payload)

@@ -1,4 +1,4 @@
-"""Entries in archived messages: out of groups and parts, whatever is missing or damaged, without Spark."""
+"""How entries are read from archived groups and parts, also from missing or damaged ones, without Spark."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THREADS = [f"t{n}" for n in range(5)]
 class Written(NamedTuple):
     thread_id: str
     payload: bytes
-    #: In so many parts; 0: in its group.
+    #: How many parts the payload is stored in; 0: in the group itself.
     parts: int = 0
 
 
@@ -53,7 +53,7 @@ def entry(id_: int, payload: bytes) -> Entry:
 
 
 def log_of(groups: Sequence[Sequence[Written]]) -> tuple[list[dict[str, Any]], dict[str, list[StoredEntry]]]:
-    """The messages of the stream, and the entries that they hold of each thread."""
+    """The messages of the stream, and the entries of each thread in them."""
     messages: list[dict[str, Any]] = []
     held: dict[str, list[StoredEntry]] = {}
 
@@ -85,11 +85,11 @@ def log_of(groups: Sequence[Sequence[Written]]) -> tuple[list[dict[str, Any]], d
 
 
 def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What `threads_of` gives, after what Spark does in between."""
+    """What `threads_of` returns, after the steps that Spark does in between."""
     schema = pyarrow.schema(
         [
             ("position", pyarrow.int64()),
-            ("stored_at", pyarrow.timestamp("us", tz="GMT+02:00")),  # the session's, which Python does not know
+            ("stored_at", pyarrow.timestamp("us", tz="GMT+02:00")),  # the session's zone, which Python does not know
             ("subject", pyarrow.string()),
             ("header", pyarrow.string()),
             ("body", pyarrow.binary()),
@@ -117,7 +117,7 @@ def test_each_thread_gets_its_entries_in_order(groups: list[list[Written]]) -> N
 
 @given(GROUPS, st.data())
 def test_what_is_missing_or_damaged_is_told_or_left_out(groups: list[list[Written]], data: st.DataObject) -> None:
-    """A message that is gone, or whose body is not what was written: no entry comes that was not written."""
+    """One message is removed, or its body changed: no entry comes out that was not written."""
     messages, held = log_of(groups)
     at = data.draw(st.integers(0, len(messages) - 1))
     damaged = messages[at]
@@ -137,7 +137,7 @@ def test_what_is_missing_or_damaged_is_told_or_left_out(groups: list[list[Writte
             assert [e for e in entries if e.seq not in touched] == [e for e in sound if e.seq not in touched]
         else:
             assert len(entries) - len(sound) <= 1, "a part belongs to one entry"
-        # At a thread's beginning it is what an earlier purge left; later it must be told.
+        # At a thread's beginning, a missing part counts as purged earlier; later it must be reported.
         if items and damaged["subject"] == SUBJECTS.parts:
             assert [i.seq for i in items] == [e.seq for e in entries][len(entries) - len(items) :]
     assert found == {}
@@ -185,7 +185,7 @@ def test_a_restore_takes_each_entry_once_and_not_too_many_at_a_time(
 
 
 def test_of_an_archive_of_an_earlier_version_entries_in_several_pieces_are_refused_with_what_follows_them() -> None:
-    """There an entry is a message of its thread, or several, which say so; the rest is as it is now."""
+    """In that version an entry is one message of its thread, or several, which say so; the rest is as now."""
     of, written = SUBJECTS.of("t0"), Run(run_id="r", thread_id="t0")
     payload = encode_payload(Payload(0, [], encode_run(written), RunSave("r", written.status, None)))
     messages: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from bufstore.jetstream.client import ListeningClient
 
 
 class Refused(ListeningClient):
-    """A client whose subscriptions are refused, but those that `permitted` names."""
+    """A client whose subscriptions are refused, except those in `permitted`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Threads are read backwards, and a group once for all that stand in it."""
+"""Threads are read backwards, and each group is read once for all its entries."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SUBJECTS = Subjects("thread", 4)
 
 
 class Groups:
-    """Groups as a process has them at hand, and what stands in them."""
+    """Groups in a process's memory, and their entries."""
 
     def __init__(self, groups: Sequence[Sequence[str]]) -> None:
-        """`groups`: the threads of the entries of each."""
+        """`groups`: the threads of each group's entries."""
         self.heads: dict[str, int] = {}
         self.there: dict[int, tuple[Group, bytes]] = {}
         self.messages: list[StoredMessage] = []
@@ -71,7 +71,7 @@ GROUPS = st.lists(st.lists(st.sampled_from(THREADS), min_size=1, max_size=6), ma
 def test_each_thread_has_what_stands_above_its_place(
     groups: list[list[str]], above: list[int], first: int, purged: int
 ) -> None:
-    """`purged`: the groups up to here are gone."""
+    """`purged`: groups up to this one are gone."""
     log = Groups(groups)
     for seq in range(1, purged + 1):
         log.there.pop(seq, None)

@@ -1,4 +1,4 @@
-"""When what is refused is nobody's entry's fault."""
+"""When refusals are not the fault of single entries."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from helpers import Soft, interrupted_at
 
 
 class Slow(MemoryThreadStore):
-    """A store whose reads take long, and that remembers what became of it."""
+    """A store whose reads take long, and that counts cancelled reads and closes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_it_does_not_wait_for_itself() -> None:
 
 
 def in_a_call(store: BlockingThreadStore, handler: Callable[[], None]) -> None:
-    """Run what a signal handler does while its thread holds the lock of a call."""
+    """Run `handler` as a signal handler that interrupts its thread while a call holds its lock."""
     begin = Call.begin
 
     def interrupted(call: Call[Any]) -> None:
@@ -298,7 +298,7 @@ def test_a_fork_is_told_that_the_store_is_its_parents() -> None:
 
 
 def test_an_interpreter_that_ends_waits_for_no_close() -> None:
-    """As of an app's object that closes its store in `__del__`, and lives until then."""
+    """For example when an app's object closes its store in `__del__`, and lives until the interpreter ends."""
     program = """
 from bufstore import MemoryThreadStore
 from bufstore.blocking import BlockingThreadStore

@@ -16,7 +16,7 @@ LIMIT, RUN = 1 << 20, 200
 
 
 class Bucket:
-    """A bucket of a server, as far as its room goes."""
+    """The size and the limit of a bucket on a server."""
 
     def __init__(self, max_bytes: int = LIMIT) -> None:
         self.config: dict[str, Any] = {"max_bytes": max_bytes}
@@ -31,7 +31,7 @@ class Bucket:
         return {"config": self.config, "state": {"bytes": self.held}}
 
     async def claim(self, room: _Room) -> bool:
-        """Whether a run was registered."""
+        """Register a run. Returns whether there was room."""
         if taken := await room.takes(RUN):
             self.held += RUN
         return taken

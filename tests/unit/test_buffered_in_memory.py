@@ -147,7 +147,7 @@ def test_a_flush_is_believed_to_postgres_only() -> None:
 
 
 def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None:
-    """Its last position is nowhere any more: not in the log, and not in a row."""
+    """The thread's last position is no longer stored, neither in the log nor in a row."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -158,7 +158,7 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
             await asyncio.sleep(30)
             subjects = one.buffer.subjects
             same = (t for n in range(99) if subjects.partition(t := f"other-{n}") == subjects.partition(thread_id))
-            await one.save_thread(next(same))  # the cursor moves on, and all below it goes
+            await one.save_thread(next(same))  # the cursor moves on, and everything below it is purged
             await asyncio.sleep(60)
             assert (await inner.ledger(0).watermark(thread_id)).flushed_seq == 0
             for store in (one, two):
@@ -177,8 +177,9 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
 @pytest.mark.parametrize("how", ["checkpoint", "checkpoint_append", "save_thread", "keyed"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str, waits: bool) -> None:
-    """The writer has read the row of the deleted thread; it goes before the entry is in the log. `waits`: what it has
-    read is a deletion that waits in the ledger.
+    """The writer reads the row of the deleted thread, and the row is buried before the writer's entry is in the log.
+
+    `waits`: what the writer reads is a deletion that waits in the ledger.
     """
 
     async def main() -> None:
@@ -228,7 +229,7 @@ def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str
 
 
 def test_a_flush_of_everything_waits_for_what_only_the_ledger_has() -> None:
-    """What waits there does not hold the log's floor, below which the log shows nothing of a partition."""
+    """An entry that waits in the ledger does not hold back the log's floor, below which the log shows nothing."""
 
     async def main() -> None:
         inner, thread_id = MemoryThreadStore(), fresh()
@@ -262,7 +263,7 @@ def test_a_tombstone_on_which_something_builds_that_is_not_flushed_stays() -> No
                 for n in range(99)
                 if store.buffer.subjects.partition(t := f"o{n}") == store.buffer.subjects.partition(thread_id)
             )
-            await store.save_thread(next(same))  # the cursor stands behind the deletion, which can be purged then
+            await store.save_thread(next(same))  # the cursor moves behind the deletion, which can then be purged
             await store.force_flush_all()
             ledger = inner.ledger(0)
             flush = ledger.flush
@@ -370,7 +371,7 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
 
 
 def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() -> None:
-    """The next change carries it out: whatever stops it from then on, its outcome is not known."""
+    """The next change carries it out: whatever stops it after that point, its outcome is unknown."""
 
     async def main(store: BufferedThreadStore) -> None:
         parent, child = fresh(), fresh()
@@ -395,7 +396,7 @@ def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() ->
 
 
 def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another() -> None:
-    """It was refused as not stored, while another process had read of it and carried it out."""
+    """Regression: the call said that nothing was stored, though another process had carried the change out."""
 
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
@@ -413,7 +414,7 @@ def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another()
             one._lineage._carry_out = full  # type: ignore[method-assign]
             with pytest.raises(OutcomeUnknown):
                 await one.set_parent(child, parent)
-            await two._lineage._finish(*found)  # as who has read it before
+            await two._lineage._finish(*found)  # as a process does that read the record before
             thread = await two.load_thread(child)
             assert thread is not None
             assert thread.parent_thread_id == parent
@@ -422,7 +423,7 @@ def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another()
 
 
 def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_its_change_may_take() -> None:
-    """Somebody wrote something else there, or it is a newer release's: that one may be at work, but not for ever."""
+    """The record may be garbage or of a newer release, whose change may be going on, but not for ever."""
 
     async def main(store: BufferedThreadStore) -> None:
         await store.save_thread("t")
@@ -439,7 +440,7 @@ def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_it
 
 
 def test_who_hears_that_something_is_flushed_has_heard_before_what_was_parked() -> None:
-    """A writer that waited for the flush builds on the thread at once: on a parked entry it would be parked, too."""
+    """A writer that waited for the flush builds on the thread at once, and should not build on a parked entry."""
 
     async def main(store: BufferedThreadStore) -> None:
         heard = list[str]()
@@ -454,7 +455,7 @@ def test_who_hears_that_something_is_flushed_has_heard_before_what_was_parked() 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_flush_takes_no_longer_than_it_is_told_however_its_time_is_spent(everything: bool) -> None:
-    """The log, Postgres, and whoever is to flush answer one after the other, and each takes a while."""
+    """The log, Postgres and the flusher answer one after the other, and each takes a while."""
 
     async def main(store: BufferedThreadStore) -> None:
         log, ledger, loop = store.buffer.log, store.buffer.ledger, asyncio.get_running_loop()
@@ -571,7 +572,7 @@ def test_what_has_a_time_to_live_is_gone_after_it() -> None:
 
 
 def test_a_flush_of_an_empty_log_waits_for_nobody() -> None:
-    """So a close does not either, whether Postgres answers or not."""
+    """So closing such a log does not wait either, whether Postgres answers or not."""
 
     async def main() -> None:
         async with instance(MemoryNats(), MemoryThreadStore()) as store:
@@ -590,7 +591,7 @@ def test_a_flush_of_an_empty_log_waits_for_nobody() -> None:
 
 
 def test_a_thread_that_is_removed_for_good_while_it_is_verified_is_no_finding() -> None:
-    """Its deletion is flushed; the log purges it, and Postgres forgets the thread, between two reads of `verify`."""
+    """The thread's deletion is flushed; between two reads of `verify`, log and Postgres both forget the thread."""
 
     async def main() -> None:
         nats, inner, gone, other = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
@@ -619,7 +620,7 @@ def test_a_thread_that_is_removed_for_good_while_it_is_verified_is_no_finding() 
 
 @pytest.mark.parametrize("hangs_for_s", [0.0, 3.0, 20.0])
 def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transaction that hangs is waited for twice: for what is to be flushed, and for the flusher's end."""
+    """Closing waits twice for a transaction that hangs: for the last flush, and for the flusher's end."""
 
     async def main() -> None:
         config = BufferConfig(flush_interval_s=0.05, lease_s=4)
@@ -643,7 +644,7 @@ def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: p
 
 
 def test_a_close_that_failed_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one flushed anew, on parts that were closed."""
+    """Regression: the second close flushed again, on parts that were closed."""
 
     async def main() -> None:
         store = await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=CONFIG)
@@ -663,7 +664,7 @@ def test_a_close_that_failed_is_not_done_again(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("children", [Children.DETACH, Children.CASCADE])
 def test_what_is_written_is_recognized_though_its_parent_is_gone(children: Children) -> None:
-    """A pipeline that does its work again: the parent was deleted behind it, maybe by itself."""
+    """A pipeline repeats its work after the parent was deleted, with or without its children."""
 
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
@@ -719,7 +720,7 @@ class Away(MemoryThreadStore):
 
 
 def test_what_the_log_does_not_show_of_a_thread_is_not_taken_for_nothing() -> None:
-    """Its last checkpoint has all messages, and nothing of its state and parent; a circle came of it, for good."""
+    """Regression: the last checkpoint has no state and no parent, and a lasting circle of parents came of it."""
 
     async def main() -> None:
         nats, inner = MemoryNats(), Away()

@@ -1,4 +1,4 @@
-"""Options of a table of SQL's catalog, and servers that the environment names: whose wins, and where a login may be."""
+"""Options of a table in SQL's catalog, and servers that the environment names: which one wins, and who gets a login."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_read_replaces_what_its_table_says(kept: dict[str, str], own: dict[str
     table = {name.lower(): value for name, value in kept.items()}
     found = with_kept(own, schema_of(COLUMNS, table))
     assert found.items() >= own.items()
-    # Of two words for one thing, a read's own stands alone.
+    # Of two options for one thing, a read's own replaces the table's.
     both = {frozenset(pair) for pair in (("nats", "natsUrl"), ("threads", "partitions"))}
     for pair in (*both, frozenset(("startingPosition", "startingTimestamp"))):
         if pair & own.keys():
@@ -99,6 +99,6 @@ def test_servers_that_nobody_names_are_the_environments(monkeypatch: pytest.Monk
     assert named({"stream": "A"}, LOG_NAMES) == {"stream": "A", "natsUrl": "nats://a"} | login
     assert named({}, TABLE_NAMES)["postgresUrl"] == "postgresql://me:hush@b/db"
     assert named({}, SINK_NAMES)["postgresUrl"] == "postgresql://me:hush@b/db"
-    # A server that somebody else names does not get a login that was meant for another one.
+    # A login is not given to a server that was named elsewhere.
     elsewhere = {"nats": "nats://elsewhere", "postgres": "host=elsewhere"}
     assert named(elsewhere, TABLE_NAMES) == elsewhere

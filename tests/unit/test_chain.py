@@ -1,4 +1,4 @@
-"""What may be applied: the rules of the chain, one by one."""
+"""The rules of the chain, one by one: which entries may be applied."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_entry_that_expected_nothing_is_superseded_once_the_thread_moved_on(
 
 @pytest.mark.parametrize(("seen", "late"), [(10, False), (9, True)])
 def test_a_thread_is_made_anew_on_a_tombstone_that_was_buried_and_is_there_again(seen: int, late: bool) -> None:
-    """As when Postgres fails over to a copy of before the burial: the writer found no row, and says so."""
+    """Postgres fails over to a copy from before the burial; the writer found no row, and says so."""
     tombstone = Watermark(flushed_seq=10, applied_id=7, gone=True)
     items = [at(20, 8, 0, Base.NONE, seen=seen), at(21, 9, 8)]
     todo = plan(tombstone, items, complete=False)

@@ -1,4 +1,4 @@
-"""Which columns a stream must have, and what a row says; without Spark."""
+"""Which columns a stream must have, and how its rows are read; without Spark."""
 
 from __future__ import annotations
 
@@ -150,13 +150,13 @@ def test_a_batch_for_the_driver_is_sorted_by_times_too() -> None:
 
 
 def as_text(values: list[bytes | None]) -> pyarrow.Array:
-    """What Spark has of these bytes in a column of strings."""
+    """Spark's column of strings that holds these bytes."""
     raw = pyarrow.array(values, pyarrow.binary())
     return pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
 
 
 def given_by(way: str, batch: pyarrow.RecordBatch) -> list[Any]:
-    """A batch's rows, as both ways into the sink have them."""
+    """A batch's rows, as each of the two ways into the sink gets them."""
     if way == "foreachBatch":
         return [row for part in parts_of([batch], 1 << 20) for row in part]
     schema = StructType().add("thread_id", StringType()).add("run_id", StringType())
@@ -179,7 +179,7 @@ def test_a_row_that_is_no_text_is_bad_and_no_other(way: str) -> None:
     assert [row["thread_id"] for row in rows] == ["good", "bad", r"\xff", r"\xfe", "more"], "each thread is itself"
     assert (rows[0]["delta"], rows[1]["delta"]) == (["1", None], [r'"\xff"'])
     for row, wrong in zip(rows[1:4], ("delta", "thread_id", "thread_id"), strict=True):
-        kept = json.dumps(_shown(row))  # in quarantine
+        kept = json.dumps(_shown(row))  # as quarantine stores it
         for again in (row, row_of_json(kept)):
             with pytest.raises(InvalidRecord, match=rf"not UTF-8 in {wrong} \(.*\)$"):
                 wanted_of(again)
@@ -189,7 +189,7 @@ def test_a_row_that_is_no_text_is_bad_and_no_other(way: str) -> None:
 @WAYS
 @pytest.mark.parametrize("zone", [None, "America/Los_Angeles", "Asia/Tokyo", "GMT+02:00"])
 def test_each_time_that_spark_has_is_a_position(way: str, zone: str | None) -> None:
-    first, last = -62_135_596_800_000_000, 253_402_300_799_999_999  # of Python, in UTC
+    first, last = -62_135_596_800_000_000, 253_402_300_799_999_999  # the range of Python's datetime, in UTC
     times = [first - 1, first, -1, 0, last, last + 1, None]
     position = pyarrow.array(times, pyarrow.int64()).cast(pyarrow.timestamp("us", tz=zone))
     rows = [{"thread_id": "t", "run_id": "r", "delta": ["1"]}] * len(times)

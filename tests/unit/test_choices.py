@@ -1,4 +1,4 @@
-"""A str in the place of an enum's member or of a list, or one that is mistyped, must not mean something else."""
+"""A str instead of an enum's member or of a list, or a mistyped one, must not mean something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line prints of values that are not its own: as they are, and nothing that a terminal obeys."""
+"""The command line prints foreign values as they are, without anything that a terminal obeys."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.text import Text
 from bufstore.cli.operate.quarantine import ShownEntry, _show_entry
 from bufstore.cli.output import new_console, new_table, printable, say, show_fields
 
-#: What rich takes for markup, or for an emoji.
+#: Text that rich would take for markup or an emoji.
 MARKUP = "[INST] hi [/INST] see [docs], [red] and [1] :warning:"
-#: Sets a terminal's title, clears it, and changes the direction of the text.
+#: Text that sets a terminal's title, clears it, and changes the direction of writing.
 OBEYED = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\nf\tg\r"
 
 
@@ -71,7 +71,7 @@ def test_a_terminal_gets_no_control_characters(capsys: pytest.CaptureFixture[str
 @given(st.text(st.characters()), st.text(st.characters(exclude_categories=("C", "Z"))))
 def test_what_is_printable_stays_and_all_else_is_escaped(text: str, plain: str) -> None:
     assert printable(text).isprintable()
-    printable(text).encode()  # lone surrogates cannot be
+    printable(text).encode()  # lone surrogates cannot be encoded
     assert printable(text + plain) == printable(text) + plain
 
 

@@ -1,4 +1,4 @@
-"""What `bufstore spark` says of the jobs that it runs; the jobs themselves are tested on Spark."""
+"""What `bufstore spark` reports of its jobs; the jobs themselves are tested on Spark."""
 
 from __future__ import annotations
 

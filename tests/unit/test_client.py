@@ -1,4 +1,4 @@
-"""A round trip to NATS comes after what it is to confirm."""
+"""Connections to NATS: round trips, lost links, refusals and unknown outcomes."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ async def test_who_waits_for_a_connection_hears_that_it_is_closed() -> None:
 
 
 class Recorder:
-    """As much of a NATS server as a client needs, which remembers what it was sent."""
+    """A minimal NATS server that remembers what clients sent."""
 
     def __init__(self) -> None:
         self.verbs: list[str] = []
-        #: PINGs are answered while it is set.
+        #: PINGs are answered while this is set.
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -250,7 +250,7 @@ def test_a_subscription_that_was_taken_is_told_from_one_that_was_refused() -> No
 
 
 async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an answer it is sent again, and meanwhile the connection has gone: the first may have arrived."""
+    """Without an answer it is sent again, and the connection is gone by then: the first one may have arrived."""
     server = await asyncio.start_server(Recorder().serve, "127.0.0.1", 0)
     connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
     post, posts = frames.post, 0
@@ -276,7 +276,7 @@ async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: 
 
 
 async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be sent and does not leave makes more calls wait than nats-py has places for."""
+    """Data that cannot leave makes more calls wait than nats-py has places for."""
     monkeypatch.setattr(credentials, "_PING_INTERVAL_S", 1)
     stalled, lost = asyncio.Event(), asyncio.Event()
 
@@ -299,7 +299,7 @@ async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(mon
             while not frames._unsent(connection.client()):
                 await connection.client().publish("a", bytes(1 << 20))
                 await asyncio.sleep(0)
-        await connection.client().publish("a", b"x")  # for the writing task
+        await connection.client().publish("a", b"x")  # this wakes the writing task
         asked = [asyncio.create_task(connection.request("silent", b"", 0.5)) for _ in range(1500)]
         _, late = await asyncio.wait(asked, timeout=10)
         assert not late
@@ -341,7 +341,7 @@ async def test_what_is_wrong_with_one_server_does_not_keep_the_others_from_being
 
 
 async def test_what_a_lost_connection_held_never_arrives() -> None:
-    """The link stalls, a write gets no answer, and somebody looks; then the link is back."""
+    """The link stalls, a write gets no answer, and the connection is checked; then the link is back."""
     stalled, back, ended, subjects = asyncio.Event(), asyncio.Event(), asyncio.Event(), set[bytes]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -385,7 +385,7 @@ async def test_what_a_lost_connection_held_never_arrives() -> None:
 
 
 class TwoLeaders(Recorder):
-    """Two nodes that both believe they lead: the first refuses for want of room, the other stores, at some time."""
+    """Two nodes that both believe they lead: the first refuses for lack of space, the other stores, at some time."""
 
     FULL = b'{"error":{"code":503,"err_code":10077,"description":"maximum bytes exceeded"},"stream":"s"}'
 
@@ -428,7 +428,7 @@ class TwoLeaders(Recorder):
 async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
     stores: bool, before_proof: bool, replicas: int, consumed: bool, proof: str
 ) -> None:
-    """Who is told that nothing was stored writes again; and the node that leads has stored it."""
+    """A caller that is told that nothing was stored writes again, though the leading node has stored it."""
     leaders = TwoLeaders(stores, before_proof)
     server = await asyncio.start_server(leaders.serve, "127.0.0.1", 0)
     nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"])
@@ -447,7 +447,7 @@ async def test_a_refusal_of_a_node_that_leads_no_more_is_not_believed(
         await server.wait_closed()
     assert connection._answers == {}
     proofs = [f"$JS.API.STREAM.{proof}.s"] if replicas > 1 else []
-    if replicas == 1 or before_proof or not stores:  # else both answers may have come before anybody looked
+    if replicas == 1 or before_proof or not stores:  # otherwise both answers may have come before either was looked at
         assert leaders.verbs == ["a", *proofs]
 
 
@@ -619,7 +619,7 @@ async def test_an_outage_soon_after_a_reconnection_is_told(caplog: pytest.LogCap
                 await asyncio.sleep(0.001)
 
     await connection.open()
-    connection._lives.made(0)  # it has lived for long
+    connection._lives.made(0)  # the connection counts as one that has lived long
     try:
         for _ in range(2):
             server.close()
@@ -642,7 +642,7 @@ async def test_why_a_server_ends_a_connection_at_once_is_told() -> None:
 
     server = await asyncio.start_server(full, "127.0.0.1", 0)
     url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    for _ in range(10):  # once in a while nats-py reads it itself
+    for _ in range(10):  # sometimes nats-py itself reads the error
         with pytest.raises(LogUnavailable, match="maximum connections exceeded"):
             await Connection(NatsConfig(servers=[url]), "test").open()
     server.close()

@@ -1,4 +1,4 @@
-"""Settings of the wrong kind are refused where they are made, not by the first write or flush."""
+"""Settings of the wrong type are refused when they are made, not by the first write or flush."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A domain of a few lines has all of the buffer: nothing in it knows what a thread is."""
+"""A domain of a few lines gets the whole buffer, which knows nothing of threads."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_a_store_that_went_back_is_repaired_from_the_log() -> None:
 
 
 async def test_what_waits_is_read_and_a_repair_keeps_its_place() -> None:
-    """The log loses its end while a counter waits, and with it what the log had of another."""
+    """The log loses its end while a counter's entries wait, and with it another counter's entries."""
     store, nats = CounterStore(), MemoryNats()
     it = await store.buffer(nats, CONFIG).open()
     for key in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Groups that are lost, damaged or none at all: it is said, it stops nobody, and nothing is made up."""
+"""Lost, damaged and malformed groups are reported, stop nobody, and no entry is made up."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_a_lost_group_is_said_and_threads_without_entries_in_it_go_on(caplog: py
                     if (t, n) == (lost, 1):
                         gone = group_of(receipt.thread_seq)
         nats.streams["THREADLOG"].remove(gone)
-        # Everybody who comes now reads behind the hole.
+        # Every instance that starts now reads behind the hole.
         async with instance(nats, inner) as store:
             async with asyncio.timeout(60):
                 assert await store.load_messages(whole, consistency=Consistency.STRONG) == [0, 1, 2]
                 await store.checkpoint_append(whole, [3], run_of(whole, 3))
                 await store.force_flush_all()
             assert await inner.load_messages(whole) == [0, 1, 2, 3]
-            # What was built on the lost entry is parked, and not applied on something else.
+            # An entry that builds on the lost one is parked, and not applied to another base.
             assert await inner.load_messages(lost) == [0]
             assert [p.thread_id for p in await store.quarantine.page()] == [lost]
             await store.checkpoint(lost, ["new"], run_of(lost, 4))
@@ -161,7 +161,7 @@ def test_what_is_no_group_goes_to_quarantine_by_its_place() -> None:
 
 @pytest.mark.parametrize("wrong", ["a\0b", "t" * 1025], ids=["NUL", "long"])
 def test_an_entry_of_a_thread_that_no_database_could_hold_goes_to_quarantine(wrong: str) -> None:
-    """It would wait for ever, and whoever flushes the whole log would wait for it."""
+    """Otherwise it would wait for ever, and every flush of the whole log would wait for it."""
 
     async def main() -> None:
         nats, inner, good = MemoryNats(), MemoryThreadStore(), fresh()

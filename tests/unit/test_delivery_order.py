@@ -35,7 +35,7 @@ async def agrees(flushed: Flushed, oracle: Oracle) -> None:
 
 
 def windows(chance: random.Random, chapter: list[Item], *, in_order: bool) -> list[list[Item]]:
-    """The chapter delivered in windows, some of it again, and at the end everything once more."""
+    """The chapter in windows, with some entries delivered again, and in the end all of them once more."""
     made: list[list[Item]] = []
     rest = list(chapter)
     if not in_order:
@@ -128,7 +128,7 @@ def test_the_log_alone_tells_the_same_or_nothing(seed: int) -> None:
 
 
 def test_the_log_alone_does_not_show_an_entry_that_landed_too_late() -> None:
-    """Whether an entry that expected nothing was superseded is known to Postgres only, once more was purged."""
+    """When more was purged, only Postgres knows whether an entry that expected nothing was superseded."""
     late = stored(50, 1, Payload(0, encode_messages(["old"]), *run_parts()), base=Base.UNKNOWN, whole=True, seen=10)
     on_it = stored(51, 2, Payload(3, encode_messages(["new"]), *run_parts()), prev=9, version=4)
     shown = from_log_alone(THREADS, THREAD, [late, on_it])
@@ -173,7 +173,7 @@ def test_a_payload_that_does_not_fit_is_poison(payload: Payload | bytes, version
 
 
 def test_a_thread_that_the_wrapped_store_knew_before_the_buffer_can_be_appended_to() -> None:
-    """The row of a thread that was never flushed says nothing of its version: the writer that read it does."""
+    """The row of a thread that was never flushed says nothing of its version; the writer that read it does."""
     entry = stored(5, 1, Payload(2, encode_messages(["third"]), *run_parts()), base=Base.NONE, version=3, seen=4)
 
     async def main() -> Flushed:

@@ -1,4 +1,4 @@
-"""What a writer remembers of a thread, against a list."""
+"""What a writer remembers of a thread's messages, compared with the list itself."""
 
 from __future__ import annotations
 

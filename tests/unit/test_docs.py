@@ -1,4 +1,4 @@
-"""What the documents say of the code is so."""
+"""The documents' claims about tests, checks and errors are true."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_of_the_tests_readmes_rows_names_a_test_or_says_why_not() -> None:
     cases = [row for row in rows if not row[-1].startswith("ours") and not row[-1].endswith("the test |")]
     assert len(cases) > 100
     assert not [row for row in cases if "`" not in row[-1] and "no meaning" not in row[-1]]
-    # The numbered weaknesses are there, each once, and the faults.
+    # All numbered weaknesses and faults are there, each once.
     numbers = [int(row[0][2:].split()[0]) for row in cases if re.match(r"\| \d", row[0])]
     assert numbers == [*range(1, 33), *range(1, 39)]
 

@@ -1,4 +1,4 @@
-"""What is said of a stream that is not as configured."""
+"""The advice for a stream that differs from its configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bufstore.jetstream.drift import check
     ("field", "way_out"),
     [
         ("max_bytes", "Change it on the server (`nats stream edit S`) or in the configuration (LogConfig)."),
-        # Processes that run take the number of replicas from their configuration: they would go on without proofs.
+        # Running processes know the number of replicas from their configuration, and would go on without proofs.
         (
             "num_replicas",
             "Change it on the server (`nats stream edit S` while no process uses it, see docs/OPERATIONS.md) or in the "

@@ -1,4 +1,4 @@
-"""Edits and removals in the log: folded, overlaid and flushed they mean what they mean one by one."""
+"""Edits and removals in the log: coalesced, overlaid and flushed, they mean the same as one by one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RUNS = st.builds(
     parent_thread_id=PARENTS,
     steps=st.integers(0, 3),
 )
-#: How much of the list stays, what is new, and the kind of entry.
+#: How much of the list stays, the new messages, and the kind of entry.
 STEPS = st.lists(
     st.tuples(
         st.floats(0, 1),
@@ -111,7 +111,7 @@ def test_folded_in_any_windows_they_mean_the_same(steps: list[Any], cuts: set[in
     async def flushed(windows: list[list[StoredEntry]]) -> Any:
         store, watermark = MemoryThreadStore(), Watermark()
         for window in windows:
-            # Redelivered: whatever is at or below the watermark changes nothing, a removal neither.
+            # Entries at or below the watermark are delivered again, and change nothing; removals among them neither.
             todo = plan(watermark, [*entries[: len(entries) // 2], *window], complete=True)
             if todo.apply:
                 await apply(store, coalesce(T, watermark.version, todo.apply))

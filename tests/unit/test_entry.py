@@ -1,4 +1,4 @@
-"""The envelope: what is written is what is read, and anything else is a MalformedEntry."""
+"""The envelope: what was written is read back, and anything else is a MalformedEntry."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def an_entry(payload: bytes = b"x", **fields: Any) -> Entry:
 
 
 def sealed(meta: Any, body: bytes = b"", version: object = 1) -> StoredMessage:
-    """A message whose checksum is right, whatever it says."""
+    """A message with any content and a correct checksum."""
     text = b64encode(meta if isinstance(meta, bytes) else msgspec.msgpack.encode(meta))
     return StoredMessage(SUBJECT, 1, f"{version}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}", body)
 

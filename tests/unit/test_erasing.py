@@ -1,4 +1,4 @@
-"""Erasing a thread, on a log in memory and in virtual time: what goes, what stays, and when."""
+"""Erasing a thread, on a log in memory and in virtual time: what is removed, what stays, and when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unit.test_buffered_in_memory import alone, instance
 
 
 class Picky(MemoryThreadStore):
-    """Refuses messages with a mark."""
+    """A store that refuses messages with a mark."""
 
     async def apply(self, connection: Any, batch: Any) -> None:
         if any(b"poison" in m for c in batch for m in c.messages):
@@ -37,7 +37,7 @@ class Picky(MemoryThreadStore):
 
 
 async def content_of(store: BufferedThreadStore, thread_id: str) -> list[bytes]:
-    """The bodies of what the log holds of a thread."""
+    """The bodies of the thread's messages in the log."""
     return [m.body async for _, m in store.buffer.log.scan(threads=[thread_id])]
 
 
@@ -60,7 +60,7 @@ def test_what_was_written_leaves_the_log_and_others_stay() -> None:
 
 
 def test_a_try_that_failed_half_way_leaves_no_content_of_descendants_to_the_next_one() -> None:
-    """They are deleted by then, and have no parent any more."""
+    """The descendants are deleted by then, and have no parent any more."""
 
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
@@ -69,7 +69,7 @@ def test_a_try_that_failed_half_way_leaves_no_content_of_descendants_to_the_next
             for thread_id, parent in ((top, None), (child, top), (below, child), (back, top)):
                 await store.checkpoint(thread_id, ["secret"], run_of(thread_id, parent_thread_id=parent))
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(10):  # it waits for the window, with all of them deleted
+                async with asyncio.timeout(10):  # all of them are deleted, and it waits for the failover window
                     await store.erase(top, children=Children.CASCADE)
             await store.checkpoint(back, ["not secret"], run_of(back, 1))
         async with instance(nats, inner, log=LogConfig(failover_window_s=20.0)) as store:
@@ -84,7 +84,7 @@ def test_a_try_that_failed_half_way_leaves_no_content_of_descendants_to_the_next
 
 
 def during(store: BufferedThreadStore, what: Callable[[], Awaitable[object]]) -> None:
-    """Have this happen when the next erasure of a tree has looked for descendants, and deleted nothing yet."""
+    """Call `what` when the next erasure of a tree has looked for descendants, and deleted nothing yet."""
     ledger = store.lanes.first.ledger
     begin, calls = ledger.begin_erasure, iter([what])
 
@@ -146,7 +146,7 @@ def test_an_erasure_forgets_nothing_that_another_one_has_remembered_meanwhile() 
             await here.checkpoint(top, ["secret"], run_of(top))
             await here.checkpoint(first, ["secret"], run_of(first, parent_thread_id=top))
             waiting = asyncio.create_task(here.erase(top, children=Children.CASCADE))
-            await asyncio.sleep(10)  # it waits for the window
+            await asyncio.sleep(10)  # it waits for the failover window
             await there.checkpoint(top, ["again"], run_of(top, 1))
             await there.checkpoint(second, ["secret"], run_of(second, parent_thread_id=top))
             with pytest.raises(TimeoutError):
@@ -189,7 +189,7 @@ def test_a_postgres_that_goes_back_is_waited_for_again() -> None:
                 table.clear()
                 table.update(copy)
             await asyncio.sleep(10)
-            # It has flushed the removal again, and a copy of now may be without it.
+            # Postgres has flushed the removal again, and a copy made now may lack it.
             assert any(b"secret" in body for body in await content_of(store, thread_id))
             assert (await erasing).log_messages == 1
             assert await inner.load_checkpoint(thread_id) is None
@@ -312,7 +312,7 @@ def test_groups_of_many_threads_go_and_nobody_loses_anything() -> None:
                 new = [(t, [f"secret of {t}" for _ in range(n + 1)]) for t in (gone, *others)]
                 await asyncio.gather(*(store.checkpoint(t, messages, run_of(t, n)) for t, messages in new))
             await store.checkpoint(gone, [large], run_of(gone, 3))
-            # What these have seen of the log, they have seen before.
+            # The other instances see the log before the erasure.
             for other in (idle, writer):
                 for t in others:
                     assert len(await other.load_messages(t)) == 3
@@ -351,7 +351,7 @@ def test_what_ends_the_log_goes_when_something_stands_behind_it() -> None:
         assert await store.buffer.eraser.erase({thread_id: receipt.thread_seq + 1}, write_behind) == 1
         assert await content_of(store, thread_id) == []
         assert len(await content_of(store, other)) == 1
-        # What is not in the log any more is in Postgres, and the thread goes on from there.
+        # Entries that are no longer in the log are in Postgres, and the thread goes on from there.
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["secret"]
         await store.checkpoint_append(thread_id, ["more"], run_of(thread_id, 1))
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["secret", "more"]

@@ -1,4 +1,4 @@
-"""Errors as values: they go to other processes, and are copied."""
+"""Errors as values: they are sent to other processes, and copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bufstore import errors
 from bufstore.errors import BufstoreError, VersionConflict
 
 KINDS: list[type[Any]] = [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, BufstoreError)]
-#: Values for what an error asks for.
+#: Values for an error's arguments, by type.
 VALUES = {"str": "word", "int": 7, "object": {"any": 1}, "str | None": "other", "int | None": 3}
 
 

@@ -1,4 +1,4 @@
-"""Failpoints: each is reached from one place, and they cost next to nothing when off."""
+"""Failpoints: each is reached from one place, and costs next to nothing when off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails in a flush delays its own thread or partition only, and what fails for all parks nothing."""
+"""A fault of one thread or partition delays only that one, and a fault that concerns all parks nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state_of(it: Bench) -> Any:
 
 
 def transactions(it: Bench) -> list[int]:
-    """How many threads each transaction is asked to flush, from now on."""
+    """Record how many threads each transaction from now on is asked to flush."""
     flush, asked = it.ledger.flush, list[int]()
 
     async def counted(
@@ -57,7 +57,7 @@ def transactions(it: Bench) -> list[int]:
     return asked
 
 
-# --- what is about one thread -----------------------------------------------------------------------------------
+# --- faults of one thread ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sqlstate", ABOUT_A_STATEMENT)
@@ -128,7 +128,7 @@ def test_no_cancel_but_its_own_ends_the_flushers_loop() -> None:
 
 
 def test_rows_that_are_held_cost_the_others_nothing() -> None:
-    """Who holds what is known from one statement; those who wait are tried together."""
+    """One statement finds out which rows are locked, and the waiting threads are tried together."""
 
     async def main(it: Bench) -> None:
         held = [f"held{n}" for n in range(200)]
@@ -150,7 +150,7 @@ def test_rows_that_are_held_cost_the_others_nothing() -> None:
 
 
 def test_what_a_lock_had_wait_is_flushed_as_ever_when_it_is_gone() -> None:
-    """Some are tried while it may still be there; who has passed is tried whole, with all others who have."""
+    """Some are tried while the lock may still be held; those that pass are then flushed whole, together."""
 
     async def main(it: Bench) -> None:
         locked, threads = True, [f"t{n}" for n in range(40)]
@@ -170,7 +170,7 @@ def test_what_a_lock_had_wait_is_flushed_as_ever_when_it_is_gone() -> None:
         await write(it, threads, "more")
         assert await it.flushed(*threads, within_s=1.0)
         assert state_of(it).trouble == ""
-        # What has passed once is set aside again like any other.
+        # A thread that passed is set aside again like any other.
         locked = True
         for n in range(20):
             await write(it, threads, str(n))
@@ -182,7 +182,7 @@ def test_what_a_lock_had_wait_is_flushed_as_ever_when_it_is_gone() -> None:
     bench(main)
 
 
-# --- what is too much -------------------------------------------------------------------------------------------
+# --- too much at once -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sqlstate", ["57014", *seldom("53200", "25P04", "25P03", "40001")])
@@ -245,7 +245,7 @@ def test_an_entry_that_is_too_much_alone_is_tried_seldom_also_when_more_is_writt
 
 
 def test_an_entry_that_costs_the_connection_delays_its_own_thread_only() -> None:
-    """It ends the session, or nothing answers while it is written; but Postgres is there for all else."""
+    """The entry ends the session, or gets no answer; Postgres answers everything else."""
 
     async def main(it: Bench) -> None:
         apply, bad = it.world.store.apply, True
@@ -270,7 +270,7 @@ def test_an_entry_that_costs_the_connection_delays_its_own_thread_only() -> None
 
 @pytest.mark.parametrize("sqlstate", ["40001", "58P01", "08001", "53400"])
 def test_what_sounds_like_the_server_but_is_about_one_thread_delays_that_only(sqlstate: str) -> None:
-    """A trigger that asks another server, a function whose library is gone."""
+    """For example in a trigger that asks another server, or in a function whose library is gone."""
 
     async def main(it: Bench) -> None:
         bad = True
@@ -311,12 +311,12 @@ def test_a_server_that_can_be_read_and_not_written_is_no_thread_s_fault(error: E
     bench(main)
 
 
-# --- what is everybody's ----------------------------------------------------------------------------------------
+# --- faults that concern all ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sqlstate", ["23502", *seldom("P0001", "42P01")])
 def test_what_is_refused_to_all_parks_nothing_and_mends_by_itself(sqlstate: str) -> None:
-    """A new NOT NULL column, a trigger that always raises, a table that is gone."""
+    """For example a new NOT NULL column, a trigger that always raises, or a missing table."""
 
     async def main(it: Bench) -> None:
         bad = True
@@ -340,7 +340,7 @@ def test_what_is_refused_to_all_parks_nothing_and_mends_by_itself(sqlstate: str)
 
 
 def test_what_is_mended_in_the_middle_of_a_transaction_is_no_entrys_fault() -> None:
-    """The first threads of a transaction are refused, the others are taken: as if the first were poison."""
+    """The first threads of a transaction are refused and the others accepted, as if the first were poison."""
 
     async def main(it: Bench) -> None:
         left = 10
@@ -430,7 +430,7 @@ def test_few_threads_of_poison_are_parked_though_there_is_nothing_else() -> None
 
 
 def test_many_threads_of_poison_and_nothing_else_wait_for_others_that_are_taken() -> None:
-    """It could be everybody's, until the store takes more of others."""
+    """The fault may concern everybody, until the store accepts more entries of other threads."""
 
     async def main(it: Bench) -> None:
         failing(it, lambda c: refused("23514") if poisonous(c) else None)
@@ -480,7 +480,7 @@ def test_a_storm_of_poison_among_more_good_threads_is_parked_at_once() -> None:
 
 
 def test_taking_a_partition_takes_no_time_of_the_others() -> None:
-    """Postgres hangs when it is asked for a partition, again and again: what is owned is flushed as ever."""
+    """Postgres hangs each time it is asked for a partition; owned partitions are flushed all the same."""
 
     async def main(it: Bench) -> None:
         await it.start()

@@ -1,4 +1,4 @@
-"""The flusher on a log and a ledger in memory: nothing unsettled is passed, and trouble stays where it is."""
+"""The flusher on a log and a ledger in memory: it passes nothing unsettled, and a fault delays only its own thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SUBJECTS = Subjects("thread", 4)
 
 
 class HidingFeed:
-    """A feed that does not deliver the entries of some groups, and does not say so."""
+    """A feed that leaves out the entries of some groups, and does not say so."""
 
     def __init__(self, feed: PartitionFeed, hidden: set[int]) -> None:
         self._feed, self._hidden = feed, hidden
@@ -53,7 +53,7 @@ class HidingFeed:
 
 
 class FeedLog(GroupLog):
-    """A log whose feeds can be refused, and hide what they should deliver, as its server is told."""
+    """A log whose feeds can be refused, or leave out groups, as its server says."""
 
     _stream: FeedServer
 
@@ -66,7 +66,7 @@ class FeedLog(GroupLog):
 
 
 class FeedServer(GroupServer):
-    """A server to whose processes' feeds this happens."""
+    """A server that refuses feeds of its processes, or hides groups from them."""
 
     kind = FeedLog
 
@@ -83,7 +83,7 @@ class FeedServer(GroupServer):
 
 
 class Bench:
-    """A world whose flusher runs."""
+    """A world with a running flusher."""
 
     def __init__(self, server: FeedServer | None = None, **config: Any) -> None:
         self.log = server or FeedServer()
@@ -103,7 +103,7 @@ class Bench:
         self.flusher = None
 
     async def flushed(self, *threads: str, within_s: float = 60.0) -> bool:
-        """Whether everything of the threads gets flushed in time."""
+        """Whether everything of the threads is flushed in time."""
         for _ in range(int(within_s * 10)):
             watermarks = [await self.ledger.watermark(t) for t in threads]
             if all(r.flushed_seq >= self.log.last_of(SUBJECTS.of(t)) for r, t in zip(watermarks, threads, strict=True)):
@@ -149,7 +149,7 @@ def test_what_is_appended_is_flushed_acked_and_purged() -> None:
 
 
 def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
-    """The copy that takes over misses a commit; the owner's term is the same as before."""
+    """The copy that takes over lacks a commit, though the owner's term is the same."""
 
     async def main(it: Bench) -> None:
         await it.start()
@@ -163,7 +163,7 @@ def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
         assert await it.flushed("t", "u")
         it.ledger._rows, it.ledger._cursors = watermarks, cursors
         it.world.store.__dict__.update(store.__dict__)
-        others = [f"v{n}" for n in range(12)]  # some of each partition: every cursor moves on
+        others = [f"v{n}" for n in range(12)]  # some of each partition, so that every cursor moves on
         for thread_id in others:
             await it.writer.checkpoint(["v"], thread_id)
         assert await it.flushed("t", "u", *others)
@@ -174,7 +174,7 @@ def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
 
 
 def went_back(it: Bench) -> Callable[[], None]:
-    """Puts the database back to what it is now."""
+    """Return a function that puts the database back to its present state."""
     parts = it.ledger._rows, it.ledger._cursors, it.world.store._messages, it.world.store._threads
     copies = [dict(part) for part in parts]
 
@@ -203,7 +203,7 @@ def test_a_postgres_that_went_back_gets_what_it_missed_also_when_nothing_is_writ
 
 
 def test_nothing_is_purged_that_a_postgres_which_is_away_may_have_lost() -> None:
-    """It may come back as a copy of before, long after the failover window: what counts is when it went away."""
+    """Postgres may return as an older copy, long after the failover window: the time at which it went away counts."""
 
     async def main(it: Bench) -> None:
         await it.start()
@@ -213,7 +213,7 @@ def test_nothing_is_purged_that_a_postgres_which_is_away_may_have_lost() -> None
         for n in range(5):
             await it.writer.append([n])
             assert await it.flushed("t")
-        await asyncio.sleep(6)  # so that it goes away after it was asked again
+        await asyncio.sleep(6)  # it goes away after it was asked again
         cursors = it.ledger.cursors
 
         async def away() -> dict[int, Cursor]:
@@ -310,7 +310,7 @@ def test_what_the_database_refuses_is_parked_alone() -> None:
 
 
 def test_of_entries_that_name_no_thread_as_many_are_parked_as_there_is_space_for() -> None:
-    """They came in one window, and counted together: none was parked, though the quarantine was empty."""
+    """Regression: the entries of one window were counted together, and none was parked in an empty quarantine."""
 
     async def main(it: Bench) -> None:
         it.ledger._quarantine_max = 5
@@ -367,7 +367,7 @@ def test_a_database_that_is_away_costs_nothing_but_time() -> None:
 
 
 def test_a_restarted_owner_purges_what_was_flushed_before() -> None:
-    """Else a log that is full of flushed entries takes nothing any more: nothing is appended, so nothing committed."""
+    """Otherwise a log full of flushed entries accepts no more, and without new entries nothing is committed."""
 
     async def main(it: Bench) -> None:
         await it.start()
@@ -422,7 +422,7 @@ def test_an_owner_whose_term_was_raised_commits_nothing_and_starts_again() -> No
 
 
 def test_an_owner_in_doubt_takes_back_what_it_has_lost_itself_though_it_has_raised_the_term() -> None:
-    """A commit that does not move the cursor raises the term: it was taken for another owner's."""
+    """Regression: a commit that does not move the cursor raises the term, which counted as another owner's."""
 
     async def main(it: Bench) -> None:
         await it.start()
@@ -620,7 +620,7 @@ def test_an_error_nobody_thought_of_is_told_and_tried_again() -> None:
 
 
 def test_a_postgres_that_lost_a_commit_behind_a_thread_that_waits_gets_it_again() -> None:
-    """The cursor still stands before that thread, so the commit does not move it: it is noticed all the same."""
+    """The cursor still stands before that thread, so the commit does not move it; the loss is noticed all the same."""
 
     async def main(it: Bench) -> None:
         await it.start()
@@ -628,7 +628,7 @@ def test_a_postgres_that_lost_a_commit_behind_a_thread_that_waits_gets_it_again(
         held = True
         failing(it, lambda c: FlushFailed("55P03", Verdict.ISOLATE) if held and c.thread_id == "t" else None)
         await it.writer.append(["held"], "t")
-        await asyncio.sleep(0.2)  # so it waits in memory still, not in the ledger
+        await asyncio.sleep(0.2)  # the entry still waits in memory, and not in the ledger
         put_back = went_back(it)
         await it.writer.append(["good"], good)
         assert await it.flushed(good)

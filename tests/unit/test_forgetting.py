@@ -1,4 +1,4 @@
-"""What a process forgets of the log, and what it goes by: floors that owners say, may be lost, and are said again."""
+"""What a process forgets of the log, by floors that owners announce, that may be lost, and that are announced again."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def write_many(store: BufferedThreadStore, name: str) -> None:
-    """As many threads that a process would look whether it may forget them."""
+    """Write enough threads that a process looks whether it may forget some."""
     await asyncio.gather(*(store.checkpoint(t := f"{name}-{n}", [n], run_of(t)) for n in range(MANY)))
 
 
 def known(store: BufferedThreadStore, thread_id: str) -> int:
-    """Where the thread's last entry stands, as far as the process remembers."""
+    """The place of the thread's last entry, as far as the process remembers it."""
     return store.buffer.log.known_head(store.buffer.subjects.of(thread_id))
 
 
@@ -57,7 +57,7 @@ def test_a_process_without_a_flusher_forgets_what_is_flushed() -> None:
             await write_many(app, "a")
             app.buffer.shared.floors = failing  # type: ignore[method-assign]
             assert known(app, "a-0")
-            for name in "bcd":  # the last group stays, and what was seen before it looked the last time
+            for name in "bcd":  # one round is not enough, because the latest groups stay in memory
                 await asyncio.sleep(120)
                 await write_many(app, name)
             await asyncio.sleep(120)
@@ -109,7 +109,7 @@ def test_what_a_process_forgot_that_others_have_written_to_it_builds_on_no_more(
 
 
 def test_a_lookup_that_takes_longer_than_the_log_takes_to_forget_something_counts() -> None:
-    """On a busy log something is forgotten every few seconds, and nothing of this thread."""
+    """A busy log forgets something every few seconds, though nothing of this thread."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -147,7 +147,7 @@ def test_a_lookup_that_takes_longer_than_the_log_takes_to_forget_something_count
 
 
 def test_a_lookup_that_is_older_than_what_was_forgotten_is_made_again() -> None:
-    """Who asked for it has given up; who comes later gets its answer."""
+    """The caller that began the look-up has given up, and a later caller gets its answer."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -183,7 +183,7 @@ def test_a_lookup_that_is_older_than_what_was_forgotten_is_made_again() -> None:
 
 
 def lose_floors(nats: MemoryNats) -> Any:
-    """Of the shared state, what owners said; the bucket."""
+    """Remove the owners' floors from the shared state. Returns the bucket."""
     (bucket,) = nats.buckets.values()
     for partition in bucket.keys("floor"):
         bucket.remove("floor", partition)
@@ -191,7 +191,7 @@ def lose_floors(nats: MemoryNats) -> Any:
 
 
 def test_a_postgres_that_was_restored_to_long_ago_gets_what_it_missed_once_the_bucket_is_gone() -> None:
-    """What owners said, that Postgres has it in every copy, is not so any more (OPERATIONS, Going back in time)."""
+    """The floors say that every copy of Postgres has them, which is now false (OPERATIONS, Going back in time)."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -243,7 +243,7 @@ def test_who_starts_after_an_erasure_goes_on_though_what_owners_said_is_lost(*, 
         nats, inner, gone, other, last = MemoryNats(), MemoryThreadStore(), fresh(), fresh(), fresh()
         async with instance(nats, inner, **STAYS) as store:
             await store.checkpoint(other, ["a"], run_of(other))
-            # One group, which the erasure takes with it.
+            # These are one group, which the erasure removes.
             await asyncio.gather(
                 store.checkpoint(gone, ["secret"], run_of(gone)),
                 store.checkpoint_append(other, ["b"], run_of(other, 1)),
@@ -303,7 +303,7 @@ def test_a_process_that_begins_while_groups_are_erased_looks_again_with_a_pause(
 def test_what_was_only_told_is_not_kept_because_groups_were_lost_before_it() -> None:
     async def main() -> None:
         drafts = {seq: Draft(100 + seq, [NewEntry(f"t{seq}", 0, 0, None, b"")]) for seq in range(1, 6)}
-        # 2 is lost, and 4 was never there.
+        # Group 2 is lost, and group 4 was announced but never stored.
         behind = {1: 0, 3: 2, 4: 3, 5: 3}
         headers = {seq: drafts[seq].header(100 + before if before else 0, before, 0) for seq, before in behind.items()}
         left = [StoredMessage("g", seq, headers[seq], drafts[seq].body) for seq in (1, 3, 5)]

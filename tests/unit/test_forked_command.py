@@ -1,4 +1,4 @@
-"""A command that is forked is the command that is started."""
+"""A forked command does and says what a started one does."""
 
 from __future__ import annotations
 

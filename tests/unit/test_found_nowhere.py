@@ -1,4 +1,4 @@
-"""What a read has found nowhere need not be looked up by the first write, for a moment and while that is known."""
+"""The first write of a thread needs no look-up for a moment after a read has found the thread nowhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_what_was_found_nowhere_is_new_for_once() -> None:
 
 
 def test_nothing_is_new_when_the_end_of_the_log_was_seen_long_ago() -> None:
-    """What was written above it since may be purged."""
+    """Entries that were written above it since may have been purged."""
 
     async def main(_: World, one: Instance) -> None:
         finder = one.appender._finder

@@ -1,4 +1,4 @@
-"""Frames of our own are what nats-py would have sent."""
+"""Our frames are the same bytes that nats-py would have sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MESSAGES = [
 
 
 class Sent(Client):
-    """A client that keeps what it would send."""
+    """A client that keeps the data instead of sending it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_both_ways_send_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPat
 
 
 class Gone:
-    """The socket of a connection that ended, before the client knows: so uvloop answers."""
+    """The socket of a connection that ended before the client knows; this is uvloop's answer."""
 
     def write(self, data: bytes) -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
@@ -80,7 +80,7 @@ def test_a_socket_that_is_gone_is_a_client_that_is_not_connected() -> None:
 
 
 class GoneAfterOne(Sent):
-    """A client whose connection ends when it has sent something."""
+    """A client whose connection ends once it has sent something."""
 
     async def _send_command(self, cmd: bytes, priority: bool = False) -> None:
         await super()._send_command(cmd, priority)
@@ -109,7 +109,7 @@ def test_what_was_sent_before_the_connection_was_lost_may_be_stored() -> None:
 def test_a_message_that_the_server_would_not_take_is_not_sent(
     messages: list[Outgoing], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its headers: it would end the connection, and all that waits for answers with it."""
+    """Headers count: for a message that is too large with them, the server ends the connection and all calls on it."""
     monkeypatch.setattr(frames, "supported", supported)
 
     async def main() -> None:

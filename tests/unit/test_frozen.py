@@ -1,4 +1,4 @@
-"""Which flush counts as frozen."""
+"""Which flushes count as frozen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_
     ("still_s", "held_s", "frozen", "may_be"),
     [
         (4.1, 0.0, True, False),
-        (3.9, 60.0, False, False),  # it stands still, and not for long yet
-        (0.0, 60.0, False, False),  # it goes on
+        (3.9, 60.0, False, False),  # it stands still, but not for long enough
+        (0.0, 60.0, False, False),  # it makes progress
         (None, 3.9, False, False),
-        (None, 4.1, False, True),  # another role's: it may as well work
+        (None, 4.1, False, True),  # a flush of another role, which may also be working
     ],
 )
 def test_a_flush_is_frozen_that_stands_still_for_longer_than_it_may(

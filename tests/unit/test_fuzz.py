@@ -58,19 +58,19 @@ ENTRIES = st.builds(
 
 
 def sealed(text: bytes, body: bytes, version: str = "1") -> StoredMessage:
-    """A message whose checksum is right, whatever it says."""
+    """A message with any content and a correct checksum."""
     return StoredMessage(SUBJECT, 1, f"{version}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}", body)
 
 
 def read(message: StoredMessage) -> Entry | None:
-    """What is read of a message, or nothing; any other error than MalformedEntry is one of ours."""
+    """The entry of a message, or None if it is malformed; any error but MalformedEntry is a bug."""
     try:
         entry = decode(message)
     except MalformedEntry as e:
         assert len(str(e)) < 200, "a cause is a line, not the data"
         return None
     assert 0 <= entry.id < 2**63
-    # Whatever was read can be worked with.
+    # An entry that can be decoded can be used.
     find(entry.keys, item("k", b""))
     found = items_of([message], "t")
     assert all(isinstance(i, (StoredEntry, Malformed)) for i in found)
@@ -259,7 +259,7 @@ def test_any_file_is_lines_or_bad_lines(raw: bytes, tmp_path_factory: pytest.Tem
 
 
 WORDS = ["", " ", "--", "-", "-x", "--no-such", "\udcff", "a\nb", "x" * 3000, "é", "../..", "*", "0", "-1", "9" * 40]
-# Not doctor: what does not answer it asks again for seconds.
+# Without doctor, which asks silent servers again for seconds.
 COMMANDS = [
     *(c for c in app.commands if c != "doctor"),
     "quarantine list",
@@ -284,7 +284,7 @@ OPTIONS = [
 @example(command="flush", words=["t", "--timeout", "nan"])
 @example(command="demo", words=["--seconds", "nan"])
 def test_any_arguments_end_with_an_exit_code_and_no_traceback(command: str, words: list[str]) -> None:
-    # Nobody listens there, so nothing that is well-formed gets far; what is not must not get there.
+    # No server is there, so no valid call gets far; an invalid one must not get even there.
     at = "u:s3cret@127.0.0.1:1"
     addresses = {"BUFSTORE_NATS": f"nats://{at}", "BUFSTORE_POSTGRES": f"postgresql://{at}/x"}
     arguments = [*command.split(), *(w for w in words if w != "--embedded")]

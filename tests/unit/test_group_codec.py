@@ -84,7 +84,7 @@ def test_a_damaged_header_is_malformed_and_nothing_else(
         group = decode_header(StoredMessage("log.groups.0", 9, damaged, draft.body))
     except MalformedEntry:
         return
-    # A checksum may be spelt in capitals, or with a sign; then nothing is damaged.
+    # A checksum in capitals or with a sign is still the same, so nothing is damaged.
     assert group == draft.stored(9, 3, 4, 5)
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_body_takes_no_entry_with_it_that_is_sound(
         except MalformedEntry:
             assert bytes(body[begins:ends]) != draft.body[begins:ends]
             continue
-        if bytes(body[begins:ends]) == draft.body[begins:ends]:  # or the checksum in its own header tells
+        if bytes(body[begins:ends]) == draft.body[begins:ends]:  # else its header's checksum shows it
             assert (found.thread_id, found.header, found.payload) == (entry.thread_id, entry.header, entry.payload)
 
 
@@ -146,7 +146,7 @@ def test_the_largest_group_has_room_in_a_header_and_its_size_was_known() -> None
     assert len(f"NATS/1.0\r\nBufstore-Entry: {header}\r\nNats-Expected-Last-Subject-Sequence: {2**63}\r\n\r\n") < 65535
     for count in (1, 2, 3, 100, ENTRIES_MAX):
         some = Draft(2**63 - 1, entries[:count])
-        # A subject holds the thread in base64.
+        # A real subject is at least as long: it holds the thread's id in base64.
         out = [Outgoing(f"l.0.{'x' * len(e.thread_id.encode())}", e.payload, e.header) for e in entries[:count]]
         sent = f"NATS/1.0\r\nBufstore-Entry: {some.header(1, 2, 3)}\r\n"
         sent += f"Nats-Expected-Last-Subject-Sequence: {2**63}\r\n\r\n"
@@ -191,7 +191,7 @@ def test_parts_make_the_payload_or_are_malformed(payload: bytes, size: int, faul
 
 
 def test_a_group_is_equal_to_itself_only() -> None:
-    """What the sequencer notes of its group is what others read of it."""
+    """A group as its sequencer notes it equals the group that others read."""
     draft = Draft(5, [NewEntry("t", 1, in_group(0) + 5000, None, b"")])
     assert isinstance(draft.stored(9, 1, 2, 3), Group)
     assert decode_header(message_of(draft, 9, 2, 3)) == draft.stored(9, 7, 2, 3)

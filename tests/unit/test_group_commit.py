@@ -1,4 +1,4 @@
-"""Group commit: a unit is stored whole or not at all, its writer learns which, and nobody waits for ever."""
+"""Group commit: a unit is stored whole or not at all, its writer learns which, and no caller waits for ever."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_whatever_fails_a_unit_is_stored_once_if_done_and_never_if_refused(
 
 
 async def writes(group: GroupCommit, who: str, count: int, read_s: float) -> list[float]:
-    """So many writes of one who reads for a while before each; when each was stored."""
+    """Write `count` times, after reading for `read_s` each time. Returns when each write was stored."""
     stored = []
     for n in range(count):
         await asyncio.sleep(read_s)
@@ -292,7 +292,7 @@ async def writes(group: GroupCommit, who: str, count: int, read_s: float) -> lis
 
 
 async def sizes(linger: float, read_s: Sequence[float], count: int = 10) -> list[int]:
-    """Units of each group, of writers that read so long; a group takes 2 s."""
+    """The number of units in each group, from writers that read for `read_s`; a group takes 2 s."""
     log = FakeLog()
     log.fault = lambda kind: "slow"
     group = GroupCommit(log, timeout_s=5, linger=linger)  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ def test_those_that_stay_away_are_waited_for_once_and_not_long() -> None:
         others = [asyncio.ensure_future(writes(group, f"o{n}", 1, 0.0)) for n in range(5)]
         one = await writes(group, "one", 4, 0.1)
         await asyncio.gather(*others)
-        # Others until 2.0, then they are waited for until 3.0; after that nobody is.
+        # The others' group ends at 2.0, and they are waited for until 3.0; after that, for nobody.
         assert one == pytest.approx([5.0, 7.1, 9.2, 11.3])
         await group.aclose()
 
@@ -359,7 +359,7 @@ def test_what_lingers_when_all_is_closed_learns_of_it() -> None:
 
 
 class SlowForLarge(FakeLog):
-    """What is large takes a minute."""
+    """A log on which a large group takes a minute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ def test_what_is_large_goes_beside_the_groups_one_at_a_time() -> None:
         group = started(log)
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         large = [group.submit(unit(f"l{n}", 0, *["x" * (1 << 20)] * 5)) for n in range(3)]
-        large[1].cancel()  # taken back before it was sent
+        large[1].cancel()  # cancelled before it is sent
         for n in range(20):
             await group.submit(unit(f"s{n}", 0, "small"))
         assert loop.time() - began < 1, "a small write waited for a large one"

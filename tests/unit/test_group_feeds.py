@@ -1,4 +1,4 @@
-"""The feeds of partitions that one process gets from the one feed of groups (`bufstore.buffer.groups.feeds`)."""
+"""The feeds of partitions that one process makes of its one feed of groups (`bufstore.buffer.groups.feeds`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unit.fake_log import run
 
 
 class Source:
-    """A feed of groups as a server gives it, `ahead` of them unacknowledged. A group is a string of partitions."""
+    """A server's feed of groups, with at most `ahead` unacknowledged ones. A group is a string of partitions."""
 
     def __init__(self, server: Server, start: int, wake: Callable[[], None]) -> None:
         self.lost: str | None = None
@@ -61,15 +61,15 @@ class Source:
 
 class Server:
     def __init__(self, groups: Sequence[str] = (), ahead: int = 100, at_once: int = 1000) -> None:
-        """`at_once`: as many arrive at a time."""
+        """`at_once`: how many groups arrive at a time."""
         self.ahead, self.at_once = ahead, at_once
         self.messages: list[StoredMessage] = []
         self.sources: list[Source] = []
         self.open_sources = 0
         self.fails: Exception | None = None
-        #: How many groups were delivered, and how many entries of them were read.
+        #: How many groups were delivered, and how many of their entries were read.
         self.given = self.read = 0
-        #: Whether it makes consumers at once.
+        #: Set while consumers are made at once.
         self.made = asyncio.Event()
         self.made.set()
         self.feeds = Feeds(self.follow, self.split)
@@ -119,7 +119,7 @@ def taken(feed: PartitionFeed) -> list[int]:
 
 
 async def commit(feeds: Sequence[PartitionFeed], got: Sequence[list[int]]) -> None:
-    """Take what has arrived at each, and pass all of it together."""
+    """Take what has arrived at each feed, and acknowledge all of it together."""
     for feed, of_one in zip(feeds, got, strict=True):
         of_one += taken(feed)
         if of_one:
@@ -130,7 +130,7 @@ async def commit(feeds: Sequence[PartitionFeed], got: Sequence[list[int]]) -> No
 
 
 async def one_goes_on(server: Server) -> tuple[PartitionFeed, PartitionFeed]:
-    """Two partitions: the first passes nothing, the other has acknowledged what came until nothing did."""
+    """Open two partitions: the first passes nothing, and the other acknowledges everything that comes."""
     zero, one = await server.open(0), await server.open(1)
     for _ in range(20):
         await settled()
@@ -192,7 +192,7 @@ def test_partitions_that_are_opened_together_follow_the_groups_few_times() -> No
 def test_partitions_that_are_opened_one_after_another_do_not_get_the_backlog_twice(
     starts: Sequence[int], turns: int
 ) -> None:
-    """A second delivery went over all of it beside the first, and never caught up."""
+    """Regression: a second delivery went over all of the backlog beside the first, and never caught up."""
 
     async def main() -> None:
         server = Server(["012"] * 400, ahead=50, at_once=1)
@@ -305,7 +305,7 @@ def test_opening_may_be_cancelled_at_any_moment(turns: int) -> None:
         await asyncio.gather(opening, return_exceptions=True)
         server.write("1")
         await settled()
-        # It goes on, or it is told.
+        # The feed goes on, or says that it is lost.
         assert taken(one) == [place(6, 0)] or one.lost is not None
         await server.feeds.aclose()
         assert server.open_sources == 0
@@ -373,7 +373,7 @@ def test_a_partition_that_passes_nothing_stops_no_other_and_misses_nothing() -> 
 
 
 def test_partitions_that_were_committed_together_are_not_late_for_each_other() -> None:
-    """The first that was acknowledged saw the others behind: they were set aside, and got everything once more."""
+    """Regression: the first partition that acknowledged set the others aside, and they got everything again."""
 
     async def main() -> None:
         server = Server(["0123"] * 200, ahead=8)
@@ -390,9 +390,7 @@ def test_partitions_that_were_committed_together_are_not_late_for_each_other() -
 
 
 def test_who_waits_for_a_delivery_is_not_taken_for_one_to_whom_nothing_is_delivered() -> None:
-    """Both deliveries are further already: it has its turn when the second one has ended. To follow it anew from its
-    cursor would not help it.
-    """
+    """Both deliveries are further on: its turn comes when the second one ends, and opening it again would not help."""
 
     async def main() -> None:
         server = Server(["012"] * 40, ahead=8)
@@ -418,7 +416,7 @@ def test_who_waits_for_a_delivery_is_not_taken_for_one_to_whom_nothing_is_delive
 
 
 def test_a_partition_that_catches_up_holds_up_no_other() -> None:
-    """Neither one that was set aside, nor one that is taken over with all that its owner has left behind."""
+    """Neither a partition that was set aside does, nor one that is taken over with its owner's backlog."""
 
     async def main() -> None:
         server = Server(["01"] * 40, ahead=8)
@@ -463,7 +461,7 @@ def test_a_partition_that_catches_up_holds_up_no_other() -> None:
 
 
 class Owner:
-    """Takes partitions and gives them up at random; one of them passes entries seldom."""
+    """An owner that takes partitions and gives them up at random; one of them rarely passes entries."""
 
     def __init__(self, server: Server, chance: random.Random) -> None:
         self.server, self.chance, self.calm = server, chance, False
@@ -543,7 +541,7 @@ def test_whatever_is_taken_and_given_up_each_entry_is_delivered_once_and_in_orde
 
 
 def test_who_acknowledges_does_not_wait_for_a_consumer() -> None:
-    """One flush acknowledges all partitions, and the next one comes after that."""
+    """One flush acknowledges all partitions, and the next flush waits for that."""
 
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
@@ -574,7 +572,7 @@ def test_who_cannot_follow_again_is_lost(error: Exception) -> None:
         server = Server(["01"] * 50, ahead=8)
         zero, one = await one_goes_on(server)
         server.fails = error
-        await zero.ack(taken(zero)[-1])  # what is committed is committed
+        await zero.ack(taken(zero)[-1])  # the entries are committed, so the ack succeeds
         await settled()
         assert zero.lost is not None
         server.write("1")
@@ -600,7 +598,7 @@ def test_a_feed_that_is_lost_stays_lost_and_another_takes_its_place() -> None:
         assert taken(again) == server.expected(0, place(2, 0))
         assert zero.lost == "the connection was lost"
         assert taken(zero) == []
-        # The other had not looked yet: it goes on where it was.
+        # The other feed had not looked yet: it goes on where it was, or is lost, too.
         assert one.lost is not None or taken(one) == server.expected(1, 0)
         await server.feeds.aclose()
 
@@ -608,7 +606,7 @@ def test_a_feed_that_is_lost_stays_lost_and_another_takes_its_place() -> None:
 
 
 def test_who_has_not_looked_when_a_lost_delivery_is_ended_is_served_by_another() -> None:
-    """Somebody else was given up at that moment, which ended the delivery."""
+    """Another feed is closed at that moment, which ends the delivery."""
 
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
@@ -625,7 +623,7 @@ def test_who_has_not_looked_when_a_lost_delivery_is_ended_is_served_by_another()
 
 
 def test_who_is_served_by_what_ends_at_once_is_lost() -> None:
-    """It waited for good, neither served nor lost: its turn had come."""
+    """Regression: such a feed waited for ever, neither served nor lost, because its turn had come."""
 
     async def main() -> None:
         server = Server(["01"])
@@ -651,7 +649,7 @@ def test_who_is_served_by_what_ends_at_once_is_lost() -> None:
 
 
 def test_a_doubt_about_one_partition_replaces_what_delivers_to_all_once() -> None:
-    """Opened again it was given to the same delivery, which stayed as it was."""
+    """Regression: a partition that was opened again got the same delivery, unchanged."""
 
     async def main() -> None:
         server = Server(["012"] * 3)
@@ -680,7 +678,7 @@ def test_a_doubt_about_one_partition_replaces_what_delivers_to_all_once() -> Non
 
 
 def test_who_is_set_aside_again_while_a_consumer_is_removed_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task that had served it was still busy, and left it out as one whose turn had come."""
+    """Regression: the task that had served the partition was still busy, and skipped it as one whose turn had come."""
 
     async def main() -> None:
         removed = asyncio.Event()

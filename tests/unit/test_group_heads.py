@@ -26,14 +26,14 @@ def partition_of(thread_id: str) -> int:
 
 
 class Oracle:
-    """A log of groups that are never purged, and all that can be asked of it."""
+    """A log of groups that are never purged, and the right answers to all questions about it."""
 
     def __init__(self, chance: random.Random, groups: int) -> None:
         self.groups: list[Group] = []
         self.entries: list[tuple[int, str]] = []
         seq, before, before_id, purged = 0, 0, 0, 0
         for _ in range(groups):
-            seq += chance.choice((1, 1, 1, 2, 5))  # parts and other messages stand between
+            seq += chance.choice((1, 1, 1, 2, 5))  # parts and other messages are stored between groups
             threads = [chance.choice(THREADS) for _ in range(chance.choice((0, 1, 2, 4)))]
             if chance.random() < 0.2:
                 purged = max(purged, first_place(max(0, seq - chance.randint(3, 9))))
@@ -44,11 +44,11 @@ class Oracle:
             before, before_id = seq, group.id
 
     def size(self, seq: int) -> int:
-        """What the group with this sequence takes."""
+        """The bytes of the group with this sequence."""
         return 100 * seq
 
     def bytes_of(self, seq: int) -> float:
-        """What each of its entries takes of that."""
+        """The bytes of each of the group's entries."""
         return self.size(seq) / len(next(g.records for g in self.groups if g.seq == seq))
 
     def head(self, thread_id: str, up_to: int, floor: int = 0) -> int:
@@ -62,7 +62,7 @@ class Oracle:
 
 
 def check(heads: Heads, oracle: Oracle) -> None:
-    """What is answered above the floor is what is there."""
+    """Check that all answers about entries above the floor are right."""
     floor = max(heads.floor, oracle.floors(heads.seen))
     for thread_id in THREADS:
         hash_, truth = hash_of(thread_id), oracle.head(thread_id, heads.seen)
@@ -81,7 +81,7 @@ def check(heads: Heads, oracle: Oracle) -> None:
     above = [at for at, _ in oracle.entries if first_place(heads.seen + 1) > at >= first_place(group_of(heads.floor))]
     assert heads.entries == len(above)
     for position in (0, heads.floor, *above[:3], *above[-2:]):
-        # Partition 0 is asked about from there on, of the others all counts.
+        # Entries of partition 0 count above the position; those of the other partitions all count.
         counted = [at for at in above if at > position or partition_of(dict(oracle.entries)[at])]
         assert heads.above({0: position}) == (
             Counter(partition_of(dict(oracle.entries)[at]) for at in counted),
@@ -90,7 +90,7 @@ def check(heads: Heads, oracle: Oracle) -> None:
 
 
 def start_at(oracle: Oracle, floor: int, heads: Heads) -> None:
-    """Begin as `Tail` does."""
+    """Start as `Tail` does."""
     last = max((g.seq for g in oracle.groups if g.seq < group_of(floor)), default=0)
     known = {g.seq: g.id for g in oracle.groups}
     if oracle.groups and oracle.groups[-1].seq == last:
@@ -106,18 +106,18 @@ def test_everybody_knows_the_same_however_he_sees_it(chance: random.Random, coun
     end = oracle.groups[-1].seq if oracle.groups else 0
     for _ in range(3):
         heads = Heads()
-        # A process starts above everything that groups say is purged.
+        # A process may start at any floor.
         floor = first_place(chance.randint(0, end + 1))
         start_at(oracle, floor, heads)
         for group in oracle.groups:
             if group.seq < group_of(floor):
                 continue
-            if chance.random() < 0.3:  # what was seen comes again
+            if chance.random() < 0.3:  # a group that was seen comes again
                 again = chance.choice([g for g in oracle.groups if g.seq <= max(heads.seen, group.seq)])
                 if again.seq <= heads.seen:
                     assert heads.observe(again) is False
             assert heads.observe(group, oracle.size(group.seq)) is True
-            heads.purged = max(heads.purged, oracle.floors(group.seq))  # of groups before its floor
+            heads.purged = max(heads.purged, oracle.floors(group.seq))  # groups below its floor say so, too
             check(heads, oracle)
             if chance.random() < 0.4:
                 heads.forget(first_place(chance.randint(0, heads.seen + 1)))
@@ -146,7 +146,7 @@ def test_a_missing_group_is_noticed(chance: random.Random, count: int) -> None:
 @given(st.randoms(use_true_random=False), st.integers(2, 12))
 @examples(200)
 def test_a_log_that_went_back_is_noticed(chance: random.Random, count: int) -> None:
-    """The same sequences, written anew by others: the ids differ."""
+    """Others write groups with the same sequences and other ids."""
     oracle = Oracle(chance, count)
     kept = chance.randrange(0, count - 1)
     heads = Heads()
@@ -186,7 +186,7 @@ def test_what_is_no_group_holds_nothing_and_hides_nothing() -> None:
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
 @examples(200)
 def test_before_others_writing_is_forgotten_it_is_told(chance: random.Random, count: int) -> None:
-    """As `Forgetting.forget` does: who keeps what he remembers by what is told never builds on what was followed."""
+    """As in `Forgetting.forget`: a process that drops each memory that is contradicted never builds on an old entry."""
     oracle = Oracle(chance, count)
     heads = Heads()
     heads.start(0, 0, 0)
@@ -233,7 +233,7 @@ def test_parts_are_needed_as_long_as_groups_that_name_them_stay(chance: random.R
 
 
 def test_counting_asks_of_partitions_not_of_entries() -> None:
-    """A statistic must not hold the event loop for as long as a large backlog takes to look through."""
+    """A statistic must not block the event loop for the time that it takes to look through a large backlog."""
     heads = Heads()
     heads.start(0, 0, 0)
     new = [NewEntry(THREADS[n % 5], partition_of(THREADS[n % 5]), 0, None, b"") for n in range(500)]

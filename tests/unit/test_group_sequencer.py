@@ -1,4 +1,4 @@
-"""The writer of groups against a stream that does everything wrong that a network and a server can do."""
+"""The writer of groups on a stream that fails in all ways in which a network and a server can."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ class World:
 
 
 class Faulty(MemoryLog):
-    """One process's way to the stream."""
+    """One process's connection to the stream, with faults."""
 
     def __init__(self, world: World, message_bytes_max: int) -> None:
         super().__init__({CONFIG.log.stream: world.stream}, CONFIG, message_bytes_max)
         self.world = world
         self.lose_groups = False
-        #: What the server takes, and what it took at first; `message_bytes_max` is what its client knows of that.
+        #: The largest message that the server takes now, and at first; the client knows of `message_bytes_max`.
         self.taken_bytes_max = self.once_bytes_max = message_bytes_max
 
     def shrink(self) -> None:
-        """The server takes smaller messages from now on, and tells nobody."""
+        """Let the server take only smaller messages from now on, without telling its clients."""
         self.taken_bytes_max = min(self.taken_bytes_max, 2048)
 
     async def _turn(self) -> MemoryStream:
@@ -116,7 +116,7 @@ class Faulty(MemoryLog):
         if size > self.message_bytes_max:
             raise MessageTooLarge("max_payload")
         if size > self.taken_bytes_max:
-            self.message_bytes_max = self.taken_bytes_max  # the next connection knows
+            self.message_bytes_max = self.taken_bytes_max  # the next connection learns of it
             raise AppendUnknown("the server closed the connection")
         fault = world.chance.choice(world.faults) if world.faults else ""
         if self.lose_groups and message.subject == SUBJECTS.groups:
@@ -158,7 +158,7 @@ class Faulty(MemoryLog):
         await super().tell(subject, words)
 
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
-        """What is told may be lost, late or doubled, as faults say."""
+        """Listen; what is told may be lost, late or doubled, as faults say."""
         return await super().listen(subject, self._rumour(heard))
 
     def _rumour(self, tell: Callable[..., None]) -> Callable[..., None]:
@@ -182,7 +182,7 @@ class Faulty(MemoryLog):
 
 
 class Unit(AppendUnit, kw_only=True, eq=False):
-    """A unit that counts its ends."""
+    """A unit that records each of its ends."""
 
     payloads: list[bytes]
     ends: list[int | Exception] = msgspec.field(default_factory=list)
@@ -245,7 +245,7 @@ class Process:
         return unit
 
     async def write(self, thread_id: str, chance: random.Random, **options: Any) -> None:
-        """Write as a lane does: look the thread up, expect what was found."""
+        """Write as a lane does: look up the thread's last entry, and expect it."""
         for _ in range(3):
             try:
                 await self.tail.see_all()
@@ -266,7 +266,7 @@ class Process:
 
 
 def check(world: World, processes: Sequence[Process]) -> None:
-    """Every unit ended once, and as it was told."""
+    """Check that every unit ended once, and that the stream agrees."""
     entries = world.entries()
     at_of: dict[bytes, list[int]] = {}
     for at, _, payload, _ in entries:
@@ -301,14 +301,14 @@ def check(world: World, processes: Sequence[Process]) -> None:
 
 
 async def settle(world: World, processes: Sequence[Process]) -> None:
-    """All is well again, and everything has an end."""
+    """End all faults, and wait until every unit has ended."""
     world.faults = ()
     async with asyncio.timeout(60):
         for process in processes:
             for unit in process.units:
                 if not unit.gone:
                     await unit.done.wait()
-    await asyncio.sleep(30)  # what is late arrives
+    await asyncio.sleep(30)  # late messages arrive
     for process in processes:
         await process.tail.see_all()
     assert len({(p.heads.seen, p.heads.seen_id) for p in processes}) == 1
@@ -405,7 +405,7 @@ def test_what_was_overtaken_ends_with_conflict_and_the_rest_of_its_group_is_stor
 
 
 class Away(Faulty):
-    """A process that is so far away, and counts what it asks for."""
+    """A process that is `way_s` away from the server, and counts its reads."""
 
     def __init__(self, world: World, way_s: float) -> None:
         super().__init__(world, 1 << 20)
@@ -456,7 +456,7 @@ def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_
         *near, far = [process.sequencer.groups for process in processes]
         assert far >= 15 / (10 * way_s), far  # one in five of its round trips
         assert min(near) >= 0.9 * max(near), near
-        # Alone, they write one in 4 ms. A turn of the far one takes four ways.
+        # Alone, the near ones write a group every 4 ms. A turn of the far one takes four ways.
         assert sum(near) >= 0.6 * (15 - 4 * way_s * far) / 0.004, near
         for process in processes:
             await process.sequencer.aclose()
@@ -507,7 +507,7 @@ def test_of_many_who_begin_at_the_same_moment_each_is_refused_once() -> None:
         units = [process.add(f"thread {n}", 0) for n, process in enumerate(processes)]
         await asyncio.gather(*(unit.done.wait() for unit in units))
         check(world, processes)
-        # If all of them tried again at the same moment, there would be a second one for each.
+        # If all of them tried again at the same moment, each would be refused a second time.
         assert sum(process.sequencer.refusals for process in processes) <= 1.5 * len(processes)
         for process in processes:
             await process.sequencer.aclose()
@@ -516,7 +516,7 @@ def test_of_many_who_begin_at_the_same_moment_each_is_refused_once() -> None:
 
 
 class Slow(Faulty):
-    """A process that begins to listen only after a while."""
+    """A process that begins to listen late."""
 
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
         await asyncio.sleep(self.world.chance.random() * 0.002)
@@ -577,7 +577,7 @@ def test_what_expects_nothing_goes_behind_whatever_came_meanwhile() -> None:
         unit = two.add("a", None)
         await asyncio.wait_for(unit.done.wait(), 5)
         assert unit.ends == [place(2, 0)]
-        check(world, [one, two])  # the link goes to the other's entry
+        check(world, [one, two])  # the link names the other's entry
         for process in (one, two):
             await process.sequencer.aclose()
 
@@ -644,7 +644,7 @@ def test_what_a_server_does_not_take_any_more_goes_in_parts_and_stops_nobody() -
         one.log.shrink()
         first = one.add("a", 0, size=3000)
         await asyncio.wait_for(first.done.wait(), 60)
-        assert isinstance(first.ends[0], AppendUnknown)  # and its writer looks
+        assert isinstance(first.ends[0], AppendUnknown)  # its writer now looks whether it is stored
         units = [one.add("a", 0, size=3000), one.add("b", 0), one.add("c", 0, size=1500), one.add("d", 0, size=1500)]
         for unit in units:
             await asyncio.wait_for(unit.done.wait(), 10)
@@ -662,7 +662,7 @@ def test_what_waits_while_the_server_comes_to_take_less_goes_in_parts() -> None:
         one.add("a", 0)
         await asyncio.sleep(0.1)
         waiting = one.add("b", 0, size=3000)
-        one.log.message_bytes_max = 2048  # a new connection
+        one.log.message_bytes_max = 2048  # a new connection learns of it
         await asyncio.wait_for(waiting.done.wait(), 10)
         assert isinstance(waiting.ends[0], int)
         check(world, [one])
@@ -672,18 +672,18 @@ def test_what_waits_while_the_server_comes_to_take_less_goes_in_parts() -> None:
 
 
 def test_what_names_parts_goes_into_no_parts_again_when_the_server_comes_to_take_less() -> None:
-    """They would be taken for the entries."""
+    """The references to parts would be taken for the entries."""
 
     async def main() -> None:
         world = World(random.Random(1), ["slow"])
         (one,) = await started(world, message_bytes_max=8192)
         one.add("a", 0)
         await asyncio.sleep(0.1)
-        world.faults = []  # while that one is on its way, parts are stored
+        world.faults = []  # parts are stored while that unit is on its way
         large = one.add("b", 0, count=4, size=2500)
         await asyncio.sleep(0.1)
         assert [bool(queued.elsewhere) for queued in one.sequencer._waiting] == [True]
-        one.log.message_bytes_max = 2048  # a new connection
+        one.log.message_bytes_max = 2048  # a new connection learns of it
         await asyncio.wait_for(large.done.wait(), 60)
         assert isinstance(large.ends[0], LogUnavailable)
         check(world, [one])
@@ -718,7 +718,7 @@ def test_a_group_that_was_stored_before_the_server_came_to_take_less_is_found() 
 
 
 def test_a_large_unit_is_dropped_before_its_parts_go_out_and_not_later() -> None:
-    """Who gives up later was told that it may be stored, and looks for it: it is."""
+    """A caller that gives up later is told that the unit may be stored; when it looks, the unit is there."""
 
     async def main() -> None:
         world = World(random.Random(1))
@@ -796,7 +796,7 @@ def test_a_group_does_not_go_out_when_its_parts_may_be_purged() -> None:
 def test_a_group_does_not_go_out_when_its_parts_were_purged_while_the_machine_was_suspended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No gap shows it: the next group stands behind the last one that was seen, and the parts stood between them."""
+    """No gap shows the purge: the parts stood between the last group that was seen and the next one."""
     asleep = 0.0
     monkeypatch.setattr(elapsed, "suspended_s", lambda: asleep)
 
@@ -873,7 +873,7 @@ def test_what_is_purged_is_told_to_every_writer() -> None:
         assert two.heads.admits(hash_of("a"), place(1, 0))
         await one.sequencer.fence(place(1, 1))
         count = len(world.groups())
-        await one.sequencer.fence(place(1, 1))  # once is enough
+        await one.sequencer.fence(place(1, 1))  # the second call writes nothing
         assert len(world.groups()) == count
         unit = two.add("a", place(1, 0))
         await asyncio.wait_for(unit.done.wait(), 5)
@@ -947,7 +947,7 @@ def test_what_is_refused_is_told_to_all_of_the_group(error: Exception) -> None:
 
 
 class Link(Faulty):
-    """A process on a link that carries so many bytes a second."""
+    """A process on a link that carries `bytes_per_s`."""
 
     def __init__(self, world: World, bytes_per_s: int) -> None:
         super().__init__(world, 1 << 20)
@@ -1001,7 +1001,7 @@ def test_who_reads_more_slowly_than_another_writes_sees_what_was_there_when_it_a
 
 @pytest.mark.parametrize("bytes_per_s", [50 << 10, 2 << 20, 200 << 20])
 def test_what_came_over_a_slow_link_stays(bytes_per_s: int) -> None:
-    """Each time as much was asked for as did not come in time, and all of it was thrown away."""
+    """Regression: each read asked for more than could come in time, and all that had come was thrown away."""
 
     async def main() -> None:
         world = World(random.Random(1))
@@ -1021,7 +1021,7 @@ def test_what_came_over_a_slow_link_stays(bytes_per_s: int) -> None:
 
 
 def test_what_is_only_heard_and_is_no_group_is_ignored_quietly(caplog: pytest.LogCaptureFixture) -> None:
-    """Anybody may tell anything, also a later release."""
+    """Any process may tell anything, also one of a later release."""
 
     async def main() -> None:
         world = World(random.Random(1))
@@ -1037,7 +1037,7 @@ def test_what_is_only_heard_and_is_no_group_is_ignored_quietly(caplog: pytest.Lo
 
 
 def test_a_unit_that_failed_is_not_kept() -> None:
-    """Its error has the frames that it passed through, and these have the unit: a cycle, which Python must see."""
+    """The error refers to frames, and they to the unit: a cycle, which the garbage collector must see."""
 
     ended = asyncio.Event()
 
@@ -1070,7 +1070,7 @@ def test_a_unit_that_failed_is_not_kept() -> None:
 
 
 def test_writes_without_an_answer_are_said_to_be_so_until_there_is_one() -> None:
-    """As by a server whose disk is full; a connection that is lost once, or a server that is away, is none."""
+    """A server with a full disk does this. One lost connection, or a server that is away, is not reported."""
 
     async def main() -> None:
         world = World(random.Random(0))

@@ -1,4 +1,4 @@
-"""Headers as they come over the wire: what we write is found, and nothing that others write raises."""
+"""Headers as they come over the wire: ours are found, and those of others raise nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held for a time: renewed while it is used, and lost when it was not."""
+"""Holding something for a time: it is renewed while in use, and lost otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unit.fake_log import run
 
 
 class Held:
-    """Something held for ten seconds, and what became of it."""
+    """Something held for ten seconds, and what happened to it."""
 
     def __init__(self) -> None:
         self.renewed: list[float] = []
@@ -24,7 +24,7 @@ class Held:
         return round(self._loop.time() - self.began, 3)
 
     async def renew(self) -> bool:
-        """Confirm it; without an answer left, hang."""
+        """Answer as `answers` says; hang when none is left."""
         began = self._loop.time()
         self.renewed.append(self.age())
         if not self.answers:
@@ -87,7 +87,7 @@ def test_what_is_closed_is_renewed_no_more_and_what_is_stopped_is_not_lost() -> 
 
 
 def test_what_is_renewed_far_more_often_than_it_must_be_is_renewed_in_time() -> None:
-    """A worker with a long lease keeps its signal with the same call."""
+    """A worker with a long lease renews its signal with the same call."""
 
     async def main() -> None:
         held = Held()

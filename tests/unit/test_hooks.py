@@ -1,4 +1,4 @@
-"""What of nats-py is replaced is still there, and what is not is said."""
+"""The parts of nats-py that we replace still exist, and it is reported when they do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_installed_client_has_all_that_is_replaced() -> None:
 
 
 def without(name: str) -> type:
-    """A client whose method has another name."""
+    """A client that lacks the method."""
     methods = {n: v for n, v in vars(Client).items() if n != name}
     return type("Other", (), methods)
 

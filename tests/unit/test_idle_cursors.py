@@ -27,7 +27,7 @@ class Owner:
         self.idle = IdleCursors(parts, self.owned)
 
     async def take(self, partition: int, seq: int = 0) -> OwnedPartition:
-        """Follow a partition from behind this position on."""
+        """Follow a partition from the position after `seq`."""
         await self._ledger.setup()
         (cursor,) = await self._ledger.take([partition], "me")
         self._ledger._cursors[partition] = cursor = Cursor(partition, cursor.term, seq, seq)
@@ -36,14 +36,14 @@ class Owner:
         return self.owned[partition]
 
     async def collect(self) -> None:
-        """Take what arrives."""
+        """Take what has arrived."""
         await settled()
         for one in self.owned.values():
             one.collect()
 
 
 def test_who_comes_where_another_has_stopped_the_delivery_is_delivered_to() -> None:
-    """It has passed all that was ever given out there, so nothing that it gets could say that the other is late."""
+    """The newcomer has passed all that was delivered there, so its entries cannot show that the other is late."""
 
     async def main() -> None:
         server = Server(["1"] * 20 + ["2"] * 5, ahead=10)

@@ -1,4 +1,4 @@
-"""What a look from outside says of what it cannot ask."""
+"""What an inspection says when a server goes away meanwhile."""
 
 from __future__ import annotations
 

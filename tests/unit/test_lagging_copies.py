@@ -1,4 +1,4 @@
-"""A node of a cluster that was cut off answers long before it has caught up: what it says is not believed."""
+"""A node that was cut off from its cluster answers before it has caught up: its answers are not believed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unit.write_world import Instance, World, test
 
 
 class Bucket:
-    """What the leader of the shared-state bucket has, and the copy that answers reads with a wildcard."""
+    """The leader's shared-state bucket, and the copy that answers reads with a wildcard."""
 
     def __init__(self) -> None:
         self.leader: dict[str, StoredMessage] = {}
@@ -58,12 +58,12 @@ def bucket_of(replicas: int) -> tuple[NatsSharedState, Bucket]:
 
 
 def test_a_member_goes_by_no_list_that_lacks_its_own_last_renewal() -> None:
-    """As if it were alone it would take everything from the others, who take it back, until the copy has caught up."""
+    """As if alone, it would take everything from the others, who take it back, until the copy has caught up."""
 
     async def main() -> None:
         shared, bucket = bucket_of(3)
         await shared.renew_member("a", 2)
-        await shared.renew_member("b", 2)  # of another process, in truth
+        await shared.renew_member("b", 2)  # in truth another process does this
         shared._renewed.pop("b")
         assert await shared.members() == {"a": 1, "b": 2}
         bucket.copy = dict(bucket.leader)
@@ -94,7 +94,7 @@ def test_who_is_no_member_asks_the_leader_for_the_members() -> None:
 
 
 class Log:
-    """The API of a stream as its clients see it; the node that leads the consumer has the stream up to `has`."""
+    """The API of a stream as clients see it; the node that leads the consumer has the stream up to `has`."""
 
     def __init__(self, end: int, has: int) -> None:
         self._end, self.has = end, has
@@ -109,7 +109,7 @@ class Log:
 
 
 class Client:
-    """A connection and its client, which take whatever is sent and asked."""
+    """A connection and its client, which accept whatever is sent and asked."""
 
     is_connected = True
     max_payload = 1 << 20
@@ -172,7 +172,7 @@ def test_what_arrives_while_a_consumer_is_made_does_not_count_against_its_node()
 
 
 class Electing(NatsLog):
-    """A log of which consumers can neither be made nor removed while `electing`."""
+    """A log whose consumers can neither be made nor removed while `electing`."""
 
     def __init__(self) -> None:
         super().__init__(cast(Connection, Client()), "$JS.API", BufferConfig())
@@ -185,7 +185,7 @@ class Electing(NatsLog):
         what, name = verb.split(".")[1], verb.split(".")[3]
         if what == "CREATE":
             self.made.append((name, timeout_s))
-            self.there.add(name)  # by the servers, in the end
+            self.there.add(name)  # the servers make it in the end
         if self.electing:
             await asyncio.sleep(timeout_s)
             raise LogUnavailable("NATS does not answer")
@@ -209,7 +209,7 @@ def test_where_no_consumer_can_be_made_another_is_tried_soon_and_none_is_left_be
         assert [wait for _, wait in log.made] == [2.0, 4.0, 8.0, 8.0, 8.0], "where all is slow, it gets more time"
         log.electing = False
         feed = await log.follow("me6", "t.groups.0", 1, lambda: None)
-        log.there.add(log.made[4][0])  # by a request that was late
+        log.there.add(log.made[4][0])  # a late request makes it
         await asyncio.sleep(15)
         assert log.there == {log.made[-1][0]}, "only that which is followed"
         log.electing = True
@@ -246,7 +246,7 @@ def test_a_consumer_that_may_not_be_removed_is_left_alone() -> None:
 
 
 class Replicated(FeedServer):
-    """A log of which the copy that answers reads has so many messages."""
+    """A log whose answering copy has the messages up to `has` only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Replicated(FeedServer):
 
 
 async def _three_entries(world: World, one: Instance, log: Replicated) -> None:
-    """What the process wrote last is not in its memory anymore, and the copy has only the first of it."""
+    """Write three entries; the process forgets them, and the copy has only the first."""
     for n in range(3):
         await one.append([n])
     log.has = 1
@@ -308,7 +308,7 @@ def test_what_nobody_shows_and_must_be_there_is_not_taken_for_purged() -> None:
 
 @pytest.mark.long
 def test_a_hole_is_not_filled_from_a_copy_that_lacks_what_was_delivered() -> None:
-    """What is not found counts as missing: a healthy entry would be parked."""
+    """An entry that is not found counts as missing, so a healthy entry would be parked."""
 
     async def main(it: Bench, log: Replicated) -> None:
         await it.start()

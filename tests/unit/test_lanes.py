@@ -1,4 +1,4 @@
-"""Several logs in front of one store: the contract, and what concerns threads of different lanes. In memory."""
+"""Several logs in front of one store, in memory: the contract, and calls that concern threads of different lanes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Step = Callable[[ThreadRunStore], Awaitable[object]]
 
 
 class Picky(MemoryThreadStore):
-    """Refuses what these threads are changed to."""
+    """A store that refuses changes of some threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Picky(MemoryThreadStore):
 
 
 def in_lane(lane: int) -> str:
-    """A new thread's id."""
+    """A new thread's id in this lane."""
     return next(name for _ in range(1000) if lane_of(name := fresh(), LOG) == lane)
 
 
@@ -87,11 +87,11 @@ def test_a_store_of_two_lanes_keeps_the_contract(check: Check) -> None:
     alone(check)
 
 
-# --- which thread is where ----------------------------------------------------------------------------------------
+# --- the lane of a thread ---------------------------------------------------------------------------------------
 
 
 def test_a_threads_lane_never_changes() -> None:
-    # What was written by one release is looked for by the next: these are for ever.
+    # The next release looks for threads where this one wrote them: these lanes must never change.
     names = ("thread-0", "thread-1", "thread-2", "a", "Ärger", "")
     assert [lane_of(name, LogConfig(lanes=3)) for name in names] == [2, 1, 1, 0, 2, 0]
     assert [lane_of(name, LogConfig()) for name in names] == [0] * 6
@@ -162,7 +162,7 @@ def test_langgraphs_checkpoints_have_one_log() -> None:
         CheckpointEngine(MemoryCheckpointStore(), MemoryNats(), BufferConfig(log=LOG), name="t")
 
 
-# --- what concerns threads of different lanes ---------------------------------------------------------------------
+# --- calls that concern threads of different lanes --------------------------------------------------------------
 
 
 def test_each_thread_is_in_the_log_of_its_lane_alone() -> None:
@@ -315,7 +315,7 @@ def test_all_lanes_open_or_none_and_a_cancelled_close_goes_on() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
         second = lane_configs(BufferConfig(log=LOG))[1]
-        # The second lane's stream is a log by itself, of another store.
+        # The second lane's stream is opened as a log without lanes, by another store.
         async with await BufferedThreadStore.open(
             Picky(), nats=nats, config=replace(second, log=replace(second.log, lanes=1, lane=0))
         ):
@@ -467,7 +467,7 @@ def test_a_blocking_store_has_the_quarantine_of_each_lane() -> None:
             _ = store.quarantine
 
 
-# --- what all lanes say together -----------------------------------------------------------------------------------
+# --- what all lanes report together -----------------------------------------------------------------------------
 
 
 def test_health_names_the_lane_that_is_ill() -> None:
@@ -490,9 +490,9 @@ def test_flushers_of_all_lanes_run_when_each_does() -> None:
     )
 
 
-# --- any sequence --------------------------------------------------------------------------------------------------
+# --- any sequence of calls --------------------------------------------------------------------------------------
 
-#: Two of each lane.
+#: Two names in each lane.
 NAMES = [f"thread-{n}" for n in range(4)]
 RUN_IDS = [f"run-{n}" for n in range(4)]
 assert sorted(lane_of(name, LOG) for name in NAMES) == [0, 0, 1, 1]
@@ -532,7 +532,7 @@ async def _runs(store: ThreadRunStore) -> set[tuple[str, str]]:
 
 
 async def _answer(step: Step, store: ThreadRunStore) -> object:
-    """What a step answers, as far as two stores can answer the same."""
+    """The answer of a step, as far as it is the same on two stores."""
     try:
         answer = await step(store)
     except BufstoreError as e:
@@ -541,7 +541,7 @@ async def _answer(step: Step, store: ThreadRunStore) -> object:
 
 
 class Site:
-    """A log, or its lanes, and the process that has it open."""
+    """A log or its lanes, and the process that has it open."""
 
     def __init__(self, log: LogConfig) -> None:
         self._config = BufferConfig(log=log, flush_interval_s=0.5, lease_s=4)
@@ -556,7 +556,7 @@ class Site:
         await self._stack.aclose()
 
     async def go_on(self) -> None:
-        """From now on by another process, which knows nothing yet."""
+        """Open the store in another process, which knows nothing yet."""
         opened = BufferedThreadStore.open(self.inner, nats=self._nats, config=self._config)
         self.store = await self._stack.enter_async_context(await opened)
 
@@ -564,7 +564,7 @@ class Site:
 @examples(60)
 @given(st.lists(st.one_of(STEPS, st.just(None)), max_size=25))
 def test_any_sequence_of_calls_is_answered_as_with_one_log(steps: list[Step | None]) -> None:
-    """None: another process goes on, while the one before has all that it has begun."""
+    """At None, another process goes on, while the earlier one keeps what it has begun."""
 
     async def main() -> None:
         async with Site(LOG) as lanes, Site(LogConfig()) as one:

@@ -1,4 +1,4 @@
-"""What waits for the log is bounded; who comes later waits in order, for a bounded time."""
+"""Writes that wait for the log are limited in size; further writes wait in order, for a bounded time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX = 20_000
 
 
 async def _settle() -> None:
-    """Until nothing moves any more: some turns of the loop for each of those who go on one after the other."""
+    """Let the loop run until nothing moves any more: some turns for each of many tasks that go on in a row."""
     for _ in range(300):
         await asyncio.sleep(0)
 

@@ -68,7 +68,7 @@ def test_what_is_left_out_is_not_missed(history: str, wanted: list[Any]) -> None
                     await each.aput_writes(at, [("__interrupt__", n)], "task")
                 if flushed:
                     await each.force_flush()
-                if reread:  # as a run that begins does
+                if reread:  # as a new run does
                     at = (await each.aget_tuple(config("t"))).config  # type: ignore[union-attr]
             await each.force_flush()
         kept, everything = await listed(saver), await listed(all_)

@@ -1,4 +1,4 @@
-"""The JSON of a checkpoint's row is what Python's own encoder makes of it."""
+"""The JSON of a checkpoint's row equals that of Python's own encoder."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _step = st.one_of(
 
 
 class _Away:
-    """What stands behind it, as long as it is not away."""
+    """Passes calls on to a part of the store, unless the store is away."""
 
     def __init__(self, inner: Any, weather: Weather) -> None:
         self._inner, self._weather = inner, weather
@@ -77,7 +77,7 @@ class Weather:
 
 
 class World:
-    """Two savers on one log and one store, and what they are compared with."""
+    """Two savers on one log and one store, and the oracle that they are compared with."""
 
     def __init__(self) -> None:
         self.weather, self.nats, self.tables = Weather(), MemoryNats(), MemoryCheckpointStore()
@@ -114,7 +114,7 @@ class World:
                 await saver.aclose()
 
     async def _attempt(self, call: Callable[[BaseCheckpointSaver[str]], Any], saver: int) -> bool:
-        """Do it on the saver and, if it was done, on the other side."""
+        """Make the call on the saver and, if it succeeds, on the oracle."""
         try:
             await call(self.savers[saver])
         except StoreUnavailable:
@@ -134,7 +134,7 @@ class World:
         self.count += 1
         new = dict.fromkeys(changed, f"{self.count:032}.0")
         versions = {**versions, **new}
-        # One that has a blob, one that stands in the row, and one that is emptied every other time.
+        # One channel with a blob, one with its value in the row, and one that is emptied every other time.
         made = {"a": [self.count], "b": self.count, "c": {"n": self.count}}
         values = {**values, **{c: made[c] for c in changed if c != "c" or self.count % 2}}
         values = {c: v for c, v in values.items() if c != "c" or c not in changed or self.count % 2}
@@ -192,7 +192,7 @@ class World:
             await self.savers[saver].force_flush()
 
     async def _crash(self, saver: int) -> None:
-        # Without the drain of a close: what is acknowledged is in the log, and nowhere else.
+        # A crash does not drain as a close does: acknowledged entries are in the log, and nowhere else.
         await self.savers[saver].engine.buffer.release()
         with contextlib.suppress(StoreUnavailable):
             self.savers[saver] = await self.opened()
@@ -226,7 +226,7 @@ def test_it_reads_as_in_memory(steps: list[Any]) -> None:
 
 @pytest.mark.parametrize("store_away", [False, True])
 def test_the_model_reaches_what_it_is_about(store_away: bool) -> None:
-    """Puts, reads by the other instance, a fork and a crash; and reads in an outage are not all refused."""
+    """The model has puts, reads by the other instance, a fork and a crash; and some reads in an outage succeed."""
     world = World()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Reads whose two answers are of different moments, or of long ago: in memory and in virtual time."""
+"""Reads whose two answers come from different moments, or from long ago: in memory and in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ META: Any = {"source": "loop", "step": 1, "parents": {}}
 
 
 class Store(MemoryCheckpointStore):
-    """Rows that are answered before the tail is asked for, and a store that goes away."""
+    """A store that can answer before the log's tail is asked for, and that can be away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ class Store(MemoryCheckpointStore):
         return Part(Watermark(), Tables()) if self.went_back else await super().rows(*asked)
 
     async def flush(self) -> None:
-        """Set by the test."""
+        """Do nothing; the test replaces it."""
 
 
 async def _opened(store: Store, nats: MemoryNats, *, flusher: bool = True, **options: Any) -> AsyncBufferedSaver:
-    """Without a flusher it sees of the log only what it is asked for."""
+    """Open a saver; without a flusher, it sees only what it asks of the log."""
     return await AsyncBufferedSaver.open(store, nats=nats, config=replace(CONFIG, flusher=flusher), **options)
 
 
@@ -111,12 +111,12 @@ def test_a_fork_from_before_what_is_flushed_fetches_the_values_of_its_branch() -
 
 
 def test_a_failover_during_a_read_takes_no_values_from_it() -> None:
-    """What is read last comes from a Postgres that lacks what the one before had flushed."""
+    """The last read comes from a Postgres that lacks a flush which the read before it saw."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
         saver, reader = await _opened(store, nats), await _opened(store, nats)
-        a = ["x" * (1 << 20)]  # too large to be carried by the fork
+        a = ["x" * (1 << 20)]  # too large for the fork to carry
         one = await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": a}), META, {"a": "1"})
         await saver.aput(one, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
         await saver.force_flush()
@@ -138,7 +138,7 @@ def test_a_failover_during_a_read_takes_no_values_from_it() -> None:
 @pytest.mark.parametrize("written_since", [False, True])
 @pytest.mark.parametrize("long_ago", [False, True])
 def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_since: bool, long_ago: bool) -> None:
-    """The log has forgotten what another has written since: only Postgres could tell."""
+    """The log has forgotten what another process has written since, so only Postgres can tell."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -149,7 +149,7 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
         if written_since:
             await other.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
             await other.force_flush()
-        for n in range(10):  # the entry at a partition's cursor stays
+        for n in range(10):  # the entry at a partition's cursor is not purged
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
         await asyncio.sleep(600 if long_ago else 1)
         subject = one.engine.buffer.subjects.of("t")
@@ -169,7 +169,7 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
 
 @pytest.mark.parametrize("written_since", [False, True])
 def test_a_thread_that_was_read_is_never_assumed_to_be_new(written_since: bool) -> None:
-    """Nor is one of which somebody names a checkpoint: a DeltaChannel's history does so."""
+    """Nor is a thread assumed to be new when a caller names a checkpoint of it, as a DeltaChannel's history does."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -180,7 +180,7 @@ def test_a_thread_that_was_read_is_never_assumed_to_be_new(written_since: bool) 
         await _values(one)
         if written_since:
             await other.aput(second, checkpoint({"a": "3"}, {}), META, {"a": "3"})
-        for n in range(10):  # the entry at a partition's cursor stays
+        for n in range(10):  # the entry at a partition's cursor is not purged
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
         assert await one.aget_tuple(config("looked at")) is None
         await asyncio.sleep(600)
@@ -207,7 +207,7 @@ def test_a_thread_that_was_read_is_never_assumed_to_be_new(written_since: bool) 
 
 
 def test_a_thread_that_was_read_and_is_not_remembered_is_not_assumed_to_be_new_either() -> None:
-    """Its rows gave way to those of others, or never had room."""
+    """The thread's rows were evicted for those of others, or never had room."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -216,7 +216,7 @@ def test_a_thread_that_was_read_and_is_not_remembered_is_not_assumed_to_be_new_e
         await other.force_flush()
         await _values(one)
         one.engine._reads._cache.forget("t")
-        for n in range(10):  # the entry at a partition's cursor stays
+        for n in range(10):  # the entry at a partition's cursor is not purged
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
         await asyncio.sleep(600)
         store.down = True
@@ -231,7 +231,7 @@ def test_a_thread_that_was_read_and_is_not_remembered_is_not_assumed_to_be_new_e
 
 @pytest.mark.parametrize("size", [1000, 1 << 20])
 def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_names(size: int) -> None:
-    """What is too large to be carried into the log stands in Postgres only."""
+    """A value that is too large to be carried into the log is in Postgres only."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -239,12 +239,12 @@ def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_
         large = {"a": ["x" * size]}
         at = await other.aput(config("t"), checkpoint({"a": "1"}, large), META, {"a": "1"})
         await other.force_flush()
-        for n in range(10):  # the entry at a partition's cursor stays
+        for n in range(10):  # the entry at a partition's cursor is not purged
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
         await asyncio.sleep(600)
         assert await _values(one) == large
         store.down = True
-        assert await one.aget_tuple(config("never read")) is None  # so it knows that Postgres is away
+        assert await one.aget_tuple(config("never read")) is None  # now it knows that Postgres is away
         await one.aput(at, checkpoint({"a": "1", "b": "2"}, {**large, "b": [2]}), META, {"b": "2"})
         for saver in (one, other):
             if size < 1 << 20:
@@ -265,7 +265,7 @@ def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_
 @pytest.mark.parametrize("followed", [True, False])
 @pytest.mark.parametrize("writer", ["nobody", "another", *seldom("this process", "another, which was read")])
 def test_nothing_is_written_behind_what_was_read_before_others_went_on(writer: str, followed: bool) -> None:
-    """The log does not show it any more: a process knows of it if it has seen all of the log since."""
+    """The log no longer shows their entries: a process knows of them only if it has seen all of the log since."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -313,7 +313,7 @@ def test_nothing_is_written_behind_what_was_read_before_others_went_on(writer: s
 
 @pytest.mark.parametrize(("size", "first"), [(1000, {"a", "b"}), (1 << 20, {"b"})])
 def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_large(size: int, first: set[str]) -> None:
-    """With Postgres away, another process reads the thread from the log alone then."""
+    """Another process can then read the thread from the log alone while Postgres is away."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -339,7 +339,7 @@ def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_larg
 
 @pytest.mark.parametrize("history", ["run", "latest"])
 def test_a_checkpoint_that_is_overtaken_is_saved_as_it_was_given(history: History) -> None:
-    """Another worker deletes the thread; the caller goes on with the objects that it gave, while it waits."""
+    """Another worker deletes the thread, and the caller changes the objects that it gave while the call waits."""
 
     async def main() -> None:
         store, nats = Store(), MemoryNats()
@@ -387,19 +387,19 @@ def test_what_was_read_is_the_last_until_others_write_or_the_log_forgets_who_did
     assert not cache.is_last("t", 4, 0, 0.0)  # nothing was read there
     cache.let_go(lambda _: 5)
     assert cache.is_last("t", 5, 0, never) and not cache.is_last("t", 3, 0, never)
-    assert cache.is_last("t", 3, 0, 0.0)  # it was read so lately that the log would show what came since
+    assert cache.is_last("t", 3, 0, 0.0)  # read so lately that the log would show any later entry
     cache.let_go(None)
     assert not cache.is_last("t", 5, 0, never)
     read("t", 5)
     assert cache.is_last("t", 5, 0, never)
-    for n in range(_FOLLOWED_MAX):  # so many are followed
+    for n in range(_FOLLOWED_MAX):  # as many threads as are followed
         read(str(n), 1)
     cache.let_go(lambda _: 0)
     assert cache.is_last("0", 1, 0, never) and not cache.is_last("t", 5, 0, never)
 
 
 def test_the_cache_keeps_no_rows_with_the_namespaces_of_an_earlier_read() -> None:
-    """The first read of a thread tells its namespaces, later ones do not: its rows would be held, and not counted."""
+    """Only a thread's first read has its namespaces; rows of that read would be held, and not counted."""
     cache = ReadCache(10_000)
     for n in range(100):
         tables = Tables()

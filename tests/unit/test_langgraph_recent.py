@@ -1,4 +1,4 @@
-"""What is known of a thread without asking anybody is what it is, or nothing."""
+"""What a process knows of a thread without a read is right, or nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _read(tables: Tables, ns: str) -> Tables:
 
 
 def _as_graphs_do(operation: Operation) -> Operation:
-    """A version of a channel has one value."""
+    """Give each version of a channel one value, as graphs do."""
     match operation:
         case Put(_, blobs, _) | Rows(_, blobs, _):
             same = [msgspec.structs.replace(blob, blob="/".join(blob.key).encode()) for blob in blobs]
@@ -63,7 +63,7 @@ _step = st.one_of(
 
 @given(st.lists(_operations, max_size=4), st.lists(_step, max_size=12))
 def test_what_is_known_is_what_a_read_would_show(before: list[Operation], steps: list[tuple[str, Any]]) -> None:
-    """`before`: what the thread has when it is first read; with nothing, all of it is known."""
+    """`before`: what the thread has at its first read; if nothing, all of it is known."""
     recent, tables, last = Recent(1 << 20), Tables(), 0
     for operation in before:
         tables.apply(operation)
@@ -81,7 +81,7 @@ def test_what_is_known_is_what_a_read_would_show(before: list[Operation], steps:
             last += 1
         for ns in NAMESPACES:
             known = recent.newest("t", ns, None, 0.0)
-            if known is not None and known.end.seq == last:  # else the log's end tells that it is not all
+            if known is not None and known.end.seq == last:  # otherwise the log's end shows that something is missing
                 hits += 1
                 assert _shown(known.tables, known.row) == _shown(tables, tables.latest(ns))
                 assert recent.newest("t", ns, "nothing like that", 0.0) is None
@@ -125,7 +125,7 @@ def test_no_more_bytes_are_held_than_may_be() -> None:
 
 
 class Counting(MemoryCheckpointStore):
-    """Counts what it is asked for."""
+    """A store that counts its reads."""
 
     asked = 0
 
@@ -135,7 +135,7 @@ class Counting(MemoryCheckpointStore):
 
 
 async def _opened(store: Counting) -> AsyncBufferedSaver:
-    """A saver that has seen the log: what was known before counts for nothing."""
+    """A saver that has seen the log; knowledge from before that does not count."""
     saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=CONFIG)
     await _said(saver, "another")
     store.asked = 0
@@ -172,7 +172,7 @@ def test_the_store_is_asked_again_after_a_while_and_where_history_is_left_out(hi
 
 
 def test_what_was_parked_is_not_known_any_more() -> None:
-    """Also when it was being read while it was parked."""
+    """An entry that is parked while it is being read is not known either."""
 
     async def main() -> None:
         store = Counting()

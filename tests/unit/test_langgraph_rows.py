@@ -1,4 +1,4 @@
-"""Operations on LangGraph's rows: what a flush makes of many is what they make one by one."""
+"""Operations on LangGraph's rows: flushed together, they make what they make one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who stands before a backlog finds where the partitions end in its last groups, and reads nothing else for that."""
+"""A process behind a backlog finds the partitions' ends in the log's last groups, and reads nothing else for that."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unit.fake_log import run
 CONFIG = BufferConfig(log=LogConfig(partitions=4))
 SUBJECTS = Subjects(CONFIG.log.subject, 4)
 THREADS = {SUBJECTS.partition(thread): thread for thread in map(str, range(100))}
-#: Entries of a backlog, each in a group of its own.
+#: The number of entries in a backlog, each in a group of its own.
 BACKLOG = 500
 
 
 async def written(nats: MemoryNats, partitions: Sequence[int]) -> dict[int, int]:
-    """Where each partition ends once something is written to these, one after the other."""
+    """Write to these partitions, one after the other. Returns where each partition ends then."""
     log = nats.session(CONFIG).log
     if await log.epoch(checked=False) is None:
         await log.create(1, None)

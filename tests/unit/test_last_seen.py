@@ -1,4 +1,4 @@
-"""What was seen of the log is not in it any more: it was removed, it was never there, or the log went back."""
+"""Groups that were seen and are no longer in the log: they were removed, never stored, or the log went back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def wrote(process: Process, thread_id: str = "a", expected: int | None = N
 
 
 async def goes_on(process: Process, world: World) -> None:
-    """It writes and reads, though what it knew may first have to be looked at anew."""
+    """Check that the process writes and reads, though it may first have to look again."""
     expected = process.heads.head(hash_of("b"))
     for _ in range(2):
         if isinstance(at := await wrote(process, "b", expected), int):
@@ -44,7 +44,7 @@ async def goes_on(process: Process, world: World) -> None:
 
 
 def two_writers(main: Callable[[World, Process, Process], Awaitable[None]]) -> None:
-    """Two that have been in each other's way, so that they tell each other of their groups."""
+    """Run `main` with two writers that got in each other's way, so that they tell each other of their groups."""
 
     async def whole() -> None:
         world = World(random.Random(1))
@@ -60,18 +60,18 @@ def two_writers(main: Callable[[World, Process, Process], Awaitable[None]]) -> N
 
 
 async def tell(process: Process, seq: int, before: Seen) -> None:
-    """Somebody tells of a group that the log need not have."""
+    """Tell writers of a group that the log need not have."""
     words = Draft(5, []).header(before.id, before.seq, 0).encode()
     await tell_words(process, _STORED.pack(_HAS_STORED, 99, 0, 0, seq, 0) + words)
 
 
 async def tell_words(process: Process, words: bytes) -> None:
-    """Somebody tells all writers this."""
+    """Tell all writers these words."""
     await process.log.tell(SUBJECTS.writers, words)
 
 
 def lose_last(world: World) -> None:
-    """The server comes back without its last message."""
+    """Let the server come back without its last message."""
     world.stream.remove(world.stream.end)
     world.stream.end -= 1
 
@@ -125,8 +125,8 @@ def test_a_group_that_was_told_of_and_is_not_in_the_log_stops_nobody(ahead: int)
         assert two.heads.seen == seen.seq + ahead
         for process in (one, two):
             await goes_on(process, world)
-            # Virtual time, in which the other hears of the true group: who is told a lie about the very next one, and
-            # writes before it hears the truth, writes behind what it does not know (SECURITY.md).
+            # In this virtual time the other hears of the true group. A writer that is told a lie about the next group,
+            # and writes before it hears the truth, builds on a group that it does not know (SECURITY.md).
             await asyncio.sleep(0.1)
         check(world, [one, two])
 
@@ -165,10 +165,10 @@ def test_a_group_that_was_only_told_of_and_lost_is_dropped_and_its_writer_refuse
     async def main(world: World, one: Process, two: Process) -> None:
         await two.tail.see_all()
         assert isinstance(await wrote(one), int)
-        await asyncio.sleep(0.1)  # of virtual time: it is told
+        await asyncio.sleep(0.1)  # in virtual time: it is told of the group
         assert two.tail.last_seen.only_heard
         lose_last(world)
-        if elsewhere:  # another was faster
+        if elsewhere:  # another writer was faster
             three = Process(world)
             three.sequencer.start()
             assert isinstance(await wrote(three, "c"), int)
@@ -184,7 +184,7 @@ def test_a_group_that_was_only_told_of_and_lost_is_dropped_and_its_writer_refuse
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("looked", [False, True])
 def test_a_log_that_went_back_and_grew_again_is_refused_before_anything_is_sent(more: int, looked: bool) -> None:
-    """Also when what it holds by now was looked at before."""
+    """The log is also refused when its present content was looked at before."""
 
     async def main() -> None:
         world = World(random.Random(1))

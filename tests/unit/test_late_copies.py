@@ -1,6 +1,6 @@
 """A publish whose copy arrives late, after others' entries were flushed and purged.
 
-Behind others' groups no copy can land. So nobody may be told that it is stored, and a repeat is written once.
+No copy can land behind others' groups. So no caller may be told that it is stored, and a repeat is written once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thorough import examples, seldom
 from unit.fake_log import run
 from unit.write_world import Instance, World, test
 
-#: How the write that is held up is made, and made again: by its token, by a key, with a source's number, in a series.
+#: How the write that is held up is made and repeated: by its token, by a key, with a source's number, in a series.
 HOW = ("token", "key", "source", "series")
 MARK = producers.item("feed", 7)
 
@@ -47,7 +47,7 @@ async def write(one: Instance, how: str, token: str | None = None, *, whole: boo
 
 @contextlib.contextmanager
 def nothing_arrives(world: World) -> Iterator[list[Sequence[Outgoing]]]:
-    """Whatever is sent is on its way, until somebody lets it land."""
+    """Let no write arrive or be answered. Yields the writes that were sent."""
     sent: list[Sequence[Outgoing]] = []
 
     async def send(kind: str, messages: Sequence[Outgoing]) -> int:
@@ -62,7 +62,7 @@ def nothing_arrives(world: World) -> Iterator[list[Sequence[Outgoing]]]:
 
 
 async def held_up(world: World, work: Awaitable[Receipt]) -> tuple[str, Callable[[], int]]:
-    """Let the call end without an answer; its token, and what lets its first copy arrive."""
+    """Let the call end without an answer. Returns its token, and a function that lets its first copy arrive."""
     with nothing_arrives(world) as sent, pytest.raises(OutcomeUnknown) as unknown:
         await work
 
@@ -70,7 +70,7 @@ async def held_up(world: World, work: Awaitable[Receipt]) -> tuple[str, Callable
 
 
 async def overtaken(world: World, one: Instance, how: str, *, whole: bool, existed: bool = True) -> str:
-    """A write of `one` that comes, and is refused, after another's entry was flushed and purged; its token."""
+    """Let a write of `one` come, and be refused, after another's entry was flushed and purged. Returns its token."""
     two = Instance(world)
     if existed:
         await two.checkpoint(["m0"])
@@ -170,7 +170,7 @@ def test_without_postgres_nobody_is_told_that_a_first_entry_counts(how: str, oth
         writer = Instance(world) if other else one
         own = not superseded and not other and how in ("source", "series")
         with contextlib.nullcontext() if own else pytest.raises((OutcomeUnknown, StoreUnavailable)):
-            # Who wrote it has seen by now that it stands where it was to stand.
+            # By now the writer has seen that its entry is at its place.
             assert (await write(writer, how, token)).repeated
         world.store_is_up = True
         assert (await write(writer, how, token)).repeated is not superseded
@@ -183,7 +183,7 @@ def test_without_postgres_nobody_is_told_that_a_first_entry_counts(how: str, oth
 @pytest.mark.parametrize("flushed", [False, True], ids=["", "flushed"])
 @pytest.mark.parametrize("many", [1, 20])
 def test_what_others_write_behind_it_does_not_make_it_count(how: str, flushed: bool, many: int) -> None:
-    """Their entries carry the keys and numbers of the thread: of one that was refused they must not."""
+    """Others' entries carry the thread's keys and numbers, but must not carry those of a refused entry."""
 
     async def main(world: World, one: Instance) -> None:
         token = await overtaken(world, one, how, whole=False)
@@ -198,7 +198,7 @@ def test_what_others_write_behind_it_does_not_make_it_count(how: str, flushed: b
             assert (await write(one, how, token)).repeated
             await check_it_is_there_once(world)
         elif how in ("token", "key"):
-            # Nothing tells any more whether it was applied: then nobody says so.
+            # Nobody can tell any more whether it was applied, so no repeat may be told that it was.
             with contextlib.suppress(OutcomeUnknown):
                 assert not (await write(one, how, token)).repeated
         else:
@@ -239,7 +239,7 @@ def test_other_content_is_no_conflict_with_a_write_that_others_overtook() -> Non
 @pytest.mark.parametrize("next_", ["append", "checkpoint", "keyed"])
 @pytest.mark.parametrize("wakes", ["the answer", "another caller"])
 def test_nothing_is_built_on_an_entry_whose_answer_came_too_late(next_: str, wakes: str) -> None:
-    """Its writer, of all, must not keep it for the thread's last: what builds on it would be quarantined for good."""
+    """The entry's own writer must not take it for the thread's last: what builds on it would be parked for good."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -278,7 +278,7 @@ def test_nothing_is_built_on_an_entry_whose_answer_came_too_late(next_: str, wak
 
 
 def test_a_writer_that_remembers_what_was_before_is_not_led_on_by_a_late_copy() -> None:
-    """The copy names the entry that this writer knows as its predecessor; what came between is purged."""
+    """The copy's predecessor is the entry that this writer knows; the entries in between are purged."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -301,7 +301,7 @@ def test_a_writer_that_remembers_what_was_before_is_not_led_on_by_a_late_copy() 
 
 
 class Applied(World):
-    """Counts how often each run was applied."""
+    """A world that counts how often each run was applied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Applied(World):
 @examples(25)
 @given(seed=st.integers(0, 2**32))
 def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> None:
-    """Calls that are held up, land, or never do, and are repeated by anybody, between flushes and purges."""
+    """Calls are held up, land or never land, and are repeated by any process, between flushes and purges."""
     chance = random.Random(seed)
 
     async def main() -> None:
@@ -332,7 +332,7 @@ def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> 
         def new() -> tuple[str, Call, str | None]:
             name, whole = f"r{len(calls)}", chance.random() < 0.5
             how = chance.choice(("token", "key", "source"))
-            # A source of its own: of one, a lower number is a repeat once a higher one is stored.
+            # Each write has its own source: a source's lower number is a repeat once a higher one is stored.
             mark = producers.item(name, 1) if how == "source" and len(marked) < producers.SIZE else None
             if mark is not None:
                 marked.add(name)
@@ -359,7 +359,7 @@ def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> 
             except OutcomeUnknown as e:
                 calls[name] = do, e.token
             except LogUnavailable:
-                pass  # it was not sent: an earlier one of the thread has no answer yet
+                pass  # it was not sent: an earlier write of the thread has no answer yet
 
         for _ in range(chance.randint(4, 30)):
             match chance.randrange(8):
@@ -395,7 +395,7 @@ def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> 
 
 @pytest.fixture
 def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let two minutes pass that the clock of the event loop does not count."""
+    """Return a function that lets two minutes pass without the clock of the event loop."""
     asleep = 0.0
 
     def sleep() -> None:
@@ -464,7 +464,7 @@ def test_what_was_found_to_be_new_before_the_machine_was_suspended_is_looked_up(
 
 
 def test_a_read_during_which_the_machine_was_suspended_looks_again(suspend: Callable[[], None]) -> None:
-    """The store answered before, the log after: in between an entry went from the one to the other."""
+    """The store answered before the suspension, and the log after it: an entry moved from log to store meanwhile."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -491,6 +491,6 @@ def test_a_machine_that_is_not_suspended_has_one_clock() -> None:
     async def main(_: World, one: Instance) -> None:
         before = elapsed.now_s()
         await asyncio.sleep(5)
-        assert 4.9 < elapsed.now_s() - before < 6  # the kernel tells its two clocks one after the other
+        assert 4.9 < elapsed.now_s() - before < 6  # the kernel's two clocks are read one after the other
 
     test(main)

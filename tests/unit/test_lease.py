@@ -1,4 +1,4 @@
-"""A flusher whose lease cannot be renewed: what it has, it keeps until somebody takes it."""
+"""A flusher that cannot renew its lease keeps its partitions until another flusher takes them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ AWAY = "the hot bucket does not answer in time"
 
 
 class Away(MemorySharedState):
-    """A hot state that may not be reached."""
+    """A hot state that may be away."""
 
-    #: Why.
+    #: The reason; empty: it can be reached.
     away = ""
 
     async def _turn(self) -> MemoryBucket:
@@ -30,7 +30,7 @@ class Away(MemorySharedState):
 
 
 class World(Bench):
-    """Flushers of one log, each with a hot state of its own that reaches the same bucket or does not."""
+    """Flushers of one log, each with a hot state of its own that can be cut off from the common bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class World(Bench):
         return made, shared
 
     async def cut_off(self) -> tuple[Flusher, Away]:
-        """One that has everything, and cannot reach the bucket any more for longer than its lease."""
+        """A flusher that has all partitions, and was cut off from the bucket for longer than its lease."""
         made, shared = await self.join("a")
         await asyncio.sleep(2)
         assert set(made.cursors()) == EVERYTHING

@@ -14,14 +14,14 @@ from bufstore.notify.listener_state import NEXT, ListenerState, ListenerStep, af
 
 
 class Server:
-    """What a listener opens: counts, holds up and fails as it is told to."""
+    """The subscriptions that a listener opens: they are counted, and can be held up and fail."""
 
     def __init__(self) -> None:
         self.opened = 0
         self.closed = 0
         self.most = 0
         self.deliver: list[Callable[[str], None]] = []
-        #: Set: goes through at once.
+        #: Set: opening and closing do not wait.
         self.may_open = asyncio.Event()
         self.may_close = asyncio.Event()
         self.may_open.set()
@@ -59,7 +59,7 @@ class Server:
             callback(payload)
 
     def send(self, payload: str) -> None:
-        """As the server would, on the last subscription."""
+        """Deliver on the last subscription, as the server would."""
         self.deliver[-1](payload)
 
     def hearing(self, name: str) -> Callable[[str], None]:
@@ -147,7 +147,7 @@ async def test_one_start_for_many_that_come_at_once(server: Server) -> None:
 
 
 async def test_a_message_that_arrives_while_starting_is_heard(server: Server) -> None:
-    """The server may deliver before the client has told us that it is subscribed."""
+    """The server may deliver before the client has said that it is subscribed."""
     seen = []
 
     async def open_(deliver: Callable[[str], None]) -> Teardown:
@@ -166,7 +166,7 @@ async def test_who_comes_while_it_stops_gets_a_new_start(server: Server) -> None
     await _in_state(server, ListenerState.STOPPING)
     coming = asyncio.ensure_future(server.listener.subscribe(["a"], server.hearing("new")))
     await asyncio.sleep(0)
-    server.send("a")  # still delivered by the old one
+    server.send("a")  # still delivered by the old subscription
     assert server.heard == [("new", "a")]
     server.may_close.set()
     await asyncio.gather(leaving, coming)
@@ -184,7 +184,7 @@ async def test_who_left_is_not_called(server: Server) -> None:
 
 
 async def test_a_subscription_that_was_given_up_is_not_heard(server: Server) -> None:
-    """Unsubscribing failed, or the server is slow: what it still sends must not be heard twice."""
+    """Unsubscribing failed, or the server is slow: what the old one still delivers must not be heard twice."""
     server.fail_closes = 1
     await (await server.listener.subscribe(["a"], server.hearing("x")))()
     await server.listener.subscribe(["a"], server.hearing("x"))
@@ -283,7 +283,7 @@ async def test_leaving_twice_takes_nobody_along(server: Server) -> None:
 
 
 async def test_who_leaves_between_start_and_return_leaves_no_dead_listener(server: Server) -> None:
-    """One leaves in the very moment in which another arrives: the one that came must hear."""
+    """One leaves at the moment in which another arrives: the new one must hear."""
     for pause in range(6):
         leaving = await server.listener.subscribe(["a"], server.hearing("old"))
         coming = asyncio.ensure_future(server.listener.subscribe(["a"], server.hearing("new")))
@@ -325,7 +325,7 @@ async def test_a_cancelled_leaver_still_leaves(server: Server) -> None:
 
 
 async def test_any_order_of_coming_and_going_ends_well(server: Server) -> None:
-    """Many come and go at once, and starts and stops fail: never two subscriptions, and none is left over."""
+    """Many come and go at once, and starts and stops fail: there are never two subscriptions, and none is left over."""
     import random
 
     rng = random.Random(7)

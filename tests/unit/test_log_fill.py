@@ -1,4 +1,4 @@
-"""How long the log has room, what a full one says, and what follows for who asks how a store is doing."""
+"""How long the log has room, what a full log says, and what a health check reports then."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from helpers import fresh, run_of
 from unit.fake_log import run
 
 LIMIT = 2 << 30
-#: Messages of 2500 bytes that are written in a second.
+#: Messages of 2500 bytes that are written per second.
 RATE = 1000
 
 
 def fill(at: float, unflushed: float, flushed: float = 0) -> LogFill:
-    """At `RATE`; what is and is not flushed in seconds of it."""
+    """The log's fill at `RATE`, with so many seconds' messages unflushed, and flushed."""
     messages = round(RATE * (unflushed + flushed))
     above = Counter({0: round(RATE * unflushed)})
     return LogFill(at, Held(2500 * messages, LIMIT, above, 2500 * above[0], round(RATE * at)))
@@ -88,7 +88,7 @@ def store(nats: MemoryNats, inner: MemoryThreadStore, **config: Any) -> Any:
 
 
 def away(inner: MemoryThreadStore) -> None:
-    """Postgres does not answer any more."""
+    """Let Postgres no longer answer."""
 
     async def fails(*_: Any, **__: Any) -> Any:
         raise StoreUnavailable("Postgres is away")
@@ -182,7 +182,7 @@ def test_each_ability_has_its_reason(log: str, store: str, flusher: str, full: s
 
 
 def test_no_entry_may_be_larger_than_its_log_can_hold() -> None:
-    """The default gives way, so that a small log needs no second option."""
+    """The default becomes smaller, so that a small log needs no second option."""
     assert LogConfig().entry_bytes_max == 64 << 20
     assert LogConfig(max_bytes=16 << 20).entry_bytes_max == 15 << 20
     assert LogConfig(max_bytes=16 << 20, max_entry_bytes=15 << 20).entry_bytes_max == 15 << 20

@@ -1,4 +1,4 @@
-"""Lookups of one turn of the loop go out as one request, and each caller has an answer of its own."""
+"""Lookups of one turn of the loop go out as one request, and each caller gets its own answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bufstore.buffer.append.lookups import Lookups
 
 
 class Asked:
-    """Answers once `go` is set: the length of each key, nothing for "none"; or raises `error`."""
+    """Answers once `go` is set: each key's length, nothing for "none"; or raises `error`."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
@@ -58,7 +58,7 @@ async def test_an_error_reaches_all_and_nobody_need_wait_for_it() -> None:
     asked.error = ConnectionError("away")
     lookups = Lookups(asked)
     waiting = [lookups.of("a"), lookups.of("b")]
-    lookups.of("c")  # nobody waits: no warning of an error that was never retrieved
+    lookups.of("c")  # nobody awaits it, and there is no warning of an error that was never retrieved
     asked.go.set()
     for answer in waiting:
         with pytest.raises(ConnectionError):

@@ -38,7 +38,7 @@ STEPS = (
 
 
 class _Model:
-    """A thread on which steps are done one by one, as a backend would store them."""
+    """A thread whose steps are stored one by one, as in a backend."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -121,7 +121,7 @@ def test_whatever_happens_the_invariants_hold(steps: list[tuple[str, int]]) -> N
         everything = [*model.queue, *model.ended, *active]
         for d in everything:
             check_invariants(d)
-        # None is lost, none is doubled, and what has ended stays as it is.
+        # None is lost or doubled, and those that have ended stay as they are.
         assert len(everything) == enqueued + (what == "enqueue")
         assert len({d.dispatch_id for d in everything}) == len(everything)
         assert before.items() <= {d.dispatch_id: d for d in model.ended}.items()

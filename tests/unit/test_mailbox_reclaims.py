@@ -1,4 +1,4 @@
-"""Taking back expired claims, when some cannot be taken back."""
+"""Reclaiming expired claims when some cannot be reclaimed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bufstore.mailbox.store import MailboxStore
 
 
 class _Stubborn(MemoryBackend):
-    """Refuses every step of some threads."""
+    """A backend that refuses every step of some threads."""
 
     refused: frozenset[str] = frozenset()
 
@@ -50,7 +50,7 @@ async def test_a_claim_that_cannot_be_taken_back_holds_up_no_other() -> None:
 
 
 async def test_many_that_cannot_be_taken_back_come_last() -> None:
-    """However many they are: a few are tried in each call, which takes a bounded time when the store is away."""
+    """Each call tries only a few of them, so that it takes a bounded time when the store is away."""
     stuck = [f"stuck{n}" for n in range(7)]
     store, backend = await _expired(*stuck, "t1")
     backend.refused = frozenset(stuck)

@@ -1,4 +1,4 @@
-"""What a step whose answer was lost is said to have come to."""
+"""The reported outcome of a step whose answer was lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bufstore.mailbox.store import MailboxStore
 
 
 class _Failing(MemoryBackend):
-    """Stores nothing, for these reasons, one after the other."""
+    """A backend that stores nothing, and fails with these reasons, one after the other."""
 
     reasons: list[Exception]
 
@@ -27,7 +27,7 @@ class _Failing(MemoryBackend):
 async def test_a_refusal_after_a_lost_answer_does_not_say_that_nothing_was_done(last: BufstoreError) -> None:
     backend = _Failing(MemoryMailbox(), time.time, 1.0)
     store = MailboxStore(backend, MailboxConfig(timeout_s=0.05))
-    backend.reasons = [AppendUnknown("no answer"), last]  # and what got none may still arrive
+    backend.reasons = [AppendUnknown("no answer"), last]  # the first try may still arrive
     with pytest.raises(StepUnknown, match=re.escape(str(last))):
         await store.enqueue("t")
     backend.reasons = [last]

@@ -1,4 +1,4 @@
-"""A worker of the mailbox in memory: what is lost or interrupted ends in its own time, and holds up nothing."""
+"""A worker of the mailbox in memory: lost or interrupted work ends in its own time, and delays nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_claim_that_is_lost_and_still_ends_takes_nothing_from_the_next_of_its_thread() -> None:
-    """The next one was not acknowledged then, and its lease was renewed for ever, also behind `aclose`."""
+    """Regression: the next claim was not acknowledged, and its lease was renewed for ever, even after `aclose`."""
     began = {name: asyncio.Event() for name in (b"first", b"second")}
     ends = {name: asyncio.Event() for name in (b"first", b"second")}
 
@@ -116,7 +116,7 @@ async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> Non
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.2)  # as a rollback does, while it is looked for what is interrupted
+            await asyncio.sleep(0.2)  # as a rollback does, while the worker looks for interrupted work
             ended.set()
 
     began = asyncio.Event()
@@ -132,7 +132,7 @@ async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> Non
 async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back_and_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It ended the worker's task of its thread: the claim stayed until its lease was over, and no log told why."""
+    """Regression: the thread's task ended, the claim stayed until its lease was over, and nothing was logged."""
 
     async def work(_: Any) -> None: ...
 
@@ -148,7 +148,7 @@ async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back
 
 
 class Lossy(MemoryBackend):
-    """Loses the answer to the next write, and something happens then."""
+    """A backend that loses the answer to the next write, after `then` is called."""
 
     then: Callable[[], Awaitable[object]] | None = None
 
@@ -179,7 +179,7 @@ async def test_that_there_is_nothing_to_do_is_not_said_of_a_step_that_may_be_don
 
 
 class Gated(MemoryBackend):
-    """Writes wait for the gate."""
+    """A backend whose writes wait for the gate."""
 
     def __init__(self, shared: MemoryMailbox) -> None:
         super().__init__(shared, time.time, 30.0)
@@ -195,7 +195,7 @@ class Gated(MemoryBackend):
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])
 async def test_who_gives_up_closing_a_worker_leaves_nothing_claimed(cancels: int) -> None:
-    """Its handlers went on for good, and their claims were renewed as long as the mailbox was open."""
+    """Regression: the handlers went on for ever, and their claims were renewed as long as the mailbox was open."""
     backend, began, ended = Gated(shared := MemoryMailbox()), asyncio.Event(), asyncio.Event()
 
     async def handle(dispatch: Dispatch) -> None:
@@ -233,7 +233,7 @@ async def test_who_gives_up_closing_a_worker_leaves_nothing_claimed(cancels: int
 
 
 async def test_a_worker_that_is_closed_as_it_acks_has_acked() -> None:
-    """The ack was cancelled on its way: the claim stayed until its lease was over, and its work was done again."""
+    """Regression: the ack was cancelled, the claim stayed until its lease was over, and the work was repeated."""
     backend = Gated(shared := MemoryMailbox())
 
     async def handle(dispatch: Dispatch) -> None:

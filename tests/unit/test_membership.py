@@ -1,4 +1,4 @@
-"""Who owns which partition."""
+"""Which member owns which partition."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_who_does_not_renew_his_record_is_not_alive_however_long_the_server_keep
 
 @given(st.lists(st.floats(0.0, 20.0), max_size=12))
 def test_who_could_not_look_gives_others_the_time_to_renew(pauses: list[float]) -> None:
-    """After an outage of the shared state all look at once, and none of them has renewed its record yet."""
+    """After an outage of the shared state all members look at once, before any of them has renewed its record."""
     pulse, now = Pulse(3.0, 0.75), 10.0
     for looks, pause in enumerate([0.0, *pauses]):
         alive, dead = pulse.look({"b": 1}, now := now + pause)

@@ -1,4 +1,4 @@
-"""Which release works with which tables, and that every migration says so."""
+"""Which releases work with which tables, and that every migration says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bufstore.postgres.connection.migrate import oldest_release, works_with
 
-#: The rooms, and their newest migration of the releases that did not record which releases work with it.
+#: Folders of migrations, and the newest of each from before migrations said which releases work with them.
 PARTS = {
     ("bufstore.postgres.ledger", "sql"): 6,
     ("bufstore.threads.postgres", "sql"): 3,

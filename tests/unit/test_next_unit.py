@@ -1,4 +1,4 @@
-"""Which writes go out together: whatever waits, nothing is lost, overtaken, sent twice or refused too early."""
+"""Which writes go out together: nothing is lost, overtaken, sent twice or refused too early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bufstore.errors import AlreadyExists, IdempotencyConflict, TooLarge
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.types import Receipt
 
-#: Ten bytes of payload in a message.
+#: The most bytes of payload in a unit.
 UNIT_BYTES = 40
 LIMITS = Limits(100, UNIT_BYTES)
 UNIT_ENTRIES = 8
@@ -215,7 +215,7 @@ def test_it_changes_nothing_and_decides_the_same_again(queue: list[Waits], tip: 
 
 @given(queues(), tips)
 def test_round_by_round_each_write_ends_once(queue: list[Waits], tip: Tip[Content]) -> None:
-    """As the lane does it, on a log that stores everything: what is needed is looked up, each unit lands."""
+    """As in a lane, on a log that stores everything: needs are looked up, and each unit lands."""
     left, ended, log = list(queue), list[int](), list[Outgoing]()
     content, looked_up = queue[0].content, False
     for _ in range(4 * len(queue)):

@@ -1,4 +1,4 @@
-"""Which entries make a window: no partition waits for the others, however much of them there is."""
+"""Which entries make a window: no partition waits for the others, however many entries they have."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Log:
         self.owned[partition].collect()
 
     def flush(self, room: int, waiting: frozenset[str | None] = frozenset()) -> set[int]:
-        """The positions of the next window, which is settled."""
+        """Settle the next window. Returns its positions."""
         threads = gather(self.owned, lambda thread_id: thread_id not in waiting, room)
         found = {item.seq for items in threads.values() for item in items}
         for owned in self.owned:
@@ -94,6 +94,6 @@ def test_a_window_is_full_and_has_the_oldest_entry(
         assert len(flushed) == min(room, len(ready))
         assert flushed <= set(ready)
         assert not ready or ready[0] in flushed
-        for seq in flushed:  # in order, of each thread
+        for seq in flushed:  # in order, within each thread
             before = [s for s in ready if s < seq and entries[s].thread_id == entries[seq].thread_id]
             assert set(before) <= flushed

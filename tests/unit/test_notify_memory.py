@@ -44,12 +44,12 @@ def test_a_prefix_must_fit_everywhere(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("value", "wanted", "expected"),
     [
-        (_BIAS + 2, 1, 1),  # 3 before
-        (_BIAS, 1, 1),  # the last one
-        (_BIAS - 1, 1, 0),  # used up
+        (_BIAS + 2, 1, 1),  # 3 were left
+        (_BIAS, 1, 1),  # one was left
+        (_BIAS - 1, 1, 0),  # none was left
         (_BIAS - 1, 3, 2),  # two were left
         (_BIAS - 500, 100, 0),
-        (-1, 1, 1),  # nobody knows it
+        (-1, 1, 1),  # unknown hint
         (-300, 100, 100),
     ],
 )
@@ -89,7 +89,7 @@ async def test_a_hint_is_forgotten_after_its_time() -> None:
     now = 61.0
     assert broker.claim("h", 3) == 3
     await broker.publish_hinted("i", 1, "i:kind")
-    assert list(broker._hints) == ["i"]  # nothing is kept for ever
+    assert list(broker._hints) == ["i"]  # no hint is kept for ever
 
 
 class Broken:
@@ -101,7 +101,7 @@ class Broken:
         self.no_claims = False
         self.no_publish = False
         self.slow = False
-        self.claim_turns = 0  # of the loop, before a claim is answered
+        self.claim_turns = 0  # turns of the loop before a claim is answered
         self.restore: Callable[[], None] = lambda: None
 
     async def publish(self, event: Event, payload: str) -> None:
@@ -206,7 +206,7 @@ async def test_telling_never_fails_and_ends_in_time(broken: Broken, caplog: pyte
             await notifier.notify_completed("work")
         assert notifier.statistics().dropped == 6
         assert not notifier.statistics().healthy
-        assert sum(r.levelname == "WARNING" for r in caplog.records) == 1  # once an outage
+        assert sum(r.levelname == "WARNING" for r in caplog.records) == 1  # once per outage
         broken.slow = True
         async with asyncio.timeout(5):
             await notifier.notify_ownership_lost("work")
@@ -232,7 +232,7 @@ async def test_what_anybody_publishes_disturbs_nobody(broken: Broken) -> None:
         await notifier.listen_scheduled(["kind"], heard.append)
         for payload in ("", "nothing", ":", "unknown-hint:kind", ":kind"):
             await broken.memory.publish(Event.SCHEDULED, payload)
-        await _all_heard(heard, 2)  # an unknown hint, and none, wake
+        await _all_heard(heard, 2)  # an unknown hint wakes, and a missing one
 
 
 async def test_a_close_while_a_call_is_passed_on_leaves_no_failed_task(broken: Broken) -> None:
@@ -243,7 +243,7 @@ async def test_a_close_while_a_call_is_passed_on_leaves_no_failed_task(broken: B
             await notifier.listen_scheduled(["kind"], lambda _: None)
             broken.claim_turns = turns
             await notifier.notify_scheduled("kind")
-    gc.collect()  # tells of tasks whose failure nobody saw
+    gc.collect()  # reports tasks whose error nobody retrieved
     assert unseen == []
 
 
@@ -270,7 +270,7 @@ async def test_work_that_comes_between_look_and_sleep_is_not_missed() -> None:
     async with MemoryNotifier() as notifier:
 
         async def look() -> float | None:
-            await notifier.notify_scheduled("kind")  # after the look, as far as the worker knows
+            await notifier.notify_scheduled("kind")  # the worker does not know of it when the look ends
             return None
 
         async with asyncio.timeout(5):
@@ -299,7 +299,7 @@ async def test_waiting_ends_when_stopping() -> None:
 
 
 async def test_who_is_called_and_cancelled_passes_the_call_on() -> None:
-    """The only call for an item was gone, and another idle worker slept on until it polled."""
+    """Regression: the only call for an item was lost, and another idle worker slept until it polled."""
     async with MemoryNotifier() as notifier:
         first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
         await eventually(lambda: _listening(notifier, 1))
@@ -368,7 +368,7 @@ async def test_what_may_not_be_listened_to_is_said_once_and_until_it_may(caplog:
         for _ in range(3):
             with pytest.raises(ConfigError):
                 await notifier.listen_scheduled(["kind"], lambda _: None)
-            await notifier.notify_completed("work")  # which is permitted
+            await notifier.notify_completed("work")  # this is permitted
             assert not notifier.statistics().healthy
         assert [r.levelname for r in caplog.records] == ["WARNING"]
         broker.refuses = False
@@ -381,7 +381,7 @@ def test_the_adapters_are_notifiers() -> None:
 
 
 async def _work_off(notifier: Notifier, jobs: list[int], workers: int, poll_s: float) -> list[list[int]]:
-    """What each worker got of the jobs; `jobs` may grow meanwhile."""
+    """Let workers do the jobs, to which others may be added. Returns each worker's jobs."""
     stopping, got = asyncio.Event(), [list[int]() for _ in range(workers)]
 
     async def due() -> float | None:
@@ -415,7 +415,7 @@ async def test_jobs_are_spread_over_idle_workers() -> None:
 
 
 async def test_all_work_is_done_whatever_the_notifier_fails_at() -> None:
-    """Bad and good times of random length, for every call."""
+    """Every call has good and bad times of random length."""
     rng = random.Random(3)
     failures = 0
 

@@ -1,4 +1,4 @@
-"""A store belongs to the event loop that it was opened on: others are told so, and break nothing."""
+"""A store belongs to the event loop that opened it: calls on other loops are refused, and break nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_blocking_call_of_a_saver_whose_loop_does_not_run_is_refused(monkeypat
     saver = loop.run_until_complete(AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats()))
     with pytest.raises(ConfigError, match="does not run"):
         saver.get_tuple(config("t"))
-    with ThreadPoolExecutor() as thread:  # a loop that begins just now, or a little later
+    with ThreadPoolExecutor() as thread:  # the loop runs by now, or will soon
         assert loop.run_until_complete(loop.run_in_executor(thread, saver.get_tuple, config("t"))) is None
         stopped = thread.submit(saver._wait, lambda: _never(loop))
         loop.run_forever()
@@ -81,7 +81,7 @@ async def _never(loop: asyncio.AbstractEventLoop) -> None:
 
 @pytest.mark.timeout(30)
 def test_a_blocking_call_during_which_the_program_ends_is_no_success() -> None:
-    """`asyncio.run` cancels the call; of a bare CancelledError LangGraph's executor says nothing."""
+    """`asyncio.run` cancels the call; LangGraph's executor reports nothing of a bare CancelledError."""
 
     async def main() -> Future[None]:
         saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
@@ -131,6 +131,6 @@ def test_a_signal_handlers_error_at_any_moment_of_a_savers_call_stops_nobody_els
     ],
 )
 def test_what_is_opened_on_another_loop_than_asyncios_says_so(open_: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """On trio, say."""
+    """For example on trio."""
     with pytest.raises(ConfigError, match="no asyncio event loop"):
         open_().send(None)

@@ -1,4 +1,4 @@
-"""A feed that says nothing is not believed for ever: the server that it follows may be behind the log."""
+"""A silent feed is not trusted for ever: its server may be behind the log."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Lagging:
     through = None
 
     def take(self) -> list[StoredMessage]:
-        # What it has not got is not delivered, and not asked for again.
+        # What the server lacks is not delivered, and not asked for again.
         return [m for m in self._feed.take() if m.seq <= self._has]
 
 
 class LaggingLog(FeedLog):
-    """Of each partition, the feeds of the first `lagging` takes lag: they end where the log ended."""
+    """A log of which the first `lagging` feeds of PARTITION lag: they end where the log ended."""
 
     _stream: LaggingServer
 
@@ -49,7 +49,7 @@ class LaggingLog(FeedLog):
         return Lagging(feed, start - 1) if server.made <= server.lagging else feed
 
     async def ends(self, filters: Any, timeout_s: float) -> list[int]:
-        self._stream.looks += any(filter_.endswith("*") for filter_ in filters)  # not of one thread, as reads ask
+        self._stream.looks += any(filter_.endswith("*") for filter_ in filters)  # reads ask for one thread only
         return await super().ends(filters, timeout_s)
 
     async def _follow(self, seq: int, wake: Callable[[], None]) -> Any:
@@ -65,12 +65,12 @@ class LaggingLog(FeedLog):
 class LaggingServer(FeedServer):
     kind = LaggingLog
     lagging = 0
-    #: Whether new consumers deliver nothing at all, and how many were made.
+    #: Whether new consumers deliver nothing, and how many were made.
     paused = False
     consumers = 0
-    #: Why new consumers end at once.
+    #: Why new consumers end at once; empty: they do not.
     end_reason = ""
-    #: Feeds of the partition, and questions where partitions end.
+    #: How many feeds of PARTITION were made, and how often partitions were asked for their ends.
     made = 0
     looks = 0
 
@@ -81,7 +81,7 @@ class World(Bench):
         self.log: LaggingServer
 
     async def ask_until_flushed(self, within_s: float) -> bool:
-        """Ask for a flush as often as one who waits for it does."""
+        """Ask for a flush as often as a waiting caller does. Returns whether the thread was flushed in time."""
         assert self.flusher is not None
         for _ in range(int(within_s / 0.25)):
             self.flusher.ask(PARTITION)
@@ -197,7 +197,7 @@ def test_a_leader_that_does_not_answer_changes_nothing(monkeypatch: pytest.Monke
 
 
 async def _paused_with_all_partitions_written(it: World) -> tuple[list[str], asyncio.Task[None]]:
-    """Every consumer delivers nothing, and somebody waits for each partition; gives the threads, and who asks."""
+    """Let every consumer deliver nothing, and ask for each partition. Returns the threads, and the task that asks."""
     threads = {SUBJECTS.partition(f"t{n}"): f"t{n}" for n in range(20)}
     await it.start()
     await asyncio.sleep(1)
@@ -217,7 +217,7 @@ async def _paused_with_all_partitions_written(it: World) -> tuple[list[str], asy
 
 
 def test_a_consumer_that_delivers_nothing_is_replaced_once_for_all_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each was given to the same consumer again, for ever."""
+    """Regression: each partition got the same consumer again, for ever."""
 
     async def main(it: World) -> None:
         threads, asking = await _paused_with_all_partitions_written(it)
@@ -245,7 +245,7 @@ def test_where_all_consumers_deliver_nothing_many_partitions_replace_no_more_of_
 
 
 def test_who_waits_behind_what_is_of_others_is_not_overdue_while_that_is_delivered() -> None:
-    """To begin anew would deliver all of that once more."""
+    """To begin again would deliver all of those entries once more."""
 
     class Ends:
         async def ends(self, *_: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Threads as a job reads them: what Postgres has of the messages is left there, and the outcome is that of a read."""
+"""Threads as a job reads them: flushed messages stay in Postgres, and the outcome is that of a read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unit.history import THREAD, write_story
 
 
 def row_of(state: ThreadState) -> tuple[Any, ...]:
-    """What ``thread_row_v2`` says of a thread."""
+    """The row that ``thread_row_v2`` returns for a thread."""
     thread, mark = state.thread, state.watermark
     columns: tuple[Any, ...] = (None,) * 6
     if thread is not None:
@@ -45,7 +45,7 @@ def test_it_is_what_a_read_shows_without_the_messages_of_postgres(seed: int, dam
     for some in (waiting, tail):
         expected = overlay(THREADS, expected, THREAD, some) if some else expected
 
-    # What is flushed may be there still, in the log.
+    # Flushed entries may still be in the log.
     again = data.draw(st.integers(0, flushed)) if waits == flushed else flushed
     late = [[Late(item, item.seq) for item in some] for some in (waiting, [*items[again:flushed], *tail])]
     found = overlaid(THREAD, row_of(stored), *late)

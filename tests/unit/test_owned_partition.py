@@ -1,4 +1,4 @@
-"""An owner's memory of a partition: the cursor never passes what is not settled."""
+"""An owner's memory of a partition: the cursor never passes an entry that is not settled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakeFeed:
 
 
 def messages(sizes: list[int], first: int = 1) -> tuple[list[StoredMessage], list[int]]:
-    """One entry for each size, and their positions. Size 0: bytes that are no entry."""
+    """One entry for each size, and their positions. Size 0 makes a malformed entry."""
     made: list[StoredMessage] = []
     ends = []
     for n, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Our parser of what a NATS server sends finds what nats-py's does, however it is cut."""
+"""Our parser finds in a NATS server's data what nats-py's parser finds, however the data is cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bufstore.jetstream.parser import MessageParser, read_all
 
 
 class Told:
-    """A client that notes what its parser tells it. `ends`: its connection ends with so many messages."""
+    """A client that records its parser's calls. `ends`: after how many messages its connection ends."""
 
     def __init__(self, kind: type[Parser], ends: int = -1) -> None:
         self.calls: list[Any] = []
@@ -111,7 +111,7 @@ def test_what_came_with_a_connection_ends_with_it(cut: int) -> None:
     async def main() -> None:
         await told.parser.parse(message * 3 + message[:cut])
         assert len(told.calls) == 2
-        await told.parser.parse(b"PING\r\n")  # of the next one
+        await told.parser.parse(b"PING\r\n")  # from the next connection
 
     asyncio.run(main())
     assert told.calls[2:] == ["PING"]
@@ -126,6 +126,6 @@ async def test_all_that_has_come_is_read_at_once() -> None:
 
 
 def test_the_installed_client_asks_this_parser() -> None:
-    """Without an error it would go by its own, and only be slower."""
+    """If it did not, there would be no error: nats-py would use its own parser, which is slower."""
     assert type(ListeningClient()._ps) is MessageParser
     assert {"_ps", "parse"} <= set(Client._read_loop.__code__.co_names)

@@ -1,4 +1,4 @@
-"""What may leave the log, and when: decided on commit times, confirmations and fill alone."""
+"""Which entries may leave the log, and when: decided by commit times, confirmations and fill alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GAPS = st.lists(st.floats(0.001, 30), min_size=1, max_size=400)
 
 
 def passed_at(gaps: list[float]) -> tuple[Passed, list[float]]:
-    """Commits this long after each other; the one that passed position n was made at times[n - 1]."""
+    """Commits with these gaps between them; the one that passed position n was made at times[n - 1]."""
     passed, times = Passed(), [sum(gaps[: i + 1]) for i in range(len(gaps))]
     for n, time in enumerate(times, 1):
         passed.note(time, n)
@@ -37,7 +37,7 @@ def test_nothing_goes_that_a_postgres_which_was_asked_then_may_lose(
     gaps: list[float], window: float, asked_ago: float, waited: float, retain: float, to_go: float, purged: int,
     archived: int | None,
 ) -> None:  # fmt: skip
-    """However full the log is, and however long ago Postgres was asked."""
+    """However full the log is, and however long ago Postgres was asked, no such entry goes."""
     passed, times = passed_at(gaps)
     passed.gone(min(purged, len(times)))
     now = times[-1] + waited

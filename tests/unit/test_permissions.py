@@ -1,4 +1,4 @@
-"""What roles may do, as far as no server is needed to see it."""
+"""The rights of roles, as far as they can be checked without a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_this_log_is_meant_and_an_app_can_remove_nothing() -> None:
 
 
 def test_keys_are_written_beside_another_api_too() -> None:
-    """A leaf node checks these; with the API of another account the plain ones count."""
+    """A leaf node checks those with the API's prefix; with another account's API, the plain ones count."""
     for role in Role:
         plain, leaf = (set(permissions(role, _LOG, api).publish) for api in ("$JS.API", "$JS.hub.API"))
         keys = {s for s in plain if s.startswith("$KV.")}

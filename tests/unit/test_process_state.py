@@ -1,4 +1,4 @@
-"""A test that leaves its process changed fails; the logs are given back."""
+"""A test that leaves its process changed fails, and logs are restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from bufstore import failpoints
 from process_state import kept
 
-#: What is left changed, by whom, and who puts it back here.
+#: What is left changed: the function that changes it, and the one that puts it back.
 _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "environment": (lambda: os.environ.update(LEFT="1"), lambda: os.environ.pop("LEFT")),
     "working directory": (lambda: os.chdir("/"), lambda: None),
@@ -38,7 +38,7 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("what", _CHANGES)
 def test_what_is_left_changed_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(".")  # which is put back in the end
+    monkeypatch.chdir(".")  # this is put back in the end
     change, put_back = _CHANGES[what]
     try:
         with pytest.raises(AssertionError, match=f"process changed: {what}: "), kept():

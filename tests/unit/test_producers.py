@@ -1,4 +1,4 @@
-"""The highest number per source: a repeat is known, whatever was written in between; bounded, and in order."""
+"""The highest number per source: a repeat is recognized after any other writes; bounded, and in order."""
 
 from __future__ import annotations
 

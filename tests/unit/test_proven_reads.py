@@ -1,4 +1,4 @@
-"""Reads of a replicated log: whoever answers must have proved that he leads, after he was asked."""
+"""Reads of a replicated log: a node's answer counts only if it has proved that it leads, after it was asked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SUBJECT = "thread.0.t"
 
 
 class TwoLeaders(NatsLog):
-    """A log of which `acked` is stored, and nodes that each have its beginning up to some position.
+    """A log that holds `log`, and nodes that each have its beginning up to some position.
 
-    One leads, and has all; who answers a read is drawn anew each time. `proofs` counts what was stored as a proof.
+    One node leads and has everything; `draw` decides which node answers a read. `proofs` counts stored proofs.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class TwoLeaders(NatsLog):
         self.alone = False
         self.proofs = 0
         self.reads = 0
-        #: What a node has that lags or was left; None: all.
+        #: The end of each node that lags or was deposed; None: the node has everything.
         self.has: list[int | None] = [None, *has]
         self._draw = draw
-        #: Written by others between two requests.
+        #: Subjects of others' writes between two requests.
         self.others: list[str] = []
 
     def on_connect(self, hook: Any) -> None: ...
@@ -80,7 +80,7 @@ class TwoLeaders(NatsLog):
         self._others_write()
         has = self._answering()
         found = sorted((end, s) for s in subjects if (end := self.end_of(s, has)) >= max(start, 1))
-        part = found[: max(1, len(found) - self._draw(2))]  # as if no more had room
+        part = found[: max(1, len(found) - self._draw(2))]  # as if there were no room for more
         messages = [StoredMessage(s, seq, None, b"") for seq, s in part]
         return Shown(messages, len(found) - len(part), len(self.log[:has]) if messages else 0)
 
@@ -92,7 +92,7 @@ class TwoLeaders(NatsLog):
 
 @given(st.data())
 def test_whoever_answers_a_read_shows_all_that_was_acknowledged_before(data: st.DataObject) -> None:
-    """Replicas that lag and leaders that were left answer at will; others write meanwhile."""
+    """Replicas that lag and deposed leaders answer at random, and others write meanwhile."""
 
     async def main() -> None:
         subjects = [f"thread.{p}.{t}" for p in (0, 1) for t in "abc"]
@@ -120,7 +120,7 @@ def test_whoever_answers_a_read_shows_all_that_was_acknowledged_before(data: st.
 
 
 def test_a_node_that_was_left_is_never_believed() -> None:
-    """The proof comes from the leader, each answer from the one before."""
+    """The proof comes from the leader, and each answer from a deposed leader."""
 
     async def main() -> None:
         log = TwoLeaders(lambda nodes: nodes - 1, has=[1])
@@ -188,7 +188,7 @@ def test_old_proofs_go_and_the_last_stays() -> None:
 def test_a_shared_call_begins_after_all_who_get_its_answer_have_asked(
     asked: list[tuple[int, bool]], takes: int
 ) -> None:
-    """Also when some of those who asked are cancelled, and when calls fail."""
+    """Some callers are cancelled, and some calls fail."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -227,7 +227,7 @@ def test_a_shared_call_begins_after_all_who_get_its_answer_have_asked(
 
 
 def test_a_tail_of_one_who_lacks_what_was_proved_is_not_shown() -> None:
-    """Who answers may be another one than he who told where the thread ends."""
+    """The tail may come from another node than the thread's end."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()

@@ -1,4 +1,4 @@
-"""What is public: each package's table of names, what type checkers read, and what is imported agree."""
+"""Public names: each package's table of names, the names that type checkers see, and what is imported agree."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import bufstore
 from bufstore import errors
 
-#: Packages whose names are imported when they are asked for.
+#: Packages whose names are imported on first use.
 LAZY = ["bufstore", "bufstore.langgraph", "bufstore.mailbox", "bufstore.notify", "bufstore.spark", "bufstore.tokens"]
 
-#: Packages that have errors of their own.
+#: Packages with errors of their own.
 WITH_ERRORS = [
     "bufstore.embedded",
     "bufstore.langgraph",
@@ -30,16 +30,16 @@ WITH_ERRORS = [
 ]
 SOURCES = Path(inspect.getfile(bufstore)).parent
 ROOT = Path(__file__).parent.parent.parent
-#: What docs/COMPATIBILITY.md says is public.
+#: The public packages, according to docs/COMPATIBILITY.md.
 PUBLIC = re.findall(r"^\* `(bufstore[\w.]*)`:", (ROOT / "docs" / "COMPATIBILITY.md").read_text(), re.MULTILINE)
 
 
 def _checked(package: str) -> dict[str, str]:
-    """What type checkers are told: names, and the modules that they come from."""
+    """The names that type checkers see, and the modules that they come from."""
     tree = ast.parse(Path(inspect.getfile(import_module(package))).read_text())
     (block,) = [n for n in tree.body if isinstance(n, ast.If)]
     imports = [n for n in block.body if isinstance(n, ast.ImportFrom)]
-    # Only what is imported under its own name is exported.
+    # A name is exported only if it is imported under its own name.
     assert all(alias.asname == alias.name for n in imports for alias in n.names)
     return {alias.name: n.module or "" for n in imports for alias in n.names}
 
@@ -85,12 +85,12 @@ def test_every_error_is_public_in_one_package() -> None:
 
 @pytest.mark.parametrize("package", WITH_ERRORS)
 def test_an_error_is_public_in_a_package_of_its_own_when_nothing_else_raises_it(package: str) -> None:
-    # No caller of a library sees what the command line raises.
+    # A library's caller does not see the errors of the command line.
     inside = (SOURCES / "errors.py", SOURCES / "cli", SOURCES / package.removeprefix("bufstore."))
     outside = [p for p in SOURCES.rglob("*.py") if not any(p.is_relative_to(i) for i in inside)]
     raised = {n for p in outside for n in re.findall(r"raise (\w+)", p.read_text())}
     assert not _exported_errors(package) & raised
-    # The tree says where to import it from.
+    # The tree of errors says where to import them from.
     (named,) = re.findall(rf"`{package}`\s\(([^)]+)\)", errors.__doc__ or "")
     assert set(named.replace(",", " ").split()) == _exported_errors(package)
 
@@ -109,7 +109,7 @@ def test_the_page_on_compatibility_names_every_package_that_is_public() -> None:
 
 
 def _examples() -> list[tuple[str, str]]:
-    """The Python in the documents, by document."""
+    """The Python code in documents, examples and docstrings, with its document's name."""
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
     blocks = [(p.name, b) for p in documents for b in re.findall(r"```python\n(.*?)```", p.read_text(), re.DOTALL)]
     files = [(p.name, p.read_text()) for p in (ROOT / "docs" / "examples").rglob("*.py")]
@@ -130,7 +130,7 @@ def test_examples_import_public_names_only() -> None:
 
 
 def _promised(classes: list[type]) -> set[str]:
-    """Methods that a protocol documents, wherever it is implemented."""
+    """The methods that protocols document for all implementations."""
     protocols = [c for c in classes if getattr(c, "_is_protocol", False)]
     return {name for p in protocols for name, method in vars(p).items() if inspect.getdoc(method)}
 
@@ -139,7 +139,7 @@ def _promised(classes: list[type]) -> set[str]:
 def test_everything_public_has_a_docstring(package: str) -> None:
     module = import_module(package)
     public = {name: getattr(module, name) for name in module.__all__}
-    # Protocols that are not public document the methods that a class has because of them.
+    # A class's methods may be documented by a protocol that is not public.
     ours = [m for name, m in list(sys.modules.items()) if m is not None and name.startswith("bufstore.")]
     promised = _promised([c for m in ours for c in vars(m).values() if inspect.isclass(c)])
     missing: list[str] = []
@@ -148,7 +148,7 @@ def test_everything_public_has_a_docstring(package: str) -> None:
             missing.append(name)
         if not inspect.isclass(value):
             continue
-        if not value.__doc__ or value.__doc__.startswith(f"{name}("):  # which a dataclass writes by itself
+        if not value.__doc__ or value.__doc__.startswith(f"{name}("):  # a dataclass generates this one
             missing.append(name)
         for part, member in inspect.getmembers(value):
             function = member.fget if isinstance(member, property) else member

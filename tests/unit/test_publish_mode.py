@@ -1,4 +1,4 @@
-"""Plain or batch: the faster one is found whatever the server is like, and the slower one tried ever more rarely."""
+"""Plain or batch: the faster one is found on any server, and the slower one is tried ever more rarely."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_server_that_changes_is_noticed() -> None:
         return batches / rounds
 
     assert share_of_batches(3000, plain_s=0.006, batch_s=0.0025) > 0.95
-    share_of_batches(10_000, plain_s=0.0005, batch_s=0.0025)  # a disk that need not sync any more
+    share_of_batches(10_000, plain_s=0.0005, batch_s=0.0025)  # the disk no longer has to sync
     assert share_of_batches(3000, plain_s=0.0005, batch_s=0.0025) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""What is larger than a pull may deliver is asked for alone, and nothing else is."""
+"""A message that is larger than a pull may deliver is asked for alone, and no other message is."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ USUAL, ALONE = {"batch": 9, "max_bytes": 100}, {"batch": 1}
     [
         ([], [USUAL, USUAL]),
         ([0], [ALONE, USUAL]),  # the first message is too large
-        ([3], [USUAL]),  # what came was all that a pull may deliver
+        ([3], [USUAL]),  # the pull delivered all that it may
         ([3, 3], [ALONE, USUAL]),
         ([3, 5], [USUAL]),
-        ([3, 3, 4], [USUAL]),  # another pull delivered it
+        ([3, 3, 4], [USUAL]),  # another pull delivered the message
     ],
 )
 def test_a_message_too_large_for_a_pull_is_asked_for_alone(ends: list[int], then: list[dict[str, int]]) -> None:

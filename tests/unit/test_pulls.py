@@ -1,4 +1,4 @@
-"""Asking a pull consumer for deliveries: what comes is somebody's, whatever becomes of who asked."""
+"""Asking a pull consumer for deliveries: none is lost, whatever becomes of the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPLY = "$JS.ACK.stream.consumer.1.7.7.0.0"
 
 
 class _Client:
-    """Keeps what is published."""
+    """A client that keeps what is published."""
 
     max_payload, is_connected = 1, False
 
@@ -34,7 +34,7 @@ def _pulls(client: Any) -> Pulls:
 
 
 async def _asked(pulls: Pulls, asking: Any) -> asyncio.Task[Any]:
-    """The call, when it waits."""
+    """Start the call; return once it waits."""
     task = asyncio.ensure_future(asking)
     while not pulls._waiting:  # noqa: ASYNC110
         await asyncio.sleep(0)

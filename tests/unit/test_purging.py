@@ -1,4 +1,4 @@
-"""What of the stream goes when owners say that they need it no more: groups, and the parts of large entries."""
+"""What is purged from the stream once owners no longer need it: groups, and the parts of large entries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Replicas(GroupServer):
 
 
 async def let_go(log: GroupLog, settled: int, below: int) -> None:
-    """All owners say that all is settled below one group, and that the log need not keep what stands below one."""
+    """Let all owners say that all groups below `settled` are settled, and that those below `below` may go."""
     floor = Floor(first_place(settled), first_place(below))
     await log.let_go(dict.fromkeys(range(SUBJECTS.partitions), floor))
 
@@ -34,7 +34,7 @@ async def let_go(log: GroupLog, settled: int, below: int) -> None:
 def test_a_process_that_begins_late_purges_all_but_what_the_groups_that_stay_need(
     large: Sequence[bool], data: st.DataObject
 ) -> None:
-    """It has not seen which parts the groups name that stood in the log before it began."""
+    """The process has not seen which parts belong to groups from before it began."""
 
     async def main() -> None:
         world = World(GroupServer(4096))
@@ -81,7 +81,7 @@ def test_a_process_that_only_flushes_reads_the_groups_only_to_find_parts_that_th
 
 
 def test_parts_that_came_to_nothing_get_a_group_behind_them(caplog: pytest.LogCaptureFixture) -> None:
-    """Behind the last group nothing is purged: they filled the log, no group fitted any more, and so for good."""
+    """Regression: nothing behind the last group is purged; parts there filled the log, and no group fitted any more."""
 
     async def main() -> None:
         world = World(GroupServer(4096))
@@ -98,19 +98,19 @@ def test_parts_that_came_to_nothing_get_a_group_behind_them(caplog: pytest.LogCa
 
         assert await groups_after_a_look(0) == []
         leave_parts()  # in a log that has never had a group
-        assert await groups_after_a_look(0) == []  # theirs may be on its way
+        assert await groups_after_a_look(0) == []  # their group may still be on its way
         for _ in range(3):
             assert await groups_after_a_look(0) == [3]
         await one.checkpoint(["x" * 9000])
         large = stream.end
         leave_parts()
-        for _ in range(3):  # what is not flushed stays anyway
+        for _ in range(3):  # entries that are not flushed stay anyway
             assert await groups_after_a_look(3) == [3, large]
         assert await groups_after_a_look(large) == [3, large]
         for _ in range(3):
             assert await groups_after_a_look(large) == [3, large, large + 3]
         assert await world.messages() == ["x" * 9000]
-        # Between the last group and its own parts there may be others', too.
+        # There may be others' parts between the last group and its own parts.
         await one.checkpoint(["x" * 9000], "another")
         last = stream.end
         assert await groups_after_a_look(last, purge=True) == [last, last + 1]
@@ -122,7 +122,7 @@ def test_parts_that_came_to_nothing_get_a_group_behind_them(caplog: pytest.LogCa
         leave_parts()
         await groups_after_a_look(last + 1)
         await log.aclose()
-        await groups_after_a_look(last + 1)  # as it closes; who opens the log next does it
+        await groups_after_a_look(last + 1)  # it closes; the next process that opens the log does it
         assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
     run(main())

@@ -33,13 +33,13 @@ def test_a_read_joins_store_and_tail() -> None:
 
 @pytest.mark.parametrize("who", ["read", "append"])
 def test_postgres_that_answers_late_is_still_joined_with_the_tail(who: str) -> None:
-    """Postgres seems to be down, the log holds only the tail of the thread, then Postgres answers after all."""
+    """Postgres seems to be down, the log holds only the tail of the thread, and then Postgres answers after all."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
         await world.flush_and_purge()
         one.appender.forget("t")
-        await one.append(["b"])  # a delta: the log alone does not tell the thread
+        await one.append(["b"])  # a delta: the log alone does not show the thread
         two = Instance(world)
         two.reads.store.down = "it did not answer in time"
         if who == "read":
@@ -55,8 +55,8 @@ def test_postgres_that_answers_late_is_still_joined_with_the_tail(who: str) -> N
 
 @pytest.mark.parametrize("behind", [1, 2])
 def test_a_position_is_never_told_without_what_stands_there(behind: int) -> None:
-    """Postgres seems to be down, and the thread's first entry comes behind one of the looks into the log: a writer that
-    took its position for that of an empty thread would write behind it, unfounded."""
+    """Postgres seems to be down, and the thread's first entry comes after one of the looks into the log. A writer that
+    took its position for that of an empty thread would build on nothing."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -85,7 +85,7 @@ def test_a_position_is_never_told_without_what_stands_there(behind: int) -> None
 
 
 def test_an_app_store_that_raises_its_drivers_errors_is_found_again_when_it_is_back() -> None:
-    """The probe that looks whether Postgres is back must outlive any error of an app's own store."""
+    """The probe for a Postgres that is back must outlive any error of an app's own store."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -108,7 +108,7 @@ def test_an_app_store_that_raises_its_drivers_errors_is_found_again_when_it_is_b
 
 
 def test_a_run_from_before_the_snapshot_that_the_log_begins_with_is_not_said_to_be_missing() -> None:
-    """Postgres seems to be down, and what it does not have yet of the thread's runs stands before that snapshot."""
+    """Postgres seems to be down, and a run that it lacks was written before the log's first snapshot."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"], run_id="r0")
@@ -143,7 +143,7 @@ def test_a_read_without_postgres_shows_what_the_log_alone_tells() -> None:
 
 
 def slow_threads(one: Instance, delays: dict[str, float]) -> None:
-    """The store takes so long for these threads, and no time for anything else."""
+    """Let the store take so long to read these threads, and no time for anything else."""
     state = one.reads._reader.state
 
     async def slowly(thread_id: str) -> Any:
@@ -224,7 +224,7 @@ def test_a_read_that_a_hanging_store_does_not_answer_is_told_by_the_log_in_its_t
 
 
 def test_a_store_whose_reads_are_cancelled_counts_as_away_until_it_answers() -> None:
-    """An app's store awaits what the app cancels: the look whether it is back ended with that, and it stayed away."""
+    """Regression: an app cancelled what its own store awaited, which ended the probe, and the store stayed away."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -249,7 +249,7 @@ def test_a_store_whose_reads_are_cancelled_counts_as_away_until_it_answers() -> 
 
 
 def test_a_store_that_fails_when_nobody_waits_for_it_any_more_leaves_no_complaint() -> None:
-    """`test` fails on an exception that nobody looked at."""
+    """`test` fails on an exception that nobody retrieved."""
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

@@ -1,4 +1,4 @@
-"""What waits in the ledger counts for readers and writers, also when the log has it no more."""
+"""Entries that wait in the ledger count for readers and writers, also when the log no longer has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def shown(one: Instance, level: Consistency = Consistency.READ_YOUR_WRITES
 
 
 async def behind_what_waits(world: World, one: Instance) -> Instance:
-    """Another process, when of thread "t" the row has "a", "b" waits, and the log has nothing."""
+    """A new process, while thread "t" has "a" in its row, "b" waits in the ledger, and the log has nothing."""
     await one.checkpoint(["a"])
     await world.flush_and_purge()
     await one.append(["b"])
@@ -172,7 +172,7 @@ def test_poison_that_waits_breaks_the_chain_for_a_read_too() -> None:
 
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed-before", "new"])
 def test_what_waits_is_not_flushed_and_not_gone(flushed: bool) -> None:
-    """Neither for a position that a read must reach, nor for a wait until everything is flushed."""
+    """A waiting entry counts as unflushed for a read that must reach its position, and for a wait for a flush."""
 
     async def main(world: World, one: Instance) -> None:
         if flushed:

@@ -1,4 +1,4 @@
-"""What a process has read is read on from, as long as the log says that nothing else has changed."""
+"""A read goes on from the state of an earlier read, as long as the log shows that nothing else has changed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def row(seq: int, **more: Any) -> Watermark:
 
 
 class Asked:
-    """How often a store was asked for threads' states."""
+    """Counts how often a store is asked for threads' states."""
 
     def __init__(self, store: BufferedThreadStore) -> None:
         self.times = 0
@@ -53,7 +53,7 @@ class Asked:
 
 
 async def read_in(store: BufferedThreadStore) -> str:
-    """A thread that is flushed and was read."""
+    """Make a thread that is flushed and was read. Returns its id."""
     thread_id = fresh()
     await store.checkpoint(thread_id, [1], run_of(thread_id))
     await store.force_flush(thread_id)
@@ -100,7 +100,7 @@ _TAIL = (link(6), link(7))
 @pytest.mark.parametrize(
     ("state", "now", "new", "last", "left"),
     [
-        # What is kept goes up to 7; the watermark was at 5.
+        # The kept state goes up to 7; the watermark was at 5.
         (kept(7, anchor=5, behind=_TAIL), row(5), [], 7, [6, 7]),
         (kept(7, anchor=5, behind=_TAIL), row(6), [], 7, [7]),
         (kept(7, anchor=5, behind=_TAIL), row(7), [], 7, []),
@@ -108,11 +108,11 @@ _TAIL = (link(6), link(7))
         (kept(7, anchor=5, behind=_TAIL), row(8), [link(8), link(9)], 9, [9]),
         (kept(7, anchor=5, behind=_TAIL), row(7), [], 0, []),
         (kept(0, anchor=5), row(5), [], 0, []),
-        # Not all that is wanted has come, or the log shows less than before.
+        # Not all wanted entries have come, or the log shows less than before.
         (kept(7, anchor=5, behind=_TAIL), row(7), [link(8)], 9, None),
         (kept(7, anchor=5, behind=_TAIL), row(7), [], 6, None),
         (kept(7, anchor=5, behind=_TAIL), row(6), [], 0, None),
-        # The watermark is another's: what is between was parked, discarded, or is not seen yet.
+        # The watermark does not fit: entries in between were parked, discarded, or are not seen yet.
         (kept(7, anchor=5, behind=_TAIL), row(7, applied_id=106), [], 7, None),
         (kept(7, anchor=5, behind=_TAIL), row(6, applied_id=105), [], 7, None),
         (kept(7, anchor=5, behind=_TAIL), row(8), [], 7, None),
@@ -121,7 +121,7 @@ _TAIL = (link(6), link(7))
         (kept(7, anchor=5, behind=_TAIL), row(7, gone=True), [], 7, None),
         (kept(7, anchor=5, behind=_TAIL), row(5, waits_to=7), [], 7, None),
         (kept(7, anchor=5, behind=_TAIL), row(5), None, 7, None),
-        # What heals a chain hides what was parked before it, once it is applied.
+        # A self-contained entry hides what was parked before it, once it is applied.
         (kept(7, anchor=5, behind=(link(6), link(7, self_contained=True))), row(5), [], 7, [6, 7]),
         (kept(7, anchor=5, behind=(link(6), link(7, self_contained=True))), row(6), [], 7, [7]),
         (kept(7, anchor=5, behind=(link(6), link(7, self_contained=True))), row(7), [], 7, None),
@@ -216,7 +216,7 @@ def test_a_thread_that_was_read_and_then_broken_is_told_to_be() -> None:
 
 
 def test_a_thread_that_was_deleted_buried_and_written_again_is_read_from_postgres() -> None:
-    """What only the watermark tells, a state that outlived the watermark does not."""
+    """Only the watermark shows this, and the remembered state outlived the watermark."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -225,7 +225,7 @@ def test_a_thread_that_was_deleted_buried_and_written_again_is_read_from_postgre
             assert await app.load_messages(thread_id) == [1]
             await other.delete_thread(thread_id)
             assert await app.load_messages(thread_id) is None
-            for n in range(4):  # as much as it takes to be purged and buried
+            for n in range(4):  # long enough to be purged and buried
                 await asyncio.sleep(40)
                 await other.checkpoint("another", [n], run_of("another", n))
             assert not await inner.ledger(0).watermarks([thread_id])

@@ -1,4 +1,4 @@
-"""Repair on a log in memory: what Postgres lacks is found by ids, a share of the threads at a time."""
+"""Repair on a log in memory: it finds by ids what Postgres lacks, some threads at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def restore(inner: MemoryThreadStore, copies: Sequence[dict[Any, Any]]) -> None:
 
 
 async def written(nats: MemoryNats, inner: MemoryThreadStore, threads: Sequence[str], rounds: range) -> None:
-    """A message for each thread in each round; all that come in a round are a group."""
+    """Write a message to each thread in each round; the messages of a round are one group."""
     async with instance(nats, inner) as store:
         for n in rounds:
             await asyncio.gather(*(store.checkpoint_append(t, [f"{t} {n}"], run_of(t, n)) for t in threads))
@@ -90,7 +90,7 @@ def test_an_entry_whose_predecessor_is_gone_is_parked_and_nothing_is_dropped() -
 
 
 class Picky(MemoryThreadStore):
-    """Refuses a message."""
+    """A store that refuses messages with the word poison."""
 
     async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
         if any(b"poison" in message for change in batch for message in change.messages):
@@ -202,7 +202,7 @@ def test_a_repair_of_a_lost_log_makes_no_partitions_that_it_never_had() -> None:
             await store.checkpoint(t := fresh(), [1], run_of(t))
             await store.force_flush_all()
         del nats.streams["THREADLOG"]
-        async with repairing(nats, inner) as repair:  # which knows the defaults only
+        async with repairing(nats, inner) as repair:  # the repair knows the defaults only
             assert (await repair.carry_out()).done
         assert set(await inner.ledger(0).cursors()) == set(range(own.partitions))
 
@@ -210,7 +210,7 @@ def test_a_repair_of_a_lost_log_makes_no_partitions_that_it_never_had() -> None:
 
 
 def test_a_repair_takes_the_partitions_of_a_log_that_have_no_row_yet() -> None:
-    """An instance that still flushes could begin them meanwhile."""
+    """Otherwise an instance that still flushes could begin them meanwhile."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -227,7 +227,7 @@ def test_a_repair_takes_the_partitions_of_a_log_that_have_no_row_yet() -> None:
 def test_a_repair_looks_whether_it_has_the_partitions_before_each_step_that_cannot_be_undone(
     before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one has taken them since."""
+    """Another repair has taken them meanwhile."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()

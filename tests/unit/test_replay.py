@@ -1,4 +1,4 @@
-"""What may be replayed: in the log's order, never below what was applied since, exactly once."""
+"""Which entries may be replayed: in the log's order, never below what was applied since, exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restore does with a thread's entries, however they came to be, without Spark."""
+"""What a restore does with a thread's entries, whatever their history; without Spark."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THEN = datetime(2026, 11, 22, tzinfo=UTC)
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(("append", "whole", "flush", "flush and purge")),
-        st.integers(0, 1),  # which process
+        st.integers(0, 1),  # the process that writes
         st.lists(st.integers(0, 3), max_size=3),
     ),
     min_size=1,
@@ -55,7 +55,7 @@ class World:
 
     @asynccontextmanager
     async def store(self, **options: Any) -> AsyncIterator[BufferedThreadStore]:
-        """A process; it flushes if it shall."""
+        """Open a store as a process does; by default without a flusher."""
         log = LogConfig(subject=SUBJECTS.prefix, partitions=SUBJECTS.partitions, failover_window_s=20.0)
         config = BufferConfig(**({"log": log, "flusher": False, "append_timeout_s": 2.0} | options))
         async with await BufferedThreadStore.open(self.inner, nats=self.nats, config=config) as store:
@@ -69,12 +69,12 @@ class World:
         return Run(run_id=f"run-{next(self._runs)}", thread_id="t")
 
     async def flush(self) -> None:
-        """What a flusher does; it purges nothing."""
+        """Flush everything as a flusher does, and purge nothing."""
         async with self.store(flusher=True, retain_after_flush_s=3600.0) as store:
             await store.force_flush_all()
 
     async def flush_and_purge(self) -> None:
-        """As long after it that everything may go but the last group, which is another thread's."""
+        """Flush, and wait until everything is purged but the last group, which is another thread's."""
         async with self.store(flusher=True, retain_after_flush_s=20.0) as store:
             await store.checkpoint("elsewhere", [], Run(run_id=f"else-{next(self._runs)}", thread_id="elsewhere"))
             await store.force_flush_all()
@@ -87,14 +87,14 @@ class World:
 
 
 async def in_log(store: BufferedThreadStore) -> list[Item]:
-    """The thread's entries that the log holds."""
+    """The thread's entries in the log."""
     subject = SUBJECTS.of("t")
     messages = await store.buffer.log.after(SUBJECTS.all, 0, 5)
     return items_of([message for message in messages if message.subject == subject], "t")
 
 
 async def history(operations: list[tuple[str, int, list[int]]]) -> tuple[list[Item], list[Any]]:
-    """A thread's entries, as an archive has them, and the messages that they come to."""
+    """A thread's entries as an archive has them, and the messages that they make."""
     world = World()
     archive: dict[int, Item] = {}
     async with world.store() as one, world.store() as other:
@@ -112,7 +112,7 @@ async def history(operations: list[tuple[str, int, list[int]]]) -> tuple[list[It
 
 
 async def bring_back(world: World, items: list[Item], count: int = 1000) -> Wanted:
-    """Into the log of `world`; at most `count` entries, then it is stopped."""
+    """Restore the entries into the log of `world`; stop after at most `count` of them."""
     async with world.store() as store:
         log, subject = store.buffer.log, SUBJECTS.of("t")
         held = await log.after(subject, 0, 5)
@@ -144,10 +144,10 @@ def test_a_thread_in_parts_and_again_is_as_it_was(
         items, shown = await history(operations)
         world = World()
         async with world.store() as store:
-            # Positions in another log are higher, as its generation sees to.
+            # Positions in a new log are higher, because its generation starts higher.
             world.stream.store([Outgoing(SUBJECTS.proof, b"")] * 100)
             archived = 0
-            for more, count, then in parts:  # archived since; stopped after so many; what the flushers do meanwhile
+            for more, count, then in parts:  # newly archived; stopped after so many; what the flushers do then
                 archived += more
                 if items[:archived]:
                     assert not (await bring_back(world, items[:archived], count)).reason
@@ -170,7 +170,7 @@ def test_a_thread_in_parts_and_again_is_as_it_was(
 @examples(50)
 @given(operations=OPERATIONS, cuts=st.sets(st.integers(0, 12)))
 def test_the_table_says_what_a_thread_holds(operations: list[tuple[str, int, list[int]]], cuts: set[int]) -> None:
-    """Its messages are those of entries that are applied, without what later ones do not keep; in parts, too."""
+    """The messages are those of applied entries, without those that later ones drop; the rows may be made in parts."""
 
     async def main() -> None:
         found, shown = await history(operations)
@@ -234,7 +234,7 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
 
 
 def _stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields: Any) -> StoredEntry:
-    """An entry that appends a message; None: that deletes the thread."""
+    """An entry that appends a message or, for None, deletes the thread."""
     made = Run(run_id="r", thread_id="t")
     payload: AnyPayload = Removal()
     if message is not None:
@@ -246,7 +246,7 @@ def _stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields:
 
 
 def test_a_thread_that_was_buried_and_made_again_is_there_again() -> None:
-    """Its log had forgotten the deletion, and Postgres the row: its first entry expects nothing."""
+    """The log had forgotten the deletion, and Postgres the row: the thread's first new entry expects nothing."""
     items: list[Item] = [
         _stored(10, 1, "a", base=Base.NONE),
         _stored(20, 2, None, prev_id=1),
@@ -271,7 +271,7 @@ def test_a_thread_that_was_buried_and_made_again_is_there_again() -> None:
 
 
 def test_messages_that_were_there_before_the_log_are_missed() -> None:
-    """Its first entry keeps two messages that no archive has."""
+    """The log's first entry keeps two messages that no archive has."""
     items = run(history([("whole", 0, [1, 2]), ("append", 0, [3])]))[0][1:]
     (item,) = items
     assert isinstance(item, StoredEntry)

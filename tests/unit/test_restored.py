@@ -1,4 +1,4 @@
-"""Which answers of a Postgres count that may have been restored from a backup."""
+"""Which answers count of a Postgres that may have been restored from a backup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOOR = 100
 
 
 class Postgres:
-    """A ledger of two partitions, one of which lacks what is settled until it is flushed again."""
+    """A ledger of two partitions, one of which lacks settled entries until it is flushed again."""
 
     def __init__(self) -> None:
         self.connections = 1
@@ -36,7 +36,7 @@ class Postgres:
 
 
 class Log:
-    """One that has an entry between the restored cursor and the floor."""
+    """A log that has an entry between the restored cursor and the floor."""
 
     generation_start, floor = 1, FLOOR
 
@@ -77,7 +77,7 @@ def test_nothing_counts_until_it_is_flushed_again(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("what", ["a new connection", "a higher floor"])
 def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look came when the flushers were through, the answer when they were not: it was shown as fresh."""
+    """Regression: an answer from before the flush was shown as fresh, because the look came after the flush."""
 
     async def main() -> None:
         postgres, log = Postgres(), Log()

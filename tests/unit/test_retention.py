@@ -13,7 +13,7 @@ from bufstore.config import LogConfig
 from bufstore.errors import LogFull, StoreUnavailable
 from unit.test_flusher import SUBJECTS, Bench, bench, went_back
 
-#: A log of 1 MiB that takes this many a second fills as one of 2 GiB, the default, does at 1000 a second.
+#: With this many entries per second, a log of 1 MiB fills as one of 2 GiB, the default, does with 1000.
 LOG = LogConfig(partitions=4, max_bytes=1 << 20)
 RATE = 1000 * LOG.max_bytes / LogConfig().max_bytes
 CHECKPOINT = "x" * 2048
@@ -21,7 +21,7 @@ PARTITION_OF = {thread_id: SUBJECTS.partition(thread_id) for thread_id in ("t", 
 
 
 def away(it: Bench) -> None:
-    """Postgres does not answer any more."""
+    """Let Postgres no longer answer."""
 
     async def fails(*_: Any, **__: Any) -> Any:
         raise StoreUnavailable("Postgres is away")
@@ -31,7 +31,7 @@ def away(it: Bench) -> None:
 
 
 async def writes(it: Bench, seconds: float) -> float:
-    """Write at the rate for so long, or until the log is full; how long that was."""
+    """Write at `RATE` for so long, or until the log is full. Returns how long that was."""
     loop = asyncio.get_running_loop()
     began, n = loop.time(), 0
     while (passed := loop.time() - began) < seconds:
@@ -45,7 +45,7 @@ async def writes(it: Bench, seconds: float) -> float:
 
 
 async def filled(it: Bench, part: float, within_s: float) -> float:
-    """Write until so much of the log is full, or for so long; how full it is then."""
+    """Write until so much of the log is full, or for so long. Returns how full it is."""
     it.log.stream.config = LOG
     await it.start()
     while within_s > 0 and it.log.stream.bytes < part * LOG.max_bytes:
@@ -67,7 +67,7 @@ def test_at_the_defaults_the_log_takes_thirteen_minutes_without_postgres() -> No
 
 
 def test_what_a_postgres_that_is_away_confirmed_before_makes_room() -> None:
-    """Also where all of the log may be retained: what was confirmed a failover window ago is safe for good."""
+    """Even if all of the log may be retained, what was confirmed a failover window ago is safe for good."""
 
     async def main(it: Bench) -> None:
         assert await filled(it, 0.65, 900) > 0.65
@@ -82,7 +82,7 @@ def test_what_a_postgres_that_is_away_confirmed_before_makes_room() -> None:
 
 
 def test_an_owner_that_restarts_in_an_outage_has_the_reserve() -> None:
-    """He cannot take his partitions, so nobody purges them: what is free when the outage begins is all there is."""
+    """The owner cannot take its partitions, so nobody purges them: only the room that was free before is left."""
 
     async def main(it: Bench) -> None:
         await filled(it, 0.65, 900)
@@ -95,7 +95,7 @@ def test_an_owner_that_restarts_in_an_outage_has_the_reserve() -> None:
 
 
 def test_nothing_is_purged_that_a_restored_postgres_lacks_whatever_was_said_before() -> None:
-    """What an owner has said of a partition stands in the shared state, and was true of the Postgres before."""
+    """What an owner said of a partition is in the shared state, and was true of the Postgres before."""
 
     async def main(it: Bench) -> None:
         take, held = it.ledger.take, {PARTITION_OF["u"]}
@@ -112,7 +112,7 @@ def test_nothing_is_purged_that_a_restored_postgres_lacks_whatever_was_said_befo
             await it.writer.append([n], "t")
             await asyncio.sleep(1)
         await it.writer.append(["u"], "u")
-        await asyncio.sleep(120)  # all of the first partition may be purged, and nothing is said of the other one
+        await asyncio.sleep(120)  # all of the first partition may be purged, and nothing is said of the other
         restore()
         held.clear()
         held.add(PARTITION_OF["t"])

@@ -1,4 +1,4 @@
-"""What is saved of a log that does not fit to Postgres any more."""
+"""What is saved of a log that no longer fits to Postgres."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ring_of(*ids: int) -> bytes:
     return b"".join(recent_keys.item(recent_keys.key_of(i), b"") for i in ids)
 
 
-#: Postgres has applied entries 1 … 5 at 11 … 15; the log lost all from 13 on.
+#: Postgres has applied entries 1 … 5 at 11 … 15; the log lost everything from 13 on.
 AHEAD = Watermark(flushed_seq=15, applied_id=5, version=5, keys=ring_of(1, 2, 3, 4, 5))
 REST = [entry(11, 1, 0), entry(12, 2, 1)]
 
@@ -65,7 +65,7 @@ def saved(
 def test_a_log_that_only_lost_its_end_has_nothing_that_postgres_lacks() -> None:
     assert saved(AHEAD, REST) == ([], [])
     assert known_up_to(AHEAD, REST) == 12
-    # More than a ring ago, but another thread shows that up to there it is the same log.
+    # The entry is older than the ring, but another thread shows that the log is the same up to there.
     assert saved(AHEAD, [entry(3, 90, 80)], common=12) == ([], [])
 
 
@@ -85,13 +85,13 @@ def test_what_was_written_on_another_base_at_the_same_positions_is_parked_not_ta
 
 
 def test_a_snapshot_written_after_the_log_had_gone_back_is_the_newest_state() -> None:
-    # Its writer read what Postgres holds.
+    # Its writer read the state that Postgres holds.
     assert saved(AHEAD, [*REST, entry(13, 70, 2, whole=True), entry(14, 71, 70)]) == ([13, 14], [])
 
 
 @pytest.mark.parametrize("base", [Base.CHAINED, Base.UNKNOWN])
 def test_a_snapshot_that_may_be_older_than_all_that_is_known_rewinds_nothing(base: Base) -> None:
-    """More than a ring ago, and no other thread shows how far the log is the same: nobody can tell if it is new."""
+    """The entries are older than the ring, and no other thread shows whether they are new: nobody can tell."""
     assert saved(AHEAD, [entry(4, 80, 79, whole=True, base=base, seen=3), entry(5, 81, 80)]) == ([], [4, 5])
 
 
@@ -123,7 +123,7 @@ def test_a_thread_that_was_salvaged_before_is_left_alone() -> None:
 @examples(300)
 @given(st.integers(0, 10**9))
 def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) -> None:
-    """Postgres got to one place of a thread's story, the log ends at another: nothing is lost, doubled or guessed."""
+    """Postgres and the log end at different places of a thread's story: nothing is lost, doubled or guessed."""
     chance = random.Random(seed)
     story = write_story(chance, damage=True)
     before = [i for chapter in story.chapters[:-1] for i in chapter]
@@ -151,7 +151,7 @@ def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) 
         parked = settled | {p.item.seq for p in found.park}
         assert parked >= set(oracle.parked)
         if cut > flushed_to:
-            # Nothing is parked that a flush would not have parked, but what came too late and nobody can tell.
+            # Only what a flush would park is parked, and late entries that nobody can judge.
             doubtful = {p.item.seq for p in found.park if "gone back" in p.cause}
             assert parked - doubtful == set(oracle.parked)
         else:

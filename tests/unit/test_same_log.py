@@ -1,4 +1,4 @@
-"""Whether a log is still the one that we wrote to, by answers as a cluster gives them while it elects its leaders."""
+"""Whether a log is still the one that we wrote to, by the answers of a cluster that elects its leaders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def info(end: int, subjects: str = "thread.*.*") -> dict[str, Any]:
 
 
 class Cluster:
-    """Answers for a connection: what each kind of request gets, in turn; the last answer stays."""
+    """Answers requests by their kind, in turn; the last answer is repeated."""
 
     def __init__(self, info: list[Any], barrier: list[Any]) -> None:
         self.answers = {"info": info, "barrier": barrier}
@@ -52,7 +52,7 @@ class Cluster:
 def look(
     cluster: Cluster, *, seen: int = 20_662, replicas: int = 3, times: int = 1, pause_s: float = 0.0
 ) -> str | None:
-    """What the last of some looks found."""
+    """The result of the last of `times` looks."""
 
     async def main() -> str | None:
         same = SameLog("THREADLOG", out_of_service(CONFIG.log), replicas > 1)
@@ -70,7 +70,7 @@ def look(
     "barrier", [nats.errors.NoRespondersError(), NO_ROOM, {"error": {"code": 503, "err_code": 10008}}]
 )
 def test_an_old_end_is_not_believed_of_one_who_cannot_prove_that_he_leads(barrier: Any) -> None:
-    """Seen: leaders were being elected, the end was old, and nobody responded to the write that was to prove it."""
+    """Observed: during an election the end was old, and nobody answered the write that was to prove it."""
     with pytest.raises(Unproven):
         look(Cluster([info(20_417)], [barrier]))
 
@@ -81,7 +81,7 @@ def test_one_who_does_not_answer_has_proved_nothing() -> None:
 
 
 def test_an_old_end_is_not_believed_when_the_log_goes_on_behind_what_was_seen() -> None:
-    """Whoever showed the old end did not lead any more; who stored the write does."""
+    """The node that showed the old end did not lead any more; the one that stored the write does."""
     assert look(Cluster([info(20_417)], [{"stream": "THREADLOG", "seq": 20_876}])) is None
 
 
@@ -101,7 +101,7 @@ def test_a_single_server_is_believed() -> None:
 
 
 def test_a_stream_that_a_cluster_does_not_know_is_gone_only_when_that_stays_so() -> None:
-    """Whoever leads all streams may have been left by the others before this one was made."""
+    """The others may have left the leader of all streams before this one was made."""
     cluster = Cluster([NO_STREAM], [nats.errors.NoRespondersError()])
     assert "is gone" in (look(cluster, times=3, pause_s=GONE_S / 2 + 1) or "")
 
@@ -127,7 +127,7 @@ def test_a_replicated_log_is_refused_only_by_what_was_stored(end: int, seen: int
 
 
 class Connection:
-    """What a `NatsLog` needs of one: requests and writes, answered by the test."""
+    """A connection as `NatsLog` needs it: requests and writes, answered by the test."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -163,7 +163,7 @@ async def accepted(log: NatsLog, after_s: float = 5.0) -> bool:
 
 
 def refused(main: Callable[[NatsLog, Connection], Awaitable[None]], config: BufferConfig = CONFIG) -> None:
-    """A log that this process has written three entries to, and that is refused."""
+    """Run `main` on a log that was refused after this process had written three entries to it."""
 
     async def whole() -> None:
         connection = Connection()
@@ -227,7 +227,7 @@ def test_a_refused_log_is_not_taken_again_when_postgres_says_otherwise() -> None
 
 
 def test_a_single_server_may_come_past_what_was_seen_too() -> None:
-    """A copy that was put back, and then a better one."""
+    """A copy was restored, and then a better one."""
 
     async def main() -> None:
         connection = Connection()

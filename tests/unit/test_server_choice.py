@@ -1,4 +1,4 @@
-"""Which server is next, and when one that serves nothing is left."""
+"""Which server is tried next, and when a server that serves nothing is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_server_that_was_lost_comes_last() -> None:
         ("fails 0, fails 3, connected 3, fails 4, fails 8, fails 10", [3, 10]),  # the next one gets twice the time
         ("fails 0, fails 3, connected 3, wrote 4, fails 5, fails 8", [3, 8]),
         ("fails 0, fails 3, connected 3, fails 500, fails 504, fails 506", [3, 506]),
-        ("fails 0, fails 3, connected 3, fails 604, fails 607", [3, 607]),  # who only reads forgets, too
+        ("fails 0, fails 3, connected 3, fails 604, fails 607", [3, 607]),  # forgotten after ten minutes
     ],
 )
 def test_a_server_that_serves_nothing_for_some_time_is_left(happens: str, left_at: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""A release of nats-server that lacks what bufstore needs is told before anything is made there."""
+"""A nats-server that is too old for bufstore is reported before anything is made on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that go past the log: folded once each, and what goes through the log all the same."""
+"""Rows that bypass the log are folded once each, and some rows go through the log all the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rows_folded_in_parts_and_again_are_as_if_written_one_by_one(
     writes = [prepared(n, messages, whole=is_whole) for n, (is_whole, messages) in enumerate(rows)]
     held: list[int] = []
     row, written = Watermark(), 0
-    for cut in [*cuts, len(writes)]:  # each try does all of its part again
+    for cut in [*cuts, len(writes)]:  # each try repeats its part from the beginning
         found = fold("t", row, row.version, writes[:cut], new_id=cut + 1)
         assert found.written + found.repeated == min(cut, len(writes))
         written += found.written

@@ -1,4 +1,4 @@
-"""What tells that a batch came again with other rows, and what a task keeps until it knows; without Spark."""
+"""How a batch that came again with other rows is recognized, and what a task keeps until then; without Spark."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_other_rows_in_a_part_that_was_begun_are_found_out(
         assert differ(noted, sums_of([row for row in rows if row % _OF != number or row == 0]), _OF) == (
             sum_of(row for row in rows if row % _OF == number) != 0
         )
-    # What nothing was written of may have changed: its rows are new.
+    # A part of which nothing was written may change: its rows are new.
     other = next(number for number in range(_OF) if number not in begun) if len(begun) < _OF else None
     if other is not None:
         assert not differ(noted, sums_of([*rows, change * _OF + other]), _OF)
@@ -100,7 +100,7 @@ def test_a_task_hands_over_no_more_than_the_driver_bears(monkeypatch: pytest.Mon
             yield pyarrow.RecordBatch.from_pylist([{"thread_id": "t", "run_id": "r", "delta": [text]}])
 
     writer = bufstore_format._BatchWriter(config, schema, None)
-    half = [secrets.token_hex(800_000) for _ in range(4)]  # so much when it is packed
+    half = [secrets.token_hex(800_000) for _ in range(4)]  # random, so it stays large when it is packed
     writer.write(batches("x" * 4_000_000, half[0]))
     taken.clear()
     with pytest.raises(ConfigError, match=r"more than 1 MiB of rows.*checkpoint_sink"):

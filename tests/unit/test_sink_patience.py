@@ -1,4 +1,4 @@
-"""How long the sink has waited for servers that are away: in virtual time."""
+"""How long the sink has waited for servers that are away, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unit.fake_log import run
 
 
 def test_a_try_that_takes_long_before_it_fails_was_waited_for() -> None:
-    """As of a worker process that starts in an outage, which finds out after half a minute."""
+    """A worker process that starts in an outage, for example, finds out after half a minute."""
 
     async def main() -> None:
         patience = Patience(3600.0, "a batch", numbered=True)
@@ -35,7 +35,7 @@ def test_a_try_that_takes_long_before_it_fails_was_waited_for() -> None:
 
 
 def test_what_got_through_meanwhile_was_not_waited_for() -> None:
-    """Rows that are written while others fail: the time begins with the last one that was."""
+    """Some rows are written while others fail: the time starts with the last one that was written."""
 
     async def main() -> None:
         patience = Patience(25.0, "a batch", numbered=True)
@@ -49,7 +49,7 @@ def test_what_got_through_meanwhile_was_not_waited_for() -> None:
                 raise LogFull("full")
 
         await patience.until_through(work)
-        # Of each failed try its end, the pause behind it, and the next one until something gets through.
+        # Each failed try counts from its last progress: its end, the pause, and the next try until its progress.
         assert 50.0 <= patience.waited_s < 55.0
 
     run(main())

@@ -1,4 +1,4 @@
-"""What is left out, refused and numbered anew when a batch comes again that ended with bad rows; without Spark."""
+"""What is left out, refused and renumbered when a batch comes again that ended with bad rows; without Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a reader of the log stands, which ranges its tasks read, and what is missing in them."""
+"""The position of a reader of the log, the ranges that its tasks read, and what is missing in them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_range_is_divided_by_its_size_unless_it_is_said() -> None:
 
 @given(st.data())
 def test_what_is_lost_is_told_from_what_has_gone(data: st.DataObject) -> None:
-    """Groups, and among them parts and proofs; some were erased, old proofs went, a purge went over the front."""
+    """Groups, parts and proofs; some groups were erased, old proofs removed, and the front of the log purged."""
     kinds: list[str] = data.draw(st.lists(st.sampled_from(["group", "part", "proof"]), min_size=1, max_size=20))
     log = dict(enumerate(kinds, 1))
     groups = [n for n, kind in log.items() if kind == "group"]
@@ -59,7 +59,7 @@ def test_what_is_lost_is_told_from_what_has_gone(data: st.DataObject) -> None:
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
 def test_entries_of_a_range_stand_between_its_positions(first: int, last: int) -> None:
-    """A position within a group: the group is read, and what stands before it in the group is left out."""
+    """For a position within a group, the group is read, and entries before the position are left out."""
     start, since = begin_at(str(first), 1, 9, "entries")
     end, until = begin_at(str(last), 1, 9, "entries")
     part = Range(start=start, end=end + bool(until), created="then", since=since, until=until)

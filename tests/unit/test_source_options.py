@@ -92,6 +92,6 @@ def test_a_job_reaches_nats_as_its_deployment_does(
     urls = [f"nats://{quote(user, safe='')}:{quote(word, safe='')}@h{n}:4222" for n, (user, word) in enumerate(logins)]
     config = NatsConfig(servers=tuple(urls), **signed_in, **api, **more)
     assert connection(connection_options(config)) == config
-    raw = NatsConfig(servers=("nats://me:a,b@h:4222",))  # a comma that nobody escaped
+    raw = NatsConfig(servers=("nats://me:a,b@h:4222",))  # a comma that is not escaped
     (url,) = connection(connection_options(raw)).servers
     assert split_url(url) == split_url(raw.servers[0])

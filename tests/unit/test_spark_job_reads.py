@@ -1,4 +1,4 @@
-"""How the jobs of an archive read the log: where it is, from where on, and in how many tasks; without Spark."""
+"""How the jobs of an archive read the log: where, from which position, and in how many tasks; without Spark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANGE = Manifest(
 
 
 class Reading:
-    """A session of which only reads are asked; what was read last, as the source understands it."""
+    """A session that only reads; `found` is the last read, as the source understands it."""
 
     def __init__(self) -> None:
         self.found: ReadOptions | None = None
@@ -50,7 +50,7 @@ class Reading:
 
 @pytest.fixture(params=[7, None])
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Of the cluster; None on Connect, which does not tell."""
+    """The cluster's cores; None on Connect, which does not tell."""
     found: int | None = request.param
     for module in (archive_job, tables_job):
         monkeypatch.setattr(module, "cores_of", lambda _: found)
@@ -60,7 +60,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Say when the log was made that there is; None: there is none."""
+    """Return a function that sets when the log was made; None: there is no log."""
 
     def is_made(created: str | None) -> None:
         async def log_of(deployment: Deployment) -> Any:

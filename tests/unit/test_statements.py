@@ -1,4 +1,4 @@
-"""The files of named statements: nothing in them can be lost, run twice or sent two at a time."""
+"""The files of named statements: no statement in them can be lost, run twice or sent with another."""
 
 from __future__ import annotations
 
@@ -89,4 +89,4 @@ def test_every_statement_stands_below_a_sentence(folder: Path) -> None:
                 assert comment[0][3].isupper(), block
                 assert comment[-1].rstrip(")").endswith("."), block
     assert all(";" not in statement for statement in queries(folder, "s").values())
-    assert min(migrations_of(folder, "s"), default=1) == 1  # of LangGraph's tables there are none of ours
+    assert min(migrations_of(folder, "s"), default=1) == 1  # LangGraph's tables have no migrations of ours

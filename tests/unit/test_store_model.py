@@ -1,7 +1,7 @@
 """The whole store against its oracle: two instances, one lane or two, every fault, and the guarantees after each step.
 
-What happens is in `store_model.steps`, what must hold in `store_model.story` and `store_model.calls`. This is the short
-form; ``make model`` lives through as many worlds as there is time for.
+The steps are in `store_model.steps`, and what must hold is in `store_model.story` and `store_model.calls`. This is the
+short form; ``make model`` runs as many worlds as there is time for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SEEDS = st.integers(0, 2**32)
 
 @pytest.fixture(autouse=True)
 def _silence() -> Iterator[None]:
-    """What the store logs about thousands of faults."""
+    """Silence the store's logs about thousands of faults."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 class Store(RuleBasedStateMachine):
-    """One world; hypothesis chooses what happens in it, and finds the shortest way to a violation."""
+    """One world; hypothesis chooses its steps."""
 
     steps: Steps
     poisoned: bool

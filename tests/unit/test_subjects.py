@@ -1,4 +1,4 @@
-"""Subjects: no id can be another's, a wildcard, or the end of a line."""
+"""Subjects: no id can be taken for another id, a wildcard, or the end of a line."""
 
 from __future__ import annotations
 

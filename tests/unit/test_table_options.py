@@ -66,7 +66,7 @@ filters = st.one_of(
 
 
 def passes(one: Filter, row: dict[str, Any]) -> bool:
-    """As Spark judges it."""
+    """Whether Spark lets the row pass the filter."""
     if isinstance(one, Not):
         return row["agent_id"] is not None and not passes(one.child, row)
     assert isinstance(one, EqualTo | In | StringStartsWith | StringContains | GreaterThan | LessThanOrEqual)

@@ -1,4 +1,4 @@
-"""Which part of a tail that planning has read a task may use, and what it reads itself."""
+"""Which part of the tail that planning has read a task may use, and what the task reads itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bufstore.spark.tables.span import Span
 from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces
 
 numbers = st.integers(1, 20)
-#: Of one stream and, seldom, of another; whole from their beginning, or from the message behind it.
+#: Spans of one stream and, rarely, of another; whole from their beginning, or from the next message on.
 spans = st.builds(
     lambda created, start, length, behind: Span(created, start, start + length, start + behind),
     st.sampled_from(["a", "a", "a", "b"]),
@@ -28,7 +28,7 @@ def test_a_task_reads_all_that_planning_has_not_read(planned: Span, wanted: Span
         known = set(range(planned.start, planned.end))
         assert planned.created == wanted.created
         assert needed <= known | set(range(rest.start, rest.end))
-        # What planning has read, it has looked at for holes; from there on the task does.
+        # Planning has looked for holes in what it read; from there on the task does.
         assert not known & set(range(rest.start, rest.end))
         assert rest.whole_from <= max(wanted.whole_from, planned.end)
     else:

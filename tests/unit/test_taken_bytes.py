@@ -1,4 +1,4 @@
-"""What is sent to a server that takes less than it says."""
+"""The size of messages to a server that accepts less than it announces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bufstore.jetstream.client import ListeningClient, taken_bytes
     ("told", "refused", "taken"),
     [
         (1 << 20, None, 1 << 20),
-        (1 << 20, 256 << 10, 128 << 10),  # what was refused is not too large for the server: an account has a limit
-        (128 << 10, 256 << 10, 128 << 10),  # the server takes less since a reload
+        (1 << 20, 256 << 10, 128 << 10),  # the server would accept the refused size, so an account has a limit
+        (128 << 10, 256 << 10, 128 << 10),  # the server accepts less since a reload
         (256 << 10, 256 << 10, 128 << 10),
         (1 << 20, 12, 1024),
     ],

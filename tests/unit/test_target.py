@@ -1,4 +1,4 @@
-"""A log and a database that belong together say so, and nothing else is ever flushed from one into the other."""
+"""A log and a database that belong together say so, and nothing is flushed between others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tickets(MemoryThreadStore):
 
 
 class Handing:
-    """A store that hands everything on to another, and adds something of its own."""
+    """A wrapper that passes everything on to another store."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -61,7 +61,7 @@ async def use(inner: MemoryThreadStore, nats: MemoryNats, thread_id: str, messag
 
 
 def forgets(inner: MemoryThreadStore) -> None:
-    """The database says nothing, as of an earlier release."""
+    """Remove the name from the database, as if an earlier release had made it."""
     inner.ledger(0)._named = None
 
 
@@ -75,7 +75,7 @@ def test_the_entries_of_an_apps_own_store_are_flushed_into_no_other() -> None:
             assert caught.value.field == ("store" if type(other) is MemoryThreadStore else "database")
             assert caught.value.way_out
             assert await other.load_messages(thread_id) is None
-        # Not even into the same database.
+        # The same database makes no difference.
         same = MemoryThreadStore()
         same._ledgers[0] = tickets.ledger(0)
         with pytest.raises(ConfigDrift, match=r"store is 'tickets' but 'bufstore.memory'"):
@@ -119,7 +119,7 @@ def test_a_log_and_a_database_of_an_earlier_release_are_given_the_name_by_who_ca
         stream = nats.streams["THREADLOG"]
         stream.target = None
         forgets(inner)
-        with pytest.raises(ConfigDrift, match="bufstore log adopt"):  # nothing was purged yet: before, this was taken
+        with pytest.raises(ConfigDrift, match="bufstore log adopt"):  # nothing was purged yet; once this was accepted
             await opened(MemoryThreadStore(), nats)
         assert stream.target is None
         stores = await asyncio.gather(*(opened(inner, nats) for _ in range(3)))
@@ -128,7 +128,7 @@ def test_a_log_and_a_database_of_an_earlier_release_are_given_the_name_by_who_ca
         given = stream.target
         assert given is not None
         assert given == await inner.ledger(0).target()
-        # A copy from before that is put back gets it again: the database from the log, the log from the database.
+        # A restored copy without the name gets it again: the database from the log, the log from the database.
         forgets(inner)
         await use(inner, nats, thread_id, [1, 2])
         assert await inner.ledger(0).target() == given
@@ -140,7 +140,7 @@ def test_a_log_and_a_database_of_an_earlier_release_are_given_the_name_by_who_ca
 
 
 def test_who_meets_another_name_in_the_moment_of_giving_one_gives_way() -> None:
-    """Metadata has no compare-and-set: both databases have flushed a part of the log, and begin at the same time."""
+    """Metadata has no compare-and-set: both databases have flushed a part of the log, and open at the same time."""
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
@@ -184,7 +184,7 @@ def test_a_log_that_is_named_while_somebody_makes_sure_is_still_his() -> None:
 
 @pytest.mark.parametrize("found", ["says nothing", "knows the generation", "of an earlier release"])
 def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobody_up(found: str) -> None:
-    """It was away when the store was opened: only its flusher can find out."""
+    """The database was away when the store was opened, so only the flusher can find out."""
 
     async def main() -> None:
         nats, right, wrong, thread_id = MemoryNats(), MemoryThreadStore(), MemoryThreadStore(), fresh()
@@ -230,7 +230,7 @@ def test_an_empty_database_in_the_place_of_a_lost_one_is_refused_until_a_repair(
         assert "another database" in found.reason
         with pytest.raises(ConfigDrift, match=r"store is 'bufstore.memory' but 'tickets'"):
             await repair(Tickets(), nats=nats, config=CONFIG, apply=True)
-        await asyncio.sleep(60)  # the members are gone
+        await asyncio.sleep(60)  # by then the members are gone
         assert (await repair(empty, nats=nats, config=CONFIG, apply=True)).applied == 1
         await use(empty, nats, "another")
         assert nats.streams["THREADLOG"].target == await empty.ledger(0).target()

@@ -1,4 +1,4 @@
-"""Tasks and calls side by side: nothing that was begun goes on when it is over."""
+"""Tasks and concurrent calls: nothing that was begun goes on after its owner has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers import run_of
 
 
 def eager_task_factory(loop: asyncio.AbstractEventLoop, work: Any, **_: Any) -> asyncio.Task[Any]:
-    """A task whose work begins before whoever makes the task goes on, as Python has it from 3.12 on."""
+    """A task whose work begins before its maker goes on, as in Python from 3.12 on."""
     if not loop.is_running():
         return asyncio.Task(work, loop=loop)
     first: list[Any] = []
@@ -67,7 +67,7 @@ def _going_on(work: Any, waits_for: Any) -> Generator[Any, Any, Any]:
             return e.value
 
 
-#: Python's own, where it has one.
+#: Python's own factory, where there is one.
 EAGER: Any = getattr(asyncio, "eager_task_factory", eager_task_factory)
 
 
@@ -168,13 +168,13 @@ def _traced(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> async
 
 
 def eager_task_factory(*_: Any, **__: Any) -> Any:
-    """In place of Python's, which is told by this name, where there is none."""
+    """Stand in for Python's factory, which is recognized by this name; unused, because EAGER is always set."""
     raise AssertionError("a task that is spawned is not made by a factory that begins it at once")
 
 
 @pytest.mark.parametrize("factory", [None, _traced, EAGER or eager_task_factory])
 def test_a_spawned_task_begins_when_its_maker_has_it(factory: Any) -> None:
-    # On a loop of its own: its factory would be that of the tests behind it.
+    # It has its own loop, because the factory would stay for later tests.
     with asyncio.Runner() as runner:
         runner.run(_spawned(factory))
 
@@ -195,7 +195,7 @@ async def _spawned(factory: Any) -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     future.set_result(1)
     assert await spawn(future) == 1
-    asyncio.get_running_loop().set_task_factory(None)  # what ends the loop makes tasks, too
+    asyncio.get_running_loop().set_task_factory(None)  # closing the loop makes tasks, too
 
 
 def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
@@ -205,7 +205,7 @@ def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
         return who.get()
 
     async def main() -> None:
-        # As apps have it from before Python 3.11: without a context.
+        # Apps from before Python 3.11 have such factories, which take no context.
         asyncio.get_running_loop().set_task_factory(lambda loop, work: asyncio.Task(work, loop=loop))  # type: ignore[arg-type]
         who.set("the caller")
         assert (await spawn(look()), await spawn(look(), apart=True)) == ("the caller", "nobody")
@@ -214,7 +214,7 @@ def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
 
 
 def test_tasks_are_made_in_one_place() -> None:
-    """On a loop with eager tasks a writer's task had ended before it was kept, and nothing was written any more."""
+    """Regression: on a loop with eager tasks a writer's task ended before it was kept, and nothing more was written."""
     made = re.compile(r"(asyncio|loop|get_running_loop\(\))\.create_task\(|ensure_future\(")
     files = Path(bufstore.__file__).parent.rglob("*.py")
     assert [f.name for f in files if made.search(f.read_text())] == ["tasks.py"]

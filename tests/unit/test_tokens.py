@@ -154,7 +154,7 @@ MINE = Record("me", "mark")
 
 
 class Lossy:
-    """One subject; answers are lost as told: before or after the write was stored."""
+    """One subject; answers are lost before or after the write is stored, as told."""
 
     name, replicated = "S", False
 
@@ -201,7 +201,7 @@ async def test_a_write_that_came_too_late_is_a_conflict_also_after_lost_answers(
 
 
 async def test_what_was_written_is_not_read_as_it_was_before() -> None:
-    """A leader that the others have left answers for seconds."""
+    """A leader that the others have left goes on answering for seconds."""
 
     class Left(Lossy):
         replicated = True
@@ -227,7 +227,7 @@ async def test_what_was_written_is_not_read_as_it_was_before() -> None:
     await register.write("s", MINE, 0)
     assert await register.read("s") == (1, MINE)
     assert stream.proofs == 1
-    stream.seq, stream.shown = 0, {}  # it was removed since, and several find that at once
+    stream.seq, stream.shown = 0, {}  # it was removed meanwhile, and several callers find that at once
     assert await asyncio.gather(*(register.read("s") for _ in range(3))) == 3 * [(0, Record())]
     proofs = stream.proofs
     assert await register.read("s") == (0, Record())
@@ -283,11 +283,11 @@ def test_what_nats_refuses_for_a_while_ends_no_worker_and_is_said_once(caplog: p
         work.take = take  # type: ignore[method-assign, assignment]
         with pytest.raises(Closed):
             await work.run(nothing, asyncio.Event())
-        said = [str(right), str(full)]  # once a series
+        said = [str(right), str(full)]  # once per series
         assert [r.getMessage().partition("will try again: ")[2] for r in caplog.records] == said
         outcomes = iter([right])
         work._connection.closes_here = lambda: False  # type: ignore[method-assign]
-        with pytest.raises(ConfigError):  # of a process that was forked off
+        with pytest.raises(ConfigError):  # in a forked process
             await work.run(nothing, asyncio.Event())
 
     async def nothing(_: Task) -> None: ...

@@ -1,4 +1,4 @@
-"""Who writes to the same threads as others is told what they wrote, and need not read it."""
+"""Writers of the same threads tell each other what they wrote, and need not read it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from unit.fake_log import run
 from unit.test_group_sequencer import SUBJECTS, Process, World, started
 from unit.test_last_seen import tell_words, two_writers, wrote
 
-#: Virtual: by then everybody has heard.
+#: Virtual time after which all writers have heard.
 _HEARD_S = 0.1
 
 
 async def _overtaken(one: Process, two: Process) -> None:
-    """Both have found that the other one writes to thread "s", too."""
+    """Let both find that the other one writes to thread "s", too."""
     for process in (one, two):
         assert isinstance(await wrote(process, "s", 0 if process is one else 1), int | Conflict)
         assert isinstance(await wrote(process, "s", 1), Conflict)
@@ -31,7 +31,7 @@ async def _overtaken(one: Process, two: Process) -> None:
 
 
 def _told(process: Process, world: World) -> list[bytes]:
-    """The bodies of others' groups that it has at hand."""
+    """The bodies of others' groups in the process's memory."""
     mine = {w.group.seq for w in process.written}
     kept = process.tail._kept
     assert all(world_body(world, seq) == body for seq, (_, body) in kept.items())
@@ -39,7 +39,7 @@ def _told(process: Process, world: World) -> list[bytes]:
 
 
 def world_body(world: World, seq: int) -> bytes:
-    """What the log has of a group."""
+    """The body of a group in the log."""
     return next(m.body for m in world.stream.messages if m.seq == seq)
 
 
@@ -80,7 +80,7 @@ def test_who_was_not_overtaken_for_a_while_tells_no_content_any_more() -> None:
     async def main(world: World, one: Process, two: Process) -> None:
         await _overtaken(one, two)
         assert one.sequencer._are_shared()
-        for _ in range(4):  # they go on to write, and to listen
+        for _ in range(4):  # both go on writing, and listening
             assert isinstance(await wrote(one), int)
             assert isinstance(await wrote(two), int)
             await asyncio.sleep(_SHARED_S / 3)

@@ -1,4 +1,4 @@
-"""Whose group goes next."""
+"""Which writer's group goes next."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _EVENTS = st.lists(st.tuples(st.sampled_from(["wants", "wrote", "passes"]), _WRI
 def told(
     me: int, events: list[tuple[str, int, float]], begins: int = 0, turns_s: Sequence[float] = (_MINE_S,)
 ) -> tuple[Turns, float, int]:
-    """What a writer knows that has heard all of this from the event with the number `begins` on, when that was, and how
-    many groups there were. `turns_s`: how long the writers' turns take."""
+    """What a writer knows that has heard all events from number `begins` on, the time, and the number of groups.
+
+    `turns_s`: how long the writers' turns take.
+    """
     turns, now, seq = Turns(me), 0.0, 1
     paces = [Pace(turns_s[w % len(turns_s)], 2 * _MINE_S) for w in range(7)]
     if not begins:
@@ -40,7 +42,7 @@ def told(
 
 
 @given(_EVENTS)
-# One whose own place counts for more than others think of it leaves at another time than they believe.
+# A writer that gives its own place more weight than others do leaves at another time than they believe.
 @example([("wants", 3, 1.0), ("wrote", 2, 0.0), ("wants", 1, 1.0), ("wrote", 2, 1.0), ("wrote", 1, 1.0)])
 def test_of_those_who_heard_the_same_one_goes_at_once(events: list[tuple[str, int, float]]) -> None:
     heard = {me: told(me, events) for me in range(1, 7)}
@@ -57,14 +59,14 @@ def test_of_those_who_heard_the_same_one_goes_at_once(events: list[tuple[str, in
 def test_who_began_to_listen_later_knows_the_same_order_once_everybody_has_told_something(
     events: list[tuple[str, int, float]], begins: list[int], last: list[int], turns_s: list[float]
 ) -> None:
-    """Each counted from what it had heard first: all waited for another one, until somebody's patience was over."""
+    """Regression: each counted from the first event that it had heard, and all waited until one lost patience."""
     events += [("wrote", writer, 0.0) for writer in last]
     heard = [told(me, events, min(begins[me - 1], len(events) - 5), turns_s)[0] for me in range(1, 7)]
     assert len({tuple(turns._in_order()) for turns in heard}) == 1
 
 
 def test_a_few_who_are_gone_are_not_waited_for_one_after_the_other() -> None:
-    """As when the machine of many writers stops: they are waited for at the same time."""
+    """When the machine of many writers stops, they are all waited for at the same time."""
     turns, now = Turns(9), 0.0
     for writer in range(1, 10):
         turns.wrote(writer, _FAR, writer, now)
@@ -79,7 +81,7 @@ def test_nobody_is_waited_for_long(events: list[tuple[str, int, float]], me: int
     turns, now, _ = told(me, events)
     wait_s = turns.wait_s(now, _MINE_S)
     assert wait_s <= 6 * max(NEEDS_MAX_S, _MINE_S)
-    # Whatever was heard, it is over when nothing more is heard.
+    # Whatever was heard, the wait is over when nothing more is heard.
     assert turns.wait_s(now + max(wait_s, 0), _MINE_S) <= 1e-9
 
 
@@ -99,7 +101,7 @@ def test_who_wants_to_write_is_next_after_all_who_wait_longer(events: list[tuple
 def test_who_lets_his_turn_pass_is_not_waited_for_again() -> None:
     turns, now, seq = told(3, [("wrote", 1, 0), ("wrote", 2, 0), ("wrote", 3, 0)])
     assert turns.wait_s(now, _MINE_S) > _MINE_S
-    turns.wrote(2, _NEAR, seq + 1, now + 1)  # before 1, whose turn it was
+    turns.wrote(2, _NEAR, seq + 1, now + 1)  # before writer 1, whose turn it was
     assert not turns.knows(1)
     assert turns.is_first(3)
 

@@ -1,4 +1,4 @@
-"""What a user's type checker makes of our names."""
+"""What a user's type checker says of our names."""
 
 from __future__ import annotations
 

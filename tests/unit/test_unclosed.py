@@ -23,7 +23,7 @@ def test_it_ends_while_connections_are_being_made() -> None:
         await pool.open()
         client, _ = await asyncio.get_running_loop().sock_accept(server)
         client.close()
-        kept.append((await asyncio.get_running_loop().sock_accept(server))[0])  # what asks it hears nothing
+        kept.append((await asyncio.get_running_loop().sock_accept(server))[0])  # requests get no answer
 
     kept: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -35,7 +35,7 @@ def test_it_ends_while_connections_are_being_made() -> None:
 async def test_it_ends_without_an_error_when_its_pool_was_closed_while_postgres_hangs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Closing does not wait for the pool's tasks for long, and nobody looks at what they end with."""
+    """Closing waits only briefly for the pool's tasks, and nobody retrieves their errors."""
     loop, told = asyncio.get_running_loop(), list[Any]()
     loop.set_exception_handler(lambda _, context: told.append(context))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -58,7 +58,7 @@ async def test_it_ends_without_an_error_when_its_pool_was_closed_while_postgres_
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_it_ends_while_the_connection_to_nats_is_made_anew(fails: bool) -> None:
-    """nats-py swallows a cancellation that comes with an answer, and what is asked next may fail of that."""
+    """A cancellation that comes with an answer is swallowed by nats-py, and may make the next request fail."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')

@@ -36,7 +36,7 @@ class SmallFeeds(FeedLog):
 
 
 class World(Bench):
-    """A thread "t" that the store refuses while `refused` says why."""
+    """A bench with a thread "t" that the store refuses while `refused` says why."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
@@ -219,7 +219,7 @@ def test_the_next_owner_finds_who_waits(monkeypatch: pytest.MonkeyPatch, again: 
 
 
 def test_the_next_owner_is_delivered_once_more_what_waits_and_takes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cursor stood before them, because of another thread's entry."""
+    """The cursor was before its entries, because of another thread's entry."""
 
     async def main(it: World) -> None:
         await it.start()
@@ -228,7 +228,7 @@ def test_the_next_owner_is_delivered_once_more_what_waits_and_takes_it_once(monk
         await it.writer.append([0], "t")
         await it.writer.append([0], other)
         await it.waiting(2)
-        it.ledger.locked.add(GOOD[0])  # for a moment, in which what it has stays in memory
+        it.ledger.locked.add(GOOD[0])  # for a moment, so that its entry stays in memory
         await it.writer.append([0], GOOD[0])
         await it.writer.append([1], "t")
         await it.waiting(3)
@@ -300,7 +300,7 @@ def test_an_app_that_raises_for_a_thread_is_asked_as_often_as_for_any(monkeypatc
 
 
 def test_while_all_are_refused_only_those_are_read_again_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait: otherwise reading them, for nothing, is all that the process does."""
+    """However many threads wait: otherwise the process would do nothing but read them in vain."""
 
     async def main(it: World) -> None:
         threads = [t for t in (f"b{n}" for n in range(2000)) if SUBJECTS.partition(t) == PARTITION][:300]
@@ -404,12 +404,12 @@ def test_when_too_much_waits_the_partition_stops_and_nothing_is_lost(monkeypatch
         assert await it.stored("t") == list(range(3000))
         assert it.waits() == 0
 
-    # A quarter of 4 MiB, by four partitions.
+    # The bound is a quarter of 4 MiB, divided by four partitions.
     world(main, monkeypatch, log=LogConfig(partitions=4, max_bytes=4 << 20))
 
 
 def refusing(it: World, fails: Callable[[Decision], FlushFailed | None]) -> Callable[[], None]:
-    """Have the ledger refuse what `fails` names an error for, until what is returned is called."""
+    """Make the ledger refuse decisions for which `fails` returns an error. Returns a function that ends this."""
     flush = it.ledger.flush
 
     async def refused(held: Any, threads: Any, decide: Any, **options: Any) -> Any:
@@ -429,7 +429,7 @@ def refusing(it: World, fails: Callable[[Decision], FlushFailed | None]) -> Call
 
 
 def test_an_entry_that_neither_the_store_nor_the_ledger_takes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is too large for this server, for example: the others' windows became as small as what it was tried in."""
+    """Regression: the entry is too large for the server, say, and the windows of other threads shrank with its own."""
 
     async def main(it: World) -> None:
         def touched(decision: Decision) -> FlushFailed | None:
@@ -456,7 +456,7 @@ def test_an_entry_that_neither_the_store_nor_the_ledger_takes_holds_nobody_up(mo
 
 
 def test_a_ledger_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks a right, for example: the cursor stays, as long as that is so."""
+    """For example, it lacks a right: the cursor stays until that is mended."""
 
     async def main(it: World) -> None:
         def waits(decision: Decision) -> FlushFailed | None:
@@ -479,7 +479,7 @@ def test_a_ledger_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
 
 
 def test_a_partition_of_which_nothing_is_found_that_waits_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the owner knows is not what Postgres has: it went back, or somebody changed it."""
+    """Postgres lacks what the owner knows of: it went back, or somebody changed it."""
 
     async def main(it: World) -> None:
         await it.start()
@@ -502,7 +502,7 @@ THREADS = ("t", "u", "v")
 @given(data=st.data())
 def test_the_cursor_passes_only_what_is_settled_or_waits(data: st.DataObject) -> None:
     feed = FakeFeed()
-    # Of another owner's time.
+    # Entries that waited when another owner had the partition.
     before = [Queue("t", 2, 40, "why", 0)] if data.draw(st.booleans()) else []
     owned = OwnedPartition(Cursor(0, 1, 0, 0), feed, SUBJECTS, before)  # type: ignore[arg-type]
     items: dict[int, Any] = {}

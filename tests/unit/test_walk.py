@@ -1,4 +1,4 @@
-"""Going through all that a filter has, in pages of bounded size; and a memory with a bound."""
+"""Walking through all messages of a filter, in pages of bounded size; and a memory with a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flushers and writers of a log agree on: whatever is changed, whoever has not read it yet, it fits together."""
+"""The windows that flushers and writers of a log agree on stay safe in any change, whoever has not read it yet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHANGES = st.tuples(
 
 @given(st.lists(st.tuples(CHANGES, st.lists(st.booleans(), min_size=4, max_size=4)), max_size=12))
 def test_no_flusher_keeps_less_than_any_writer_relies_on(steps: list[tuple[Any, list[bool]]]) -> None:
-    """Processes read the log again whenever they like; a change is only settled when all of them have."""
+    """Processes read the log's settings at any time; a change is settled only when all have read it."""
     says = AT_REST
     flushers, writers = [says, says], [says, says]
     for (window_s, archive, step), who_reads in steps:
@@ -50,7 +50,7 @@ def test_no_flusher_keeps_less_than_any_writer_relies_on(steps: list[tuple[Any, 
         flushers = [says if read else before for read, before in zip(who_reads[:2], flushers, strict=True)]
         writers = [says if read else before for read, before in zip(who_reads[2:], writers, strict=True)]
         assert min(f.keep_s for f in flushers) >= max(w.rely_s for w in writers)
-        # Whoever has read that it is on relies on it, once it is not being changed.
+        # Once archiving is on and is no longer being changed, writers rely on it.
         if says.archive:
             assert all(f.archives for f in flushers)
 
@@ -93,7 +93,7 @@ def test_a_log_of_before_with_a_longer_window_than_there_may_be_is_kept_so_and_o
         windows.check(config)
     with pytest.raises(ConfigDrift, match=rf"Set LogConfig\.failover_window_s to {longest}"):
         before.check(LogConfig())
-    assert changing.changed(failover_window_s=before.failover_window_s) == before  # it is undone
+    assert changing.changed(failover_window_s=before.failover_window_s) == before  # the change is undone
     assert changing.settled().keep_s == after_s
     found = {"name": "L", "subjects": ["l.groups.0"], "max_bytes": 1 << 30, "num_replicas": 1}
     said = with_windows(metadata_of(LogConfig(), 0), before)
@@ -128,7 +128,7 @@ def test_who_is_configured_otherwise_than_the_log_is_refused() -> None:
         await change_log(nats=nats, failover_window_s=30.0)
         await opened(failover_window_s=30.0)
         with pytest.raises(ConfigError, match=r"append_timeout_s \(25 s\) must be at most half"):
-            config = BufferConfig(append_timeout_s=25.0)  # fits what was, not what will be
+            config = BufferConfig(append_timeout_s=25.0)  # fits the old window, but not the new one
             await BufferedThreadStore.open(inner, nats=nats, config=config)
         await change_log(nats=nats, settle=True)
         assert await change_log(nats=nats) == Windows(failover_window_s=30.0, archive=False)

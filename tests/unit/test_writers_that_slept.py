@@ -1,4 +1,4 @@
-"""A process that stood still while others wrote, and what they wrote was flushed and purged, builds on none of it."""
+"""A process that slept while others' entries were written, flushed and purged goes on from what Postgres has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def process(nats: MemoryNats, inner: MemoryThreadStore, **options: Any) ->
 
 
 def lose_next(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next group of this process does not reach the log, and nobody tells."""
+    """Lose the next group of this process on its way to the log, without an answer."""
     stream = store.buffer.session.stream
     publish = stream.publish
 

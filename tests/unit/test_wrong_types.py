@@ -1,4 +1,4 @@
-"""Arguments of another type are refused by name, before anything is sent."""
+"""Arguments of a wrong type are refused by name, before anything is sent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_no_address_is_a_config_error() -> None:
 
 
 def test_a_connection_string_may_be_of_a_class_below_str() -> None:
-    """As settings of pydantic are."""
+    """Settings of pydantic are such strings."""
 
     class Dsn(str):
         __slots__ = ()

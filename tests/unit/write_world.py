@@ -53,7 +53,7 @@ class World:
         self.instances: list[Instance] = []
 
     def parts(self, shared: Any = None, ledger: Any = None) -> ThreadParts:
-        """What a process works with."""
+        """The parts of one process."""
         return Parts(
             domain=THREADS,
             log=self.log.open(self.config),
@@ -79,26 +79,26 @@ class World:
         await self.ledger.flush([], [thread_id], decide)
 
     async def make_wait(self, thread_id: str = "t") -> None:
-        """Pass what the log has of a thread, and have it wait in the ledger."""
+        """Move the thread's entries from the log into the ledger, where they wait."""
         watermark = await self.ledger.watermark(thread_id)
         tail = self.tail(thread_id, max(watermark.flushed_seq, watermark.waits_to))
         waiting = [WaitingEntry(item, SUBJECTS.partition(thread_id), "its row is held") for item in tail]
         await self.ledger.flush([], [], lambda _: Decision(waiting=waiting))
 
     async def make_wait_and_purge(self, thread_id: str = "t") -> None:
-        """As if the failover window had passed since; another thread's entry is the newest of the log."""
+        """Do so, and purge as after a failover window; the log's newest entry is another thread's."""
         await self.make_wait(thread_id)
         self.log.intrude(SUBJECTS.of("elsewhere"))
         self.log.expire_below(self.log.last_seq)
 
     async def flush_and_purge(self, thread_id: str = "t") -> None:
-        """As if the failover window had passed; another thread's entry is the newest of the log."""
+        """Flush, and purge as after a failover window; the log's newest entry is another thread's."""
         self.log.intrude(SUBJECTS.of("elsewhere"))
         await self.flush(thread_id)
         self.log.expire_below(self.log.last_seq)
 
     async def shown(self, thread_id: str = "t") -> ThreadState:
-        """What a read joins from store and log."""
+        """The thread as a read joins it from store and log."""
         watermark = await self.ledger.watermark(thread_id)
         thread = await self.store.load_thread(thread_id)
         state = ThreadState(
@@ -111,13 +111,13 @@ class World:
         return [decode_message(m) for m in (await self.shown(thread_id)).messages]
 
     def runs(self, thread_id: str = "t") -> Counter[str]:
-        """How often each run was saved by entries in the log: each call of these tests has a run of its own."""
+        """How often each run was saved by entries in the log; each call of these tests has a run of its own."""
         entries = [i for i in self.tail(thread_id) if isinstance(i, StoredEntry)]
         return Counter(decode_payload(i.entry.payload).save.run_id for i in entries)
 
 
 class Reached:
-    """The ledger as it is reached: away while Postgres is down."""
+    """The ledger as processes reach it: away while Postgres is down."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -138,7 +138,7 @@ class Reached:
         return await self._world.ledger.watermarks(thread_ids)
 
     async def cursors(self) -> dict[int, Cursor]:
-        """Where a flush by hand moves none: up to what is settled."""
+        """The cursors; a flush by hand moves none, so they are then at what is settled."""
         if found := await self._world.ledger.cursors():
             return found
         bucket = self._world.log.bucket
@@ -183,7 +183,7 @@ class Instance:
     async def series(
         self, steps: Sequence[tuple[Sequence[Any], str, bytes | None]], thread_id: str = "t"
     ) -> tuple[list[Receipt], Exception | None]:
-        """Append messages with runs of these ids and these marks, in order."""
+        """Append messages, with these run ids and marks, in order."""
         wanted = []
         for messages, run_id, mark in steps:
             call, _ = self._call(messages, thread_id, run_id)
@@ -204,7 +204,7 @@ class Instance:
 
 
 def test(main: Any, **config: Any) -> None:
-    """Run `main(world, instance)` and close what it leaves open."""
+    """Run `main(world, instance)`, and close the instances that it leaves open."""
 
     async def whole() -> None:
         world = World(**config)
@@ -221,6 +221,6 @@ test.__test__ = False  # type: ignore[attr-defined]
 
 
 def faults(log: FakeLog, *wanted: str) -> None:
-    """Have the next writes fail so."""
+    """Let the next writes have these faults."""
     left = list(wanted)
     log.fault = lambda kind: left.pop(0) if left and kind != "read" else ""
