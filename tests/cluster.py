@@ -1,4 +1,4 @@
-"""Three nats-servers of one JetStream cluster, whose nodes speak to each other through proxies that a test can cut."""
+"""A JetStream cluster of three nats-servers. They reach each other through proxies that a test can cut."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fault_proxy.proxy import FaultProxy
 from helpers import eventually
 
 _NODES = 3
-#: Who learns of a node from another one connects here: to nobody. So all routes pass through a proxy.
+#: The address that each node advertises. Nobody can connect to it, so every route passes through a proxy.
 _NOWHERE = "127.0.0.1:1"
 
 
 class Cluster:
-    """Servers n0 to n2; a user "all" that each of them knows. Use it in an ``async with`` block."""
+    """Servers n0 to n2, which all know the user "all". Use it in an ``async with`` block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._exits = AsyncExitStack()
-        #: From which node to which.
+        #: The proxy of each route, by (from node, to node).
         self._routes: dict[tuple[int, int], FaultProxy] = {}
         self.servers: list[NatsServer] = []
 
@@ -47,7 +47,7 @@ class Cluster:
                 f'http: "127.0.0.1:{self._monitors[i]}"\n'
             )
             server = NatsServer(self._folder / f"n{i}", extra_config=config)
-            # Its password is made at its first start, and has to stand beside that of the user that all nodes know.
+            # The server makes its password at its first start. The configuration must name it beside the user "all".
             await asyncio.to_thread(server.start)
             await asyncio.to_thread(server.stop)
             password = server.url.partition("bufstore:")[2].partition("@")[0]
@@ -68,12 +68,12 @@ class Cluster:
         await asyncio.gather(*(asyncio.to_thread(s.stop) for s in self.servers))
 
     def nats(self, *nodes: int) -> NatsConfig:
-        """For clients of these nodes (of all, if none is named)."""
+        """The client configuration for these nodes, or for all nodes if none is named."""
         chosen = [self.servers[i] for i in nodes] or self.servers
         return NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in chosen], user="all", password="all")
 
     def isolate(self, node: int, *, silently: bool) -> None:
-        """Cut one node off from the others: connections are reset, or (`silently`) nothing passes through them."""
+        """Cut a node off from the others: reset its routes, or let nothing pass through them (`silently`)."""
         for pair, proxy in self._routes.items():
             if node in pair:
                 if silently:
@@ -84,34 +84,34 @@ class Cluster:
                     proxy.cut()
 
     def heal(self) -> None:
-        """Join what was cut; what was sent into a connection that nothing passed through arrives late."""
+        """Undo `isolate`. What was sent into a silent route arrives late."""
         for proxy in self._routes.values():
             proxy.heal()
 
     def connected(self) -> bool:
-        """Whether every node is connected to both others."""
+        """True when every node is connected to both others."""
         try:
             return all(len(self.routes(i)) == _NODES - 1 for i in range(_NODES))
         except OSError:
-            return False  # one is starting
+            return False  # a node is still starting
 
     def routes(self, node: int) -> set[str]:
-        """The nodes that this one is connected to, by its own account."""
+        """Return the nodes that this node says it is connected to."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[node]}/routez", timeout=2) as answer:
             return {str(route["remote_name"]) for route in json.load(answer)["routes"]}
 
     def meta_leader(self) -> int | None:
-        """Which node leads the cluster, by the first one's account; None while nobody does."""
+        """Return the cluster's leader according to node 0; None while there is none."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[0]}/jsz", timeout=2) as answer:
             name = json.load(answer)["meta_cluster"].get("leader")
         return int(name[1:]) if name else None
 
     def wipe(self, node: int) -> None:
-        """Take all streams away from a node that is stopped."""
+        """Delete all streams of a stopped node."""
         shutil.rmtree(self.servers[node].data / "jetstream")
 
     async def open(self, deployment: Deployment, *nodes: int, **options: Any) -> BufferedThreadStore:
-        """An instance on the cluster, once that has elected who answers."""
+        """Open an instance on the cluster, as soon as the cluster has elected its leaders."""
 
         async def opened() -> BufferedThreadStore | None:
             try:
@@ -126,7 +126,7 @@ class Cluster:
 
     @asynccontextmanager
     async def store(self, deployment: Deployment, **options: Any) -> AsyncIterator[BufferedThreadStore]:
-        """The same for an ``async with`` block, verified as every `Deployment.store`."""
+        """Open an instance in an ``async with`` block; it is verified at the end as in `Deployment.store`."""
         async with AsyncExitStack() as exits:
 
             async def opened() -> BufferedThreadStore | None:
@@ -139,7 +139,7 @@ class Cluster:
 
 
 async def leader_of(store: Any, deployment: Deployment) -> int:
-    """Which node leads the log, as soon as one does."""
+    """Wait for the log's stream to have a leader, and return that node."""
 
     async def asked() -> str:
         try:
@@ -153,7 +153,7 @@ async def leader_of(store: Any, deployment: Deployment) -> int:
 
 
 async def lead_log_and_cluster(store: Any, cluster: Cluster, deployment: Deployment) -> int:
-    """Have one node lead both, and return it: one that leads only the log answers nothing once it is cut off."""
+    """Make one node lead log and cluster, and return it: one that leads only the log answers nothing when cut off."""
 
     async def same() -> int | None:
         leader, meta = await leader_of(store, deployment), await asyncio.to_thread(cluster.meta_leader)
@@ -170,7 +170,7 @@ async def lead_log_and_cluster(store: Any, cluster: Cluster, deployment: Deploym
 
 
 async def replicas_current(store: Any, deployment: Deployment) -> bool:
-    """Whether every replica of log and hot bucket has all that its leader has."""
+    """True when every replica of the log and the hot bucket is up to date with its leader."""
     for stream in (deployment.log.stream, f"KV_{deployment.log.bucket}"):
         try:
             info = await store.buffer.session.stream.api(f"STREAM.INFO.{stream}")

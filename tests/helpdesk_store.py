@@ -1,4 +1,4 @@
-"""An app's own store, as a help desk might have it: its own tables, names and types, and nothing of bufstore's in them.
+"""An app's own store, as a help desk might have it: its own tables, names and types, none of bufstore's.
 
 It has all that a store behind the buffer can offer: the two reads, `apply` for every field of a change, the queries.
 """
@@ -98,7 +98,7 @@ ON CONFLICT (ref) DO UPDATE SET state = excluded.state, document = excluded.docu
 
 
 class HelpdeskStore:
-    """Tickets, what was said in them, and the jobs of the agents that work on them."""
+    """Stores tickets, their utterances, and the jobs of the agents that work on them."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
@@ -249,7 +249,7 @@ class HelpdeskStore:
 
     @asynccontextmanager
     async def _snapshot(self) -> AsyncIterator[psycopg.AsyncCursor[DictRow]]:
-        """Statements that see the database as it was at one moment."""
+        """Open a cursor whose statements all see one snapshot of the database."""
         async with self.pool.connection() as connection, connection.cursor(row_factory=dict_row) as cursor:
             await cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             yield cursor
@@ -268,7 +268,7 @@ def _thread(row: Mapping[str, Any], said: int) -> Thread:
 
 
 def _ticket(change: ThreadChange, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The ticket after the change: `project` knows what runs and parents make of it."""
+    """Return the ticket's row after the change; `project` applies the rules for runs and parents."""
     thread = change.project(_thread(before, 0) if before else Thread(thread_id=change.thread_id))
     details = change.metadata if change.metadata is not None or before is None else before["details"]
     return {
@@ -288,7 +288,7 @@ def _job(ref: str, run_id: str, document: bytes) -> dict[str, Any]:
 
 
 def _speaker(body: bytes) -> str | None:
-    """For the app's own reports."""
+    """Return the message's role, for the app's own reports."""
     message = decode_message(body)
     role = message.get("role") if isinstance(message, dict) else None
     return role if role in ("user", "assistant", "system", "tool") else None

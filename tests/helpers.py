@@ -1,4 +1,4 @@
-"""Small helpers of the integration tests."""
+"""Small helpers for tests."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import pytest
 from bufstore import ConfigError, Run, RunStatus
 from bufstore.buffer.ports.log import Floor
 
-#: JDK_JAVA_OPTIONS with which a Java starts in half of the time: a short job never gets back what more would spend.
+#: JDK_JAVA_OPTIONS that halve Java's start: a short job does not regain the time that full optimisation costs.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def fresh(what: str = "thread") -> str:
-    """An id that nothing else has."""
+    """Return a unique id."""
     return f"{what}-{uuid.uuid4().hex}"
 
 
 def run_of(thread_id: str, n: int = 0, **fields: Any) -> Run:
-    """A run of the thread."""
+    """Return a run of the thread."""
     return Run(run_id=f"run-{n}-of-{thread_id}", thread_id=thread_id, **fields)
 
 
 def done(run: Run) -> Run:
-    """The run, finished."""
+    """Return the run as finished."""
     return Run(run_id=run.run_id, thread_id=run.thread_id, status=RunStatus.DONE)
 
 
 def said(n: int, size: int = 20) -> dict[str, Any]:
-    """Message number `n`."""
+    """Return message number `n`."""
     return {"role": "user", "content": f"{n}:" + "x" * size, "id": f"m{n}"}
 
 
 async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
-    """Make the call on a loop of another thread, where it is refused."""
+    """Make the call on another thread's event loop, and assert that it is refused."""
 
     async def refused() -> None:
         async with asyncio.timeout(10):
@@ -50,7 +50,7 @@ async def elsewhere(call: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def let_all_go(*stores: Any) -> None:
-    """What retention does, later: everything that is in the log is flushed, and these processes need it no more."""
+    """Flush everything and purge the log, as retention would do later."""
     for store in stores:
         await store.force_flush_all()
         past = 1 + await store.buffer.log.end(5.0)
@@ -61,7 +61,7 @@ async def let_all_go(*stores: Any) -> None:
 
 
 async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
-    """The first true answer of `check`; fails after `timeout_s`."""
+    """Repeat `check` until its answer is true, and return the answer. Fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while True:
             answer = await check()
@@ -71,7 +71,7 @@ async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.
 
 
 async def cancel_as_anyio(task: asyncio.Task[Any]) -> None:
-    """Cancel the task at every turn of the loop until it has ended."""
+    """Cancel the task at every turn of the loop until it has ended, as anyio does."""
     async with asyncio.timeout(10):
         while not task.done():
             task.cancel()
@@ -79,16 +79,16 @@ async def cancel_as_anyio(task: asyncio.Task[Any]) -> None:
 
 
 class Soft(Exception):
-    """As Celery's signal handler raises when a task's soft time limit is over."""
+    """The error that Celery's signal handler raises at a task's soft time limit."""
 
 
 def interrupted_at(moment: int, call: Callable[[], Any], error: type[Exception]) -> bool:
-    """Make the call, and raise the error where a signal handler may run, for the n-th time; False if the call ended."""
+    """Make the call; raise the error at the n-th point where a signal handler may run. False if the call ended."""
     left = moment
 
     def look(_frame: object, event: str, _arg: object) -> None:
         nonlocal left
-        left -= event != "c_call"  # Python looks for signals behind a call and at the beginning of a function
+        left -= event != "c_call"  # Python handles signals after a call and at the start of a function
         if not left:
             raise error("the signal handler's")
 
@@ -104,7 +104,7 @@ def interrupted_at(moment: int, call: Callable[[], Any], error: type[Exception])
 
 
 async def query(dsn: str, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
-    """Rows of a query on a connection of its own."""
+    """Return a query's rows, read on a connection of its own."""
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         cursor = await connection.execute(sql, parameters)  # type: ignore[arg-type]
         return await cursor.fetchall() if cursor.description else []

@@ -1,4 +1,4 @@
-"""Entries that no writer of ours makes, and a way to publish them."""
+"""Publishes entries and messages that no writer of ours makes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUN = encode_run(Run(run_id="run", thread_id="t", status=RunStatus.DONE))
 
 
 async def publish_entry(store: BufferedThreadStore, thread_id: str, headers: bytes | None, body: bytes) -> None:
-    """Put into the log, in a group as any process writes it, an entry of the thread that says and holds this."""
+    """Publish an entry with these headers and this body to the thread, in a group as any writer does."""
     found = re.search(rb"Bufstore-Entry: ([^\r\n]*)", headers) if headers is not None else None
     header = found[1].decode("latin-1") if found else None
     await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(thread_id), body, header), 5)
 
 
 async def publish_raw(store: BufferedThreadStore, headers: bytes | None, body: bytes) -> None:
-    """Publish among the groups what no client would; return once the stream has it."""
+    """Publish a raw message on the groups' subject, as no client would; return once the stream has stored it."""
     subject = store.buffer.subjects.groups
     client: Client = store.buffer.session.connection.client()
     inbox = client.new_inbox()
@@ -52,7 +52,7 @@ def sealed(meta: Any, body: bytes, version: object = 1) -> bytes:
 
 
 def forged(payload: bytes, *, version: int = 1, chance: random.Random | None = None) -> bytes:
-    """The headers of an entry like ours, its checksum right, that says it is a whole thread and comes late enough."""
+    """Return headers like ours, with a correct checksum, of an entry that claims to be a whole thread and late."""
     entry = Entry(
         id=(chance or random).getrandbits(62),
         prev_id=0,

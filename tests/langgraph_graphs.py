@@ -1,4 +1,4 @@
-"""A real graph for the tests: an agent with a tool, a subgraph, and a step that waits for a human."""
+"""Real graphs: an agent with a tool, a subgraph and a step that waits for a human; one with a DeltaChannel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from langgraph.types import interrupt
 
 
 class State(TypedDict, total=False):
-    """What the graph works on."""
+    """The agent's state."""
 
     said: Annotated[list[str], operator.add]
     turns: int
@@ -25,7 +25,7 @@ async def _nothing() -> None:
 
 
 def assistant(saver: BaseCheckpointSaver[str] | None, on_tool: Callable[[], Awaitable[None]] = _nothing) -> Any:
-    """The compiled graph. `on_tool` runs inside the subgraph, between two of its steps."""
+    """Return the compiled agent. `on_tool` runs inside the subgraph, between two of its steps."""
 
     async def look_up(state: State) -> State:
         await on_tool()
@@ -62,7 +62,7 @@ def _written(before: list[str], some: Sequence[list[str]]) -> list[str]:
 
 
 class Diary(TypedDict):
-    """A list that stands in its history, with a snapshot at every third update."""
+    """A list that is stored as a history of updates, with a snapshot at every third."""
 
     entries: Annotated[list[str], DeltaChannel(_written, list, snapshot_frequency=3)]
 
@@ -72,7 +72,7 @@ async def _write(state: Diary) -> Diary:
 
 
 def diary(saver: BaseCheckpointSaver[str]) -> Any:
-    """A graph with a DeltaChannel."""
+    """Return a compiled graph with a DeltaChannel."""
     graph = StateGraph(Diary)
     graph.add_node("one", _write)
     graph.add_node("two", _write)

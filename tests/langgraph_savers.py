@@ -1,4 +1,4 @@
-"""Savers for the tests: on memory, or on real servers with tables of the test's own."""
+"""Makes savers for the tests: in memory, or on real servers with tables of the test's own."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, Postgr
 from bufstore.memory import MemoryNats
 from bufstore.types import Receipt
 
-#: Makes a saver for a block.
+#: Opens a saver for an ``async with`` block.
 MakeSaver = Callable[..., AbstractAsyncContextManager[AsyncBufferedSaver]]
 
 
 def config(thread_id: str, checkpoint_id: str | None = None, ns: str = "") -> RunnableConfig:
-    """What names a thread, or a checkpoint of it."""
+    """Return the configuration that names a thread, or one of its checkpoints."""
     named: dict[str, Any] = {"thread_id": thread_id, "checkpoint_ns": ns}
     return {"configurable": named | ({"checkpoint_id": checkpoint_id} if checkpoint_id else {})}
 
 
 def checkpoint(versions: dict[str, Any], values: dict[str, Any], id_: str | None = None) -> Checkpoint:
-    """A checkpoint whose channels have these versions and values."""
+    """Return a checkpoint with these channel versions and values."""
     made = empty_checkpoint()
     return {**made, "id": id_ or made["id"], "v": 4, "channel_versions": versions, "channel_values": values}
 
 
 class Place:
-    """A log and tables of one test's own; any number of savers (instances) on them."""
+    """A log and tables of one test; opens any number of savers (instances) on them."""
 
     def __init__(self, servers: Servers | None) -> None:
         name = f"lg{secrets.token_hex(5)}"
@@ -48,7 +48,7 @@ class Place:
         self._memory = MemoryCheckpointStore()
 
     def store(self, **options: Any) -> Any:
-        """What the savers stand in front of."""
+        """Return the store behind the savers."""
         if not self.dsn:
             self._memory.history = options.get("history", self._memory.history)
             return self._memory
@@ -57,7 +57,7 @@ class Place:
 
     @asynccontextmanager
     async def saver(self, *, flush: float | None = None, **options: Any) -> AsyncIterator[AsyncBufferedSaver]:
-        """A saver. `flush`: how likely what it has written is flushed at once; nothing is flushed by itself then."""
+        """Open a saver. `flush`: the probability of a flush after each write; there is no flush by time then."""
         names = ("serde", "consistency", "new_threads", "on_conflict", "cache_bytes", "nats")
         ours = {name: options.pop(name) for name in names if name in options}
         interval = {"flush_interval_s": 0.02 if flush is None else 3600.0}
@@ -73,14 +73,14 @@ class Place:
 
     @asynccontextmanager
     async def plain(self) -> AsyncIterator[AsyncPostgresSaver]:
-        """LangGraph's own saver on the same tables."""
+        """Open LangGraph's own saver on the same tables."""
         dsn = make_conninfo(self.dsn, options=f"-c search_path={self.schema}")
         async with AsyncPostgresSaver.from_conn_string(dsn) as saver:
             yield saver
 
 
 def flush_now_and_then(saver: AsyncBufferedSaver, likely: float) -> None:
-    """Flush behind each write with this likelihood."""
+    """Flush after each write with this probability."""
     engine, chance = saver.engine, random.Random(7)
     append = engine.append
 
@@ -94,7 +94,7 @@ def flush_now_and_then(saver: AsyncBufferedSaver, likely: float) -> None:
 
 
 def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Postgres is asked from now on."""
+    """Return a list that collects the names of the queries that Postgres gets from now on."""
     asked: list[str] = []
     store: Any = saver.engine._store
     read = store._read

@@ -1,7 +1,7 @@
 """A process that saves checkpoints and kills itself at one failpoint: `python -m langgraph_worker OPTIONS`.
 
-Two instances on one log write to some threads each. Before a write its checkpoint's id stands in the history, and once
-more when it is acknowledged. What a life before it was told must be readable.
+Two instances on one log each write to some threads. The process writes a checkpoint's id to the history before the
+write, and again once it is acknowledged. What an earlier life was acknowledged must be readable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THREADS, STEPS = 8, 12
 
 
 class Life:
-    """One life of the process."""
+    """One run of the process, from its start to its kill."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options, self._visits = options, 0
@@ -84,7 +84,7 @@ class Life:
 
 
 def acknowledged(history: Path) -> dict[str, dict[str, bool]]:
-    """By thread: the checkpoints that were acknowledged, each with whether its writes were."""
+    """Return each thread's acknowledged checkpoints, with True if a checkpoint's writes were acknowledged too."""
     found: dict[str, dict[str, bool]] = {}
     for line in history.read_text().splitlines() if history.exists() else ():
         what, thread_id, id_ = line.split()

@@ -1,7 +1,7 @@
-"""Leaders of streams and consumers that go, one after the other, while checks of a contract run beside.
+"""Makes leaders of streams and consumers go, one after the other, while the checks of a contract run.
 
-A seed says who goes next and how: told to step down, or killed with its node, which starts again. The next goes when
-every node is back and every stream has a leader and followers that have all it has.
+The seed decides which leader goes next and how: it steps down, or its node is killed and started again. The next one
+goes when every node is back, and every stream has a leader and followers that are up to date.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from conformance.mailbox_queue import Unsteady
 from helpers import eventually
 from mailboxes import Mailboxes
 
-#: How many streams are told to let their leaders go, for each node that is killed.
+#: How many stream leaders, and how many consumer leaders, step down for each node that is killed.
 _STEPS_DOWN = 2
-#: Seconds between two of them at most: time in which something gets done.
+#: Longest pause between two leaders, in seconds; the check makes progress meanwhile.
 _PAUSE_S = 0.5
-#: How long an election may take on a machine that others use, too.
+#: How long an election may take on a busy machine, in seconds.
 _PATIENCE_S = 30.0
-#: And a check, with some of them.
+#: How long a check may take while leaders go, in seconds.
 _CHECK_S = 180.0
 
 
 class Leaders:
-    """Of `streams` of a cluster, which may come and go."""
+    """Makes the leaders of some streams of a cluster go; streams may be added and removed."""
 
     def __init__(self, cluster: Cluster, streams: list[str], seed: int) -> None:
         self._cluster = cluster
@@ -51,7 +51,7 @@ class Leaders:
         self._client: Client | None = None
 
     async def beside(self, check: Callable[[], Awaitable[bool | None]], faults: int) -> None:
-        """Do the check, again and again until so many have gone, and it has not said (False) that it was broken off."""
+        """Repeat the check until `faults` leaders have gone and a check was completed (False: it was broken off)."""
         done = False
         while not done or self.gone.total() < faults:
             assert self._breaking is not None
@@ -62,7 +62,7 @@ class Leaders:
 
     @asynccontextmanager
     async def leave(self) -> AsyncIterator[None]:
-        """Let them go within, one after the other; in the end all is whole."""
+        """Make leaders go, one after the other, within the block; at its end the cluster is whole."""
         config = self._cluster.nats()
         client = await nats.connect(
             list(config.servers),
@@ -84,7 +84,7 @@ class Leaders:
 
     @asynccontextmanager
     async def of(self, *streams: str) -> AsyncIterator[None]:
-        """Those of these go, too, within; in the end the streams are removed."""
+        """Include these streams' leaders within the block; at its end the streams are deleted."""
         self.streams += streams
         try:
             yield
@@ -118,7 +118,7 @@ class Leaders:
         if not leader:
             return False
         server = self._cluster.servers[int(leader[1:])]
-        # Also when the check ends meanwhile: whoever comes next finds the cluster whole.
+        # The node is started also when the check ends meanwhile: the next check finds the cluster whole.
         killing = asyncio.ensure_future(_killed_and_started(server))
         try:
             await asyncio.shield(killing)
@@ -133,7 +133,7 @@ class Leaders:
         for stream in list(self.streams):
             info = await _asked(client, f"STREAM.INFO.{stream}")
             if (info.get("error") or {}).get("err_code") == 10059:
-                continue  # its check has ended
+                continue  # the check that used this stream has ended
             followers = info.get("cluster", {}).get("replicas") or ()
             if len(followers) != 2 or not all(f["current"] and not f.get("offline") for f in followers):
                 return False
@@ -141,7 +141,7 @@ class Leaders:
 
 
 async def _expected(_: Exception) -> None:
-    """The client's node was killed: it goes to another."""
+    """Ignore the client's errors: its node was killed, and it connects to another."""
 
 
 async def _killed_and_started(server: Any) -> None:
@@ -150,7 +150,7 @@ async def _killed_and_started(server: Any) -> None:
 
 
 async def _asked(client: Client, verb: str) -> dict[str, Any]:
-    """The answer, or nothing while nobody answers."""
+    """Return the answer of JetStream's API, or an empty one when nobody answers."""
     with suppress(nats.errors.Error, OSError, TimeoutError):
         answer = await client.request(f"$JS.API.{verb}", b"", timeout=2)
         return dict(json.loads(answer.data))
@@ -158,13 +158,13 @@ async def _asked(client: Client, verb: str) -> dict[str, Any]:
 
 
 async def unsteady(boxes: Mailboxes, cluster: Cluster, stack: AsyncExitStack) -> Unsteady:
-    """An open instance on the cluster; what says that nothing was done is called again."""
+    """Open an instance on the cluster that repeats what failed without effect."""
     config = MailboxConfig(
         timeout_s=_PATIENCE_S, sweep_interval_s=1.0, signal_ack_wait_s=3.0, signal_nack_max_delay_s=3.0
     )
 
     async def opened() -> Unsteady | None:
-        with suppress(BufstoreError):  # there is nobody yet who makes streams
+        with suppress(BufstoreError):  # no leader makes streams yet
             store = Unsteady(Patient(as_nats_config(cluster.nats()), boxes.names, config), config)
             return await stack.enter_async_context(store)
         return None
@@ -174,7 +174,7 @@ async def unsteady(boxes: Mailboxes, cluster: Cluster, stack: AsyncExitStack) ->
 
 
 class Patient(NatsBackend):
-    """One whose callers repeat what raised LogUnavailable, as docs/MAILBOX.md says.
+    """A backend that repeats calls which raised LogUnavailable, as docs/MAILBOX.md tells callers to do.
 
     Steps repeat themselves for as long as their call may take; reads, sweeps and answers to signals do not.
     """

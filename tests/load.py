@@ -1,4 +1,4 @@
-"""Writers and readers while something happens to the servers, judged by the rules of `chaos.checkers`."""
+"""Writers and readers that work while servers fail, judged by the rules of `chaos.checkers`."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ RULES = (
     checkers.lost, checkers.duplicated, checkers.phantom, checkers.reordered, checkers.not_a_past_state, checkers.stale,
     checkers.flicker,
 )  # fmt: skip
-#: For stores whose servers come and go.
+#: Timeouts for stores whose servers stop and start.
 PATIENCE = {"append_timeout_s": 2.0, "read_timeout_s": 2.0, "flush_timeout_s": 30.0}
 
 
 class Load:
-    """Writers and readers of some threads, and all that they saw."""
+    """Writers and readers of some threads, and the history of what they saw."""
 
     def __init__(self, threads: int = 4) -> None:
         self.history = History()
         self._threads_each = threads
-        #: Each has one writer: a retry is recognised among a thread's last 16 entries, and others could write more.
+        #: One writer each: a retry is recognised among a thread's last 16 entries, and more writers could exceed that.
         self.threads: list[str] = []
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def write(self, store: BufferedThreadStore, who: str) -> None:
-        """Begin to append to some threads of their own through this store."""
+        """Start writers that append to threads of their own through this store."""
         threads = [fresh() for _ in range(self._threads_each)]
         self.threads += threads
         self._tasks += [asyncio.create_task(self._write(store, who, t)) for t in threads]
 
     def read(self, store: BufferedThreadStore, who: str, level: Consistency) -> None:
-        """Begin to read every thread there is through this store."""
+        """Start readers of every existing thread through this store."""
         self._tasks += [asyncio.create_task(self._read(store, who, t, level)) for t in self.threads]
 
     async def acknowledged(self, more: int, timeout_s: float = 60) -> None:
-        """Wait until so many more writes are acknowledged."""
+        """Wait until `more` further writes are acknowledged."""
         goal = self.history.acknowledged + more
 
         async def reached() -> bool:
@@ -50,12 +50,12 @@ class Load:
         await eventually(reached, timeout_s)
 
     async def end(self) -> None:
-        """Stop; raises what a writer or reader has died of."""
+        """Stop all writers and readers; raises the error of any that failed."""
         self._stop.set()
         await asyncio.gather(*self._tasks)
 
     async def check(self, store: BufferedThreadStore) -> None:
-        """Everything acknowledged is in Postgres, once and in order, and every read was right."""
+        """Check that all acknowledged writes are in Postgres, once and in order, and that every read was right."""
         await store.force_flush_all(timeout_s=60)
 
         async def flushed() -> Final | None:
@@ -63,7 +63,7 @@ class Load:
                 level = Consistency.EVENTUAL
                 return Final({t: await store.load_messages(t, consistency=level) or [] for t in self.threads})
             except BufstoreError:
-                return None  # over a connection that was lost meanwhile
+                return None  # the connection was lost
 
         final = await eventually(flushed)
         wrong = [str(v) for rule in RULES for v in rule(self.history, final)]
@@ -94,7 +94,7 @@ class Load:
                 try:
                     receipt = await store.checkpoint_append(thread_id, [name], run_of(thread_id), idempotency_key=name)
                 except BufstoreError as e:
-                    op.kind = "retry" if isinstance(e, OutcomeUnknown) else op.kind  # its position is not known then
+                    op.kind = "retry" if isinstance(e, OutcomeUnknown) else op.kind  # a retry's position is unknown
                     if self._stop.is_set():
                         return
                     await asyncio.sleep(0.05)

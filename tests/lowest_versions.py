@@ -1,6 +1,6 @@
 """Prints the lowest version of each package that bufstore needs, as pip takes them: `lowest_versions.py FILE`.
 
-FILE is pyproject.toml. Without extras for development, and without Spark: `make spark-version` tries versions of that.
+FILE is pyproject.toml. Extras for development and Spark are left out: `make spark-version` tries versions of Spark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(path: str) -> None:
     project = tomllib.loads(Path(path).read_text())["project"]
     needed = [*project["dependencies"], *(n for extra in _EXTRAS for n in project["optional-dependencies"][extra])]
     floors = {found[1]: found[2] for found in map(_FLOOR.match, needed) if found}
-    # Its C part has the same version.
+    # psycopg-binary always has psycopg's version.
     floors["psycopg-binary"] = floors["psycopg"]
     sys.stdout.write(" ".join(f"{name}=={version}" for name, version in floors.items()) + "\n")
 

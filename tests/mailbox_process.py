@@ -1,6 +1,6 @@
-"""A worker on a mailbox in a process of its own, for tests that kill it: works on shared threads until it is stopped.
+"""A mailbox worker in a process of its own, for tests that kill it: works on shared threads until it is stopped.
 
-Prints one JSON line for each claim that it got and each end that was acknowledged.
+Prints one JSON line for each claim and for each acknowledged end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ async def main(options: dict[str, Any]) -> None:
         store = NatsMailboxStore(options["nats"], names=names, config=config)
     else:
         store = PostgresMailboxStore(options["postgres"], schema=options["schema"], pool_size=4, config=config)
-    # A clock that is wrong by this much.
+    # This worker's clock is wrong by `skew_ms`.
     real = store.backend.now_ms
     store.backend.now_ms = lambda: real() + options.get("skew_ms", 0)  # type: ignore[method-assign]
     async with store, Sweeper(store):
@@ -39,7 +39,7 @@ async def work(store: Any, name: str, thread_id: str) -> None:
                 await asyncio.sleep(0.01)
                 continue
             print(json.dumps(["claim", thread_id, claim.dispatch_id, claim.token, name]), flush=True)
-            # Now and then longer than the lease: by then it is another's.
+            # Sometimes longer than the lease: another worker has the claim by then.
             await asyncio.sleep(1.5 if random.random() < 0.02 else random.uniform(0, 0.01))
             ended = await store.ack(claim)
             print(json.dumps(["ack", thread_id, claim.dispatch_id, claim.token, ended.status.value]), flush=True)

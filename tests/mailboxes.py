@@ -1,4 +1,4 @@
-"""Mailboxes of each kind, for the tests: a deployment of its own, and any number of instances of it."""
+"""Makes mailboxes of each kind for the tests: a deployment, and any number of instances of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ("memory", "nats", "postgres")
 
 
 class Mailboxes:
-    """One deployment of a kind; on NATS with three replicas if a cluster is given."""
+    """One deployment of a kind; with three replicas on NATS if a cluster is given."""
 
     def __init__(self, kind: str, servers: Servers | None, cluster: Cluster | None = None) -> None:
         self.kind = kind
@@ -39,7 +39,7 @@ class Mailboxes:
 
     @property
     def servers(self) -> Servers:
-        """Its server and Postgres, unless it is on a cluster alone."""
+        """Return the shared servers; a deployment on a cluster alone has none."""
         assert self._servers is not None
         return self._servers
 
@@ -49,7 +49,7 @@ class Mailboxes:
         return NatsMailboxNames(bucket=self.name, max_bytes=self.max_bytes, replicas=replicas)
 
     def store(self, notifier: Notifier | None = None, **config: Any) -> MailboxStore:
-        """An instance, to be opened; on Postgres, with this notifier."""
+        """Make an instance, which the caller opens. `notifier`: for a mailbox on Postgres."""
         settings = MailboxConfig(**({"sweep_interval_s": 1.0, "timeout_s": 10.0} | config))
         if self.kind == "memory":
             return MemoryMailboxStore(self._shared, config=settings)
@@ -61,6 +61,6 @@ class Mailboxes:
 
     @asynccontextmanager
     async def open(self, count: int = 2, **config: Any) -> AsyncIterator[list[MailboxStore]]:
-        """So many instances."""
+        """Open `count` instances."""
         async with AsyncExitStack() as stack:
             yield [await stack.enter_async_context(self.store(**config)) for _ in range(count)]

@@ -1,7 +1,6 @@
-"""What a test may change in its process and must put back: it must not matter which tests run in one process.
+"""Checks that a test leaves its process as it was, because any tests may run in one process.
 
-The logs are given back as they were, for a command configures those of its process, as it should. All else that
-differs afterwards fails the test.
+Loggers are restored, because a command may configure its process's logging. Any other change fails the test.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 
 from bufstore import failpoints
 
-#: pytest's own.
+#: Set by pytest itself.
 _NOT_OURS = ("PYTEST_CURRENT_TEST",)
-#: What a program handles (SIGALRM is pytest-timeout's). To ask for all of them takes longer than many a test.
+#: Signals that a program handles, without SIGALRM, which pytest-timeout uses. Reading all handlers would take too long.
 _CAUGHT = tuple(
     signal.Signals[name]
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGPIPE")
@@ -30,7 +29,7 @@ _CAUGHT = tuple(
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Gives the logs back as they were. Raises AssertionError when what happens within changes anything else."""
+    """Restore the loggers at the end of the block. Raises AssertionError when the block changes anything else."""
     before, logs = _state(), _Logs()
     yield
     logs.give_back()
@@ -55,18 +54,18 @@ def _state() -> dict[str, Any]:
 
 
 class _Logs:
-    """Levels and handlers of all loggers, as they are now."""
+    """The levels and handlers of all loggers at one moment."""
 
     def __init__(self) -> None:
         self._before = {logger: (logger.level, logger.handlers[:]) for logger in self._all()}
 
     def give_back(self) -> None:
-        """Also of those that are new since: these have none."""
+        """Restore all loggers; those that are new have no handlers and no level."""
         for logger in self._all():
             level, handlers = self._before.get(logger, (logging.NOTSET, []))
             logger.handlers[:] = handlers
             if logger.level != level:
-                logger.setLevel(level)  # which also forgets what it knows of others' levels
+                logger.setLevel(level)  # setLevel also clears the loggers' cache of levels
 
     @staticmethod
     def _all() -> list[logging.Logger]:

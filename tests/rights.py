@@ -1,4 +1,4 @@
-"""A NATS server with a user whose rights are taken and given back while it runs."""
+"""A NATS server with a user whose permissions change while it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ authorization {{ users: [
 
 
 class Rights:
-    """See `guarded`."""
+    """The server and its user; see `guarded`."""
 
     def __init__(self, server: NatsServer) -> None:
         self.server = server
@@ -35,9 +35,9 @@ class Rights:
         self.server.extra_config = _USERS.format(password=json.dumps(self._password), deny=json.dumps(deny))
 
     async def deny(self, *subjects: str) -> None:
-        """From the return on the user may publish on everything but these."""
+        """Allow the user to publish everywhere except on these subjects; returns once the server applies it."""
         self._write([*subjects])
-        self.server._command(self.server.port)  # which writes the file
+        self.server._command(self.server.port)  # writes the configuration file
         assert self.server.pid is not None
         os.kill(self.server.pid, signal.SIGHUP)
 
@@ -55,7 +55,7 @@ class Rights:
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[Rights]:
-    """A server of a test's own; its owner may do everything, and `Rights.url` is the user's."""
+    """Start a server of the test's own. Its owner may do everything; `Rights.url` is the restricted user's address."""
     server = NatsServer(folder)
     server.start()
     rights = Rights(server)

@@ -1,7 +1,7 @@
 """A worker in a process of its own, for tests that pause or kill it.
 
 Takes one item, says so on standard output, waits for a line on standard input, writes to the sink with its token, and
-says "done" or what it was told instead.
+prints whether the sink accepted it, and whether the token was still valid at the check and at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from token_sink import write
 
 
 async def main(nats: str, name: str, ttl_s: float, dsn: str, table: str) -> None:
-    """See above."""
+    """Run the worker as the module's text says."""
     async with await ExclusiveWork.open(nats, TokensConfig(name=name, ttl_s=ttl_s)) as work:
         task = await work.take(30)
         assert task is not None

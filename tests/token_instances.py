@@ -1,4 +1,4 @@
-"""Fixtures and helpers of the tests of exclusive work; a test file takes the fixtures over by name."""
+"""Fixtures and helpers for tests of exclusive work; a test file imports the fixtures by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def name() -> str:
-    """The first word of this test's own subjects and streams."""
+    """The prefix of this test's subjects and streams."""
     return f"t{secrets.token_hex(5)}"
 
 
 @pytest.fixture
 async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
-    """Opens instances of this test's own work; closes them in the end."""
+    """A function that opens instances for this test; they are closed at its end."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def open_(url: str = "", **config: Any) -> ExclusiveWork:
@@ -35,20 +35,20 @@ async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
 
 
 async def took(work: ExclusiveWork, wait_s: float = 30) -> Task:
-    """The next task, which must come."""
+    """Take a task, and fail if none comes."""
     task = await work.take(wait_s)
     assert task is not None
     return task
 
 
 def stall(task: Task) -> None:
-    """The holder shows no sign of life any more, as if its process were paused."""
+    """Stop renewing the task's lease, as if the holder's process were paused."""
     assert task._holding._renewing is not None
     task._holding._renewing.cancel()
 
 
 async def nothing_left(work: ExclusiveWork) -> bool:
-    """Whether all items are done, and nothing is stored for them."""
+    """True when all items are done and nothing is stored for them."""
     return (await work.statistics()).stored == 0
 
 
@@ -56,7 +56,7 @@ async def nothing_left(work: ExclusiveWork) -> bool:
 async def working(
     handler: Callable[[Task], Awaitable[None]], *instances: ExclusiveWork, concurrency: int
 ) -> AsyncIterator[None]:
-    """The instances work until the block ends, and have stopped before they are closed, also when it fails."""
+    """Let the instances work within the block. They stop before they are closed, also when the block fails."""
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as runs:
         for instance in instances:

@@ -1,8 +1,8 @@
-"""A requester or a worker of exclusive work in a process of its own, for `sweep.tokens`, which pauses and kills it.
+"""A requester or worker of exclusive work in a process of its own, for `sweep.tokens`, which pauses and kills it.
 
-It writes what it does to a history, a line each, at once: what it is about to submit, what was accepted, what it began
-under which token, and what it completed. A worker also cancels some of its own calls for work, and takes locks: it
-writes when it had one, as it believes.
+It appends a line to a history at once for each event: an item that is about to be submitted, was accepted, begun (with
+its token) or completed. A worker also cancels some of its own calls for work, and takes locks: it writes when it
+believed that it held one.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from bufstore import BufstoreError, LogFull, LogUnavailable, NatsConfig
 from bufstore.errors import SubmitUnknown, TokenBusy, TokenLost, TokenQueueFull
 from bufstore.tokens import ExclusiveWork, Lock, Locks, Storage, Task, TokensConfig
 
-#: Of a hundred items: so many fail at first, so many take longer than a lease.
+#: Of a hundred items, how many fail at first, and how many take longer than a lease.
 _FAIL, _LONG = 3, 1
-#: So many locks, each held for so many seconds at most, and asked for by so many tasks of each worker.
+#: The number of locks, the seconds that a lock is held at most, and the tasks of each worker that take locks.
 _LOCKS, _LOCK_TTL_S, _LOCKERS = 3, 2, 2
 
 
 class History:
-    """Lines that are there although the process is killed."""
+    """Appends lines that survive the kill of the process."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def write(self, what: str, key: str, item: int, token: int = 0, at: float | None = None) -> None:
-        """One event, now or when it was."""
+        """Write one event, with the present time if `at` is None."""
         at = time.monotonic() if at is None else at
         os.write(self._file, json.dumps([at, what, key, item, token]).encode() + b"\n")
 
 
 async def request(work: ExclusiveWork, history: History, keys: list[str], items: int, begun: dict[str, int]) -> None:
-    """Submit items 0 to `items` of each key in order; `begun`: what an earlier process has got to."""
+    """Submit items 0 to `items` of each key in order. `begun`: the last item an earlier process submitted, by key."""
 
     async def one(key: str) -> None:
         for item in range(begun.get(key, -1) + 1, items):
@@ -64,7 +64,7 @@ async def request(work: ExclusiveWork, history: History, keys: list[str], items:
 async def work_on(
     work: ExclusiveWork, history: History, stopping: asyncio.Event, chance: random.Random, nats: NatsConfig
 ) -> None:
-    """Work until told to stop."""
+    """Work until `stopping` is set."""
     finish = work._finish
 
     async def noted(task: Task) -> None:
@@ -93,7 +93,7 @@ async def work_on(
 
 
 async def _take_impatiently(work: ExclusiveWork, handler: Any, chance: random.Random) -> None:
-    """Ask for work and cancel that at any moment: what was taken so goes to another, and counts no attempt."""
+    """Ask for work and cancel the call at a random moment: what it took goes to another, and counts no attempt."""
     while True:
         taking = asyncio.ensure_future(work.take(1))
         await asyncio.sleep(chance.uniform(0, 0.05))
@@ -115,7 +115,7 @@ async def _opened_locks(nats: NatsConfig, config: TokensConfig) -> Locks:
 
 
 async def _lock(locks: Locks, history: History, chance: random.Random) -> None:
-    """Take one lock after the other, and write at which moments it was held."""
+    """Take one lock after the other, and note the moments at which it was held."""
     while True:
         key = f"lock {chance.randrange(_LOCKS)}"
         try:
@@ -130,14 +130,14 @@ async def _lock(locks: Locks, history: History, chance: random.Random) -> None:
 
 
 def _note(lock: Lock, history: History) -> None:
-    """It was held a moment before it says so: the process may be paused between any two of these lines."""
+    """Note a lock as held at a moment before the check: the process may be paused between any two of these lines."""
     at = time.monotonic()
     lock.check()
     history.write("locked", lock.key, 0, lock.token, at)
 
 
 async def main(options: dict[str, Any]) -> None:
-    """Open, however long that takes, and do what the role says until it is done or SIGTERM comes."""
+    """Open, retrying until it succeeds, and play the role until it is done or SIGTERM comes."""
     stopping, history = asyncio.Event(), History(Path(options["history"]))
     chance = random.Random(options["seed"])
     loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ _true_time, _true_time_ns = time.time, time.time_ns
 
 
 def step_clock(chance: random.Random) -> None:
-    """The wall clock jumps, for everybody in this process who asks Python for it."""
+    """Make the wall clock jump, for all code of this process that asks Python for the time."""
     offset = chance.choice((-7200, -60, 60, 7200))
     time.time = lambda: _true_time() + offset
     time.time_ns = lambda: _true_time_ns() + offset * 10**9

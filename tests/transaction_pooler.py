@@ -1,8 +1,8 @@
-"""A Postgres pooler in transaction mode, small enough to read, that also counts round trips and loses replies.
+"""A small Postgres pooler in transaction mode that also counts round trips and loses replies.
 
-Many clients share few server connections. A client has one from its first message until the server is idle
-again (ReadyForQuery with status I), then ``DISCARD ALL`` is run on it and the next transaction, of whichever
-client, gets the connection that has waited longest. So whatever a client leaves in its session is gone.
+Many clients share few server connections. A client has a connection from its first message until the server is idle
+again (ReadyForQuery with status I). Then the pooler runs ``DISCARD ALL`` on it, and the client that has waited longest
+gets it. So everything that a client leaves in its session is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SSL_REQUEST, _GSS_REQUEST, _CANCEL_REQUEST = 80877103, 80877104, 80877102
 
 
 class _Server:
-    """One connection to Postgres. libpq signs in; then the socket is ours."""
+    """One connection to Postgres. libpq signs in; then the pooler uses the socket."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class _Server:
 
 
 class TransactionPooler:
-    """Listens on ``dsn`` while in its ``async with`` block."""
+    """Listens on ``dsn`` within its ``async with`` block."""
 
     def __init__(self, upstream: str, *, servers: int = 2) -> None:
         self._upstream = upstream
         self._size = servers
         self._idle: asyncio.Queue[_Server] = asyncio.Queue()
         self._clients: set[asyncio.Task[None]] = set()
-        #: How often a client has waited for the server: ReadyForQuery messages passed on.
+        #: How often a client waited for the server: the number of ReadyForQuery messages passed on.
         self.round_trips = 0
-        #: Names of prepared statements: what a pooler in transaction mode cannot keep.
+        #: Names of prepared statements that clients made, which a pooler in transaction mode cannot keep.
         self.prepared: list[bytes] = []
-        #: So many replies are dropped, after the server has done what was asked, and their clients cut off.
+        #: How many replies to drop, after the server has done its work; their clients are disconnected.
         self.replies_to_lose = 0
 
     async def __aenter__(self) -> Self:
@@ -130,7 +130,7 @@ class TransactionPooler:
         return True
 
     async def _transaction(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Pass on one transaction; False when the client has said goodbye."""
+        """Pass on one transaction; False when the client has ended its session."""
         message = await _message(reader)
         if message[:1] == b"X":
             return False
@@ -170,7 +170,7 @@ class TransactionPooler:
                 await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_COMPLETED)
                 if not receiving.done():
                     receiving.cancel()
-                    sending.result()  # raises: the client is gone
+                    sending.result()  # raises when the client is gone
                 reply = receiving.result()
                 ready = reply[:1] == b"Z"
                 awaited -= ready

@@ -1,7 +1,7 @@
-"""A program that uses a part of bufstore where a driver cannot be imported; run in a process of its own.
+"""A program that uses a part of bufstore where a driver cannot be imported; runs in a process of its own.
 
-Arguments: the part (a function of this module), the modules to refuse (joined by commas), and what the part needs.
-A module is refused as if it were not installed; ``psycopg-without-libpq`` fails as psycopg does without its library.
+Arguments: the part (a function of this module), the modules to refuse (joined by commas), and the part's own arguments.
+A refused module looks as if it were not installed; ``psycopg-without-libpq`` fails as psycopg does without its library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Refuse(importlib.abc.MetaPathFinder):
-    """Finds none of these modules."""
+    """Refuses to find these modules."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -98,7 +98,7 @@ async def postgres_mailbox(postgres: str) -> None:
 
 
 async def ask_for(*names: str) -> None:
-    """Ask for names whose driver is missing, and print what the errors say."""
+    """Ask for names whose driver is missing, and print the errors."""
     for name in names:
         package, _, attribute = name.rpartition(".")
         try:

@@ -1,6 +1,6 @@
 """A writer in a process of its own, for tests that kill it: appends numbers to shared threads until it is stopped.
 
-Prints one JSON line per acknowledged append, so that what it was told survives it.
+Prints one JSON line per acknowledged append, so that the acknowledgements outlive the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def write(store: BufferedThreadStore, thread_id: str, name: str) -> None:
             try:
                 run = Run(run_id=f"{name}-of-{thread_id}", thread_id=thread_id)
                 receipt = await store.checkpoint_append(thread_id, [key], run, idempotency_key=key)
-            except (OutcomeUnknown, Unavailable):  # also of a machine that is busy
+            except (OutcomeUnknown, Unavailable):  # Unavailable also comes from a busy machine
                 continue
             break
         print(json.dumps([thread_id, key, receipt.thread_seq]), flush=True)
