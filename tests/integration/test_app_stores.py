@@ -1,4 +1,4 @@
-"""Apps' own stores behind the buffer: one that can do everything, and one that can do the least."""
+"""Apps' own stores behind the buffer: a complete one, and one with the least that can be wrapped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from helpers import fresh, run_of, said
 
 
 class NotesStore:
-    """The least that can be wrapped, in columns of JSON: two reads and `apply`, for checkpoints only."""
+    """The least store that can be wrapped, on JSON columns: two reads and `apply`, for checkpoints only."""
 
     TABLES = """
     CREATE TABLE note (id text PRIMARY KEY, lines jsonb[] NOT NULL, run text, parent text, active text, open text);
@@ -108,7 +108,7 @@ def _thread(thread_id: str, version: int, row: Sequence[str | None]) -> Thread:
 
 @pytest.fixture(scope="module")
 async def app_dsn(servers: Servers) -> AsyncIterator[str]:
-    """A database schema of the apps' own, where `bufstore`'s names mean nothing."""
+    """A database schema of the app, without any of bufstore's tables."""
     name = fresh("app")
     async with await psycopg.AsyncConnection.connect(servers.postgres.dsn, autocommit=True) as connection:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
@@ -127,7 +127,7 @@ def applier(store: Any, dsn: str) -> Applier:
     return Applier(store, apply)
 
 
-@pytest.mark.long  # the same contract; the least store is in the short ones
+@pytest.mark.long  # the short tests run the same contract on the least store
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_a_complete_app_store_behind_the_buffer(deployment: Deployment, app_dsn: str, check: Check) -> None:
     async with (
@@ -182,7 +182,7 @@ async def test_a_value_that_an_apps_columns_refuse_is_parked(deployment: Deploym
 
 
 class FailsOn(NotesStore):
-    """Does what it must not for one thread."""
+    """Runs a fault in the transaction whenever a batch contains one thread."""
 
     def __init__(self, dsn: str, thread_id: str, fault: Callable[[psycopg.AsyncConnection[Any]], Awaitable[Any]]):
         super().__init__(dsn)

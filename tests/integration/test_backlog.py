@@ -1,4 +1,4 @@
-"""A process takes over all that others have left behind."""
+"""A process takes over a large backlog of entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from bufstore.nats.session import NatsSession
 from helpers import eventually, fresh, run_of
 
-#: More than a server lets a connection be owed (``max_pending``, 64 MiB).
+#: More bytes than a server queues for one connection (``max_pending``, 64 MiB).
 _ENTRIES, _BYTES = 1000, 100_000
 
 

@@ -1,4 +1,4 @@
-"""Bad input on real servers: hostile ids, sizes, callers that change their objects, and what others publish."""
+"""Bad input on real servers: hostile ids, sizes, objects that callers change, and messages of other publishers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
             store.force_flush(bad),
             store.quarantine.replay_thread(bad),
         ]
-        if bad is not None:  # which means "none" there
+        if bad is not None:  # None is allowed there
             calls += [
                 store.checkpoint(good, [], run, idempotency_key=bad),
                 store.checkpoint(good, [], Run(run_id="r", thread_id=good, parent_run_id=bad)),
@@ -165,7 +165,7 @@ async def test_twenty_mebibytes_in_many_messages(deployment: Deployment) -> None
 
 
 async def test_an_entry_around_max_payload_with_its_headers(deployment: Deployment) -> None:
-    """One byte too many would not fail: the server closes the connection."""
+    """One byte too many does not raise: the server closes the connection."""
     async with deployment.store() as store:
         most = store.buffer.session.stream.message_bytes_max
         empty = len(encode_payload(Payload(0, [b"\xc4\x00"], encode_run(run_of("t" * 39)), saved("r"))))
@@ -255,7 +255,7 @@ async def test_what_a_caller_changes_in_what_he_was_given_changes_nothing(deploy
             found.append("mine")
 
 
-# --- what others publish ----------------------------------------------------------------------------------------
+# --- messages of other publishers --------------------------------------------------------------------------------
 
 
 HEADERS = [
@@ -295,7 +295,7 @@ async def _parked(store: Any, count: int) -> bool:
 
 @pytest.mark.parametrize("head", [*HEADERS[4:9], b"x", None], ids=ascii)
 async def test_what_was_acknowledged_behind_garbage_is_read(deployment: Deployment, head: bytes | None) -> None:
-    """A foreign status must not look like the end of the log."""
+    """A foreign status header must not be taken for the end of the log."""
     async with deployment.store(flusher=False) as store, deployment.store(flusher=False) as reader:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
@@ -333,7 +333,7 @@ PAYLOADS = {
 
 
 async def test_sealed_entries_with_hostile_contents_are_quarantined(deployment: Deployment) -> None:
-    """Whoever may publish can compute a checksum."""
+    """The checksums are right: anyone who may publish can compute them."""
     deployment.verified = False
     async with deployment.store() as store:
         threads = {what: fresh() for what in PAYLOADS}
@@ -351,7 +351,7 @@ async def test_sealed_entries_with_hostile_contents_are_quarantined(deployment: 
         assert set(parked) == {*threads.values(), huge}, set(threads.values()) - set(parked)
         await store.checkpoint(good, [said(0), said(1)], run_of(good))
         assert await store.load_messages(good, consistency=Consistency.STRONG) == [said(0), said(1)]
-        for thread_id in parked:  # each heals
+        for thread_id in parked:  # a whole list heals each thread
             assert thread_id is not None
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
             assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(0)]
@@ -434,7 +434,7 @@ async def test_a_message_that_postgres_would_not_take_is_refused_by_the_direct_s
 
 
 def test_hostile_arguments_of_the_command_line_end_in_one_line(servers: Servers, tmp_path: Path) -> None:
-    """On real servers: what gets as far as them must be refused by them, or by us, with a word."""
+    """Whatever reaches the servers must be refused by them, or by us, with one line that explains it."""
     name = fresh("c").replace("-", "_")
     there = {
         "BUFSTORE_NATS": servers.nats.url,

@@ -41,7 +41,7 @@ async def test_it_keeps_the_contract(deployment: Deployment, check: Check, inner
         await check(store)
 
 
-@pytest.mark.long  # the same contract, with other reads
+@pytest.mark.long  # the same contract, with Strong reads
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_strong_reads_keep_the_contract(deployment: Deployment, check: Check) -> None:
     async with deployment.store(consistency=Consistency.STRONG) as store:
@@ -105,7 +105,7 @@ async def test_bytes_in_the_log_do_not_grow_with_the_thread(deployment: Deployme
     async with deployment.store(flusher=False) as store:
         thread_id = fresh()
         messages = [said(n) for n in range(300)]
-        for n in range(20):  # until the ring of keys is full
+        for n in range(20):  # until the ring of recent keys is full
             await store.checkpoint(thread_id, messages[:3], run_of(thread_id, n % 2))
 
         async def growth(count: int) -> int:
@@ -318,7 +318,7 @@ async def test_a_locked_row_delays_only_its_own_thread(deployment: Deployment) -
 
 
 async def test_while_somebody_else_parks_poison_waits_and_delays_no_other(deploy: Callable[..., Deployment]) -> None:
-    """Whoever parks holds a lock until his commit; if he stops there, that is for as long as Postgres lets him."""
+    """A process that parks holds a lock until it commits; if it stops there, as long as Postgres allows."""
     deployment = deploy(partitions=1)
     threads = [fresh() for _ in range(20)]
     async with deployment.store(flusher=False) as writer:
@@ -351,7 +351,7 @@ async def test_poison_is_parked_whole_and_delays_nobody(deployment: Deployment) 
             await store.load_messages(thread_id)
         with pytest.raises(ThreadQuarantined):
             await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
-        await store.checkpoint(thread_id, [said(0), said(2)], run_of(thread_id))  # a whole list heals
+        await store.checkpoint(thread_id, [said(0), said(2)], run_of(thread_id))  # a whole list heals the thread
         assert await store.load_messages(thread_id) == [said(0), said(2)]
         await store.force_flush(thread_id)
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0), said(2)]
@@ -368,7 +368,7 @@ async def _is(awaitable: Any, expected: Any) -> bool:
 
 async def test_an_entry_that_the_store_refuses_is_parked_alone(deployment: Deployment) -> None:
     class Picky(PostgresThreadStore):
-        """Refuses one thread, as a table's constraint would."""
+        """Refuses some threads, as a table's constraint would."""
 
         async def apply(self, connection: Any, batch: Any) -> None:
             if any(c.thread_id.startswith("bad") for c in batch):
@@ -424,7 +424,7 @@ async def test_it_goes_on_after_the_log_was_purged(deploy: Callable[..., Deploym
         await store.force_flush(thread_id)
         await eventually(lambda: log_is_short(store))
         assert await store.load_messages(thread_id) == [said(0)]
-    async with deployment.store(**short) as store:  # knows nothing: learns from Postgres what it needs
+    async with deployment.store(**short) as store:  # a new process, which must learn the key from Postgres
         again = await store.checkpoint(thread_id, [said(0)], run_of(thread_id), idempotency_key="first")
         assert again.repeated
         await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id), expected_version=1)
@@ -493,7 +493,7 @@ async def test_a_deleted_consumer_is_replaced(deployment: Deployment) -> None:
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush(thread_id)
 
-        async def consumers() -> list[str]:  # one follows the groups
+        async def consumers() -> list[str]:  # one of them follows the groups
             names: list[str] = (await store.buffer.session.stream.api(f"CONSUMER.NAMES.{deployment.log.stream}"))[
                 "consumers"
             ]

@@ -1,4 +1,4 @@
-"""The command line, as it is used: processes with real servers. Status, flush, and what cannot work."""
+"""The command line as processes on real servers: status, flush, and commands that cannot work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query, run_of, said
 
-#: A shell's background jobs, which these tests may be, ignore Ctrl-C, and so would their children.
+#: A shell's background jobs, as which these tests may run, ignore Ctrl-C, and their children would too.
 INTERRUPTIBLE: Any = {
     "stdout": asyncio.subprocess.DEVNULL,
     "stderr": asyncio.subprocess.DEVNULL,
@@ -41,7 +41,7 @@ async def test_status_shows_lag_and_flushes_nothing(deploy: Callable[..., Deploy
         for thread in threads:
             await store.checkpoint(thread, [said(1)], run_of(thread))
         for _ in range(2):
-            found = await status_of(deployment, code=1)  # because nobody flushes
+            found = await status_of(deployment, code=1)  # exit code 1: nobody flushes
             assert (found["lag"], found["members"], found["quarantined"]) == (20, [], 0)
             assert [p["cursor"] for p in found["partitions"]] == [0, 0, 0]
             assert {p["owner"] for p in found["partitions"]} == {None}
@@ -135,7 +135,7 @@ async def test_flush_asks_the_flusher_that_is_alive(deployment: Deployment) -> N
 
 @asynccontextmanager
 async def hanging_postgres() -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """One that lets everybody connect and never says a word; the event is set once somebody has connected."""
+    """A Postgres that accepts connections and never answers; the event is set at the first connection."""
     connected = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +160,7 @@ async def test_a_flush_ends_in_its_time_while_postgres_hangs(deployment: Deploym
 
 @pytest.mark.long  # twenty seconds of timeouts
 async def test_a_flush_ends_in_its_time_when_postgres_hangs_in_the_middle(deployment: Deployment) -> None:
-    """The statement that is on its way then holds nobody up, neither at the end of the time nor at Ctrl-C."""
+    """The statement in progress delays the command neither at its timeout nor at Ctrl-C."""
     dsn, thread = deployment.servers.postgres.dsn, fresh()
     async with deployment.store() as store:
         await store.checkpoint(thread, ["x"], run_of(thread))

@@ -16,7 +16,7 @@ def test_demo_survives_an_outage_of_postgres_and_verifies_every_thread() -> None
     assert report["outage_s"] >= 1.5
     assert 100 < report["accepted_during_outage"] <= report["lag_max"]
     assert report["postgres_transactions"] < report["acknowledged"] / 10
-    # What was seen meanwhile: lines, because this is no terminal.
+    # Progress is printed as lines, because the output is no terminal.
     assert "Postgres is down" in result.err
     assert "Traceback" not in result.err
     assert "WARNING" not in result.err

@@ -1,4 +1,4 @@
-"""The command line where it is used: behind TLS, by scripts, in narrow logs, and where there is no Unix."""
+"""The command line with TLS, in scripts, on narrow terminals, and without Unix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from command_line import ENVIRONMENT, Result, bufstore_cli, where
 from conftest import Deployment
 from integration.test_setup import NatsByHand
 
-#: What only Unix has. What of the standard library needs it is imported before it is taken away.
+#: Modules that only Unix has. The standard library modules that need them are imported before they are hidden.
 NO_UNIX = """
 import asyncio, subprocess, sys, click, psycopg, nats, rich.console
 for name in ("fcntl", "pwd", "grp", "resource", "termios"):
@@ -33,7 +33,7 @@ def python(code: str, *arguments: str) -> Result:
 
 
 class Certificates:
-    """An authority of our own, a server's certificate and a client's, as files."""
+    """A certificate authority of our own, a server's certificate and a client's, as files."""
 
     def __init__(self, folder: Path) -> None:
         authority = trustme.CA()
@@ -75,7 +75,7 @@ async def test_nats_with_certificates_of_ones_own_from_the_command_line(servers:
         found = await cli("doctor", "--json", "--nats-sys", server.url.replace("://", "://app:app@"), *ours)
         checks = {f"{c['part']} {c['what']}": c for c in found.json["checks"]}
         assert checks["NATS reachable"]["level"] == "ok", found
-        # It got as far as to be told that this is no system account.
+        # The connection works: the error says that this is not a system account.
         assert "no server with JetStream answered" in checks["NATS sync of the disk"]["found"]
         environment |= {
             "BUFSTORE_TLS_CA": str(files.ca),
@@ -142,7 +142,7 @@ def test_python_m_bufstore_is_the_command_line() -> None:
     assert (result.code, "Usage: bufstore" in result.out) == (0, True), result
 
 
-# --- narrow logs ------------------------------------------------------------------------------------------------
+# --- narrow terminals -------------------------------------------------------------------------------------------
 
 
 async def test_doctor_is_readable_in_80_columns(deployment: Deployment) -> None:
@@ -152,7 +152,7 @@ async def test_doctor_is_readable_in_80_columns(deployment: Deployment) -> None:
     assert max(map(len, shown.out.splitlines())) <= 80
     words = set(shown.out.split())
     said_of = [word for c in checks for text in (c["what"], c["found"], c["advice"]) for word in text.split()]
-    # What is counted may have changed in between.
+    # Words with digits are left out: counts may have changed in between.
     broken = [word for word in said_of if len(word) < 40 and word.isalpha() and word not in words]
     assert broken == [], shown
 

@@ -1,4 +1,4 @@
-"""`bufstore import` as a process, and what it verifies."""
+"""`bufstore import` as a process, and its verification."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPORT = {
 
 @pytest.fixture
 def data() -> Iterator[Path]:
-    """A folder which, unlike pytest's own, the account that runs Postgres for root can enter."""
+    """A folder that the account which runs Postgres for root can enter, unlike pytest's."""
     with tempfile.TemporaryDirectory(prefix="cli-") as folder:
         Path(folder).chmod(0o711)
         yield Path(folder)
@@ -66,7 +66,7 @@ def test_import_of_real_conversations(conversations_file: Path) -> None:
 
 
 def test_transactions_are_those_that_the_server_counts(made: Deployment) -> None:
-    """Also those of others: a hundred in a session that ended while the import ran."""
+    """Transactions of other sessions count too: here a hundred, in a session that ended while the import ran."""
     count = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
     dsn = made.servers.postgres.dsn
     with subprocess.Popen(
@@ -83,14 +83,14 @@ def test_transactions_are_those_that_the_server_counts(made: Deployment) -> None
         process.stdin.close()
         report = json.load(process.stdout)
     assert process.returncode == 0
-    assert 100 < report["postgres_transactions"] < 1000  # the import itself looks about as long as it takes
+    assert 100 < report["postgres_transactions"] < 1000  # the import's own polling needs about as many
 
 
 @pytest.mark.parametrize("level", ["read committed", "repeatable read"])
 async def test_transactions_are_counted_as_soon_as_our_sessions_have_ended(
     made: Deployment, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    """Also when that takes longer than one question may."""
+    """The count waits for the session's statistics also when this takes longer than one query may."""
     monkeypatch.setattr(transactions, "_TIMEOUT_S", 2.0)
     monkeypatch.setattr(transactions, "_SESSION_END_S", 60.0)
     dsn, role = made.servers.postgres.dsn, fresh("role")
@@ -135,7 +135,7 @@ def test_messages_of_any_shape_come_back_exactly(made: Deployment, tmp_path: Pat
     (tmp_path / "f").write_bytes(lines_of(threads.items()))
     result = bufstore_cli("import", tmp_path / "f", "--json", **where(made))
     assert result.code == 0, result
-    # One checkpoint for the thread without messages: without one it would not exist.
+    # The thread without messages gets a checkpoint too, or it would not exist.
     assert (result.json["acknowledged"], result.json["flushed"], result.json["mismatched"]) == (17, 17, 0)
     assert repr(stored(made, *threads)) == repr(list(threads.values()))
 
@@ -245,7 +245,7 @@ def test_lines_of_one_thread_follow_in_order(made: Deployment) -> None:
 
 
 def test_a_message_too_large_for_the_log_is_reported_and_the_rest_is_imported(made: Deployment) -> None:
-    # As JSON below the limit of a line, as an entry above that of the log: each number takes nine bytes there.
+    # Below the limit of a line as JSON, above the log's limit as an entry, where each number takes nine bytes.
     huge = b"[" + b"1e1," * 8_000_000 + b"0]"
     thread, other = fresh(), fresh()
     big = b'{"thread_id": "%b", "messages": ["small", %b]}\n' % (thread.encode(), huge)
@@ -299,7 +299,7 @@ def test_nothing_acknowledged_is_lost_when_an_import_is_killed(data: Path, tmp_p
     with Servers(data / "d") as servers:
         found = dict(zip(threads, stored(servers.postgres.dsn, *threads), strict=True))
     assert [t for t in acknowledged if found[t] != threads[t]] == []
-    # And what was on its way is there as far as it got, in order.
+    # Threads that were not acknowledged hold a beginning of their messages, in order.
     assert [t for t, m in found.items() if m is not None and m != threads[t][: len(m)]] == []
 
 
@@ -308,7 +308,7 @@ def test_ctrl_c_ends_an_import_that_waits_for_input(data: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "import", "-", "--embedded", "--data", data / "d", "-v"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
-        # A shell's background jobs, which these tests may be, ignore Ctrl-C, and so would their children.
+        # A shell's background jobs, as which these tests may run, ignore Ctrl-C, and their children would too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     ) as process:  # fmt: skip
         assert process.stdin and process.stderr and process.stdout
@@ -316,12 +316,12 @@ def test_ctrl_c_ends_an_import_that_waits_for_input(data: Path) -> None:
         process.stdin.flush()
         next(line for line in process.stderr if b"acknowledged" in line)
         process.send_signal(signal.SIGINT)
-        # Standard input stays open: nothing may wait for its end.
+        # Standard input stays open: the command must not wait for its end.
         last = [line for line in process.stderr if b"INFO" not in line]
         assert process.wait(30) == 130
         assert process.stdout.read() == b""
     assert last == [b"interrupted\n"]
-    with Servers(data / "d") as servers:  # stopped by the command: the folder is free
+    with Servers(data / "d") as servers:  # the command has stopped its servers, so the folder is free
         assert stored(servers.postgres.dsn, "t") == [["x"]]
 
 
@@ -341,7 +341,7 @@ async def test_verification_finds_what_is_lost_and_what_differs(deployment: Depl
         await store.force_flush_all()
         found = await compared()
         assert (found.ok, found.threads, found.compared, found.flushed) == (True, 6, 18, 18)
-    # What a broken flush could do, done by hand.
+    # Make by hand the damage that a broken flush could do.
     dsn, schema = deployment.servers.postgres.dsn, deployment.name
     for statement in (
         f"UPDATE {schema}.messages SET payload = '\\xa3544f4f' WHERE thread_id = 'changed' AND payload = '\\xa36f6e65'",

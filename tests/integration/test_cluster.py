@@ -1,4 +1,4 @@
-"""Three nats-servers: replicas, leader reads, and nodes that die, are wiped, or are cut off from each other."""
+"""Three nats-servers: replicas, reads from the leader, and nodes that die, are wiped or are isolated."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from sweep import nodes
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One for all tests, which leave it whole."""
+    """One cluster for all tests, which leave it whole."""
     async with Cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
 @pytest.mark.long
 async def test_the_doctor_finds_nothing_wrong_with_three_replicas(servers: Servers, cluster: Cluster) -> None:
-    """However their servers sync, which an application's account cannot see."""
+    """Nothing is reported about the servers' sync either, which an application's account cannot see."""
     deployment, nats = Deployment(servers, replicas=3), cluster.nats()
     urls = ",".join(url.replace("://", f"://{nats.user}:{nats.password}@") for url in nats.servers)
     async with cluster.store(deployment):
@@ -150,7 +150,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
 
 @pytest.mark.long
 async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: Cluster) -> None:
-    """What proves that the leader leads needs no room in the log, and leaves nothing in it."""
+    """The proof that the leader leads needs no room in the log and leaves nothing in it."""
     deployment = Deployment(servers, replicas=3, max_bytes=1 << 20)
     async with cluster.store(deployment, append_timeout_s=2.0, read_timeout_s=4.0) as store:
         thread_id, written = fresh(), 0
@@ -158,7 +158,7 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
             while True:
                 await store.checkpoint_append(thread_id, [said(written, 50_000)], run_of(thread_id))
                 written += 1
-        for size in (1000, 1):  # to the last byte
+        for size in (1000, 1):  # fill the log to the last byte
             with suppress(LogFull):
                 while True:
                     await store.buffer.session.stream.publish(Outgoing(store.buffer.subjects.parts, b"x" * size), 5)
@@ -182,9 +182,9 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
                 await asyncio.to_thread(server.resume)
 
 
-@pytest.mark.long  # twenty seconds; nodes are wiped in the one with all faults, too
+@pytest.mark.long  # twenty seconds; the test with all faults wipes nodes too
 async def test_a_node_that_was_wiped_rejoins_and_has_what_another_loses(servers: Servers, cluster: Cluster) -> None:
-    """The leader is killed under load and comes back empty; then nothing can be stored or read without it."""
+    """The leader is killed under load and comes back empty; then the log needs it to store and read anything."""
     deployment = Deployment(servers, replicas=3)
     store = await cluster.open(deployment, **PATIENCE)
     try:
@@ -213,16 +213,16 @@ async def test_a_node_that_was_wiped_rejoins_and_has_what_another_loses(servers:
 async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_old(
     servers: Servers, cluster: Cluster
 ) -> None:
-    """Its clients are not cut off. No connection is reset: for seconds it does not know, and answers reads.
+    """The leader's clients stay connected. No connection is reset, so it does not know for seconds and answers reads.
 
-    The only flusher is with it, so nothing but the log can tell what the others have stored since.
+    The only flusher is connected to it too, so only the log can show what the others have stored since.
     """
     deployment = Deployment(servers, replicas=3)
     stores = [await cluster.open(deployment, flusher=False, **PATIENCE)]
     try:
         leader = await leader_of(stores[0], deployment)
         stores.append(inside := await cluster.open(deployment, leader, **PATIENCE))
-        # Writes that get no answer would make it connect again, maybe to nobody.
+        # This instance only reads: unanswered writes would make it reconnect, maybe to no node.
         stores.append(reading := await cluster.open(deployment, leader, flusher=False, **PATIENCE))
         stores.append(outside := await cluster.open(deployment, *({0, 1, 2} - {leader}), flusher=False, **PATIENCE))
         load = Load()
@@ -233,19 +233,19 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
         await load.acknowledged(100)
         cluster.isolate(leader, silently=True)
         try:
-            # The others have elected. Beside other tests nats-server may take a minute for it: nothing is promised.
+            # The others have elected a leader. On a busy machine nats-server may take a minute: nothing is promised.
             await load.acknowledged(100, 120)
             assert await leader_of(outside, deployment) != leader
-            # One that has seen more of the log than this leader is connected to it again.
+            # A client that has seen more of the log than this leader reconnects to it.
             inside.buffer.session.stream._same.note(await outside.buffer.session.stream.end(5.0))
             before = inside.buffer.session.connection.client()
             inside.buffer.session.connection._drop(before, "by the test")
-            with suppress(TimeoutError):  # it may well not let itself be connected
+            with suppress(TimeoutError):  # the leader may refuse the connection
                 await eventually(lambda: _reconnected(inside, before), 2.5)
         finally:
             cluster.heal()
         await load.acknowledged(100)
-        # On a thread of its own: an edit has no turn where another appends all the time.
+        # On a new thread: an edit gets no turn on one to which another writer always appends.
         await eventually(lambda: _takes_writes(inside, fresh()), 60)
         await load.end()
         await load.check(outside)
@@ -254,9 +254,9 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             await store.aclose()
 
 
-@pytest.mark.long  # thirty seconds; a property of `test_proven_reads.py` has it without servers
+@pytest.mark.long  # thirty seconds; `test_proven_reads.py` has a property of it without servers
 async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(servers: Servers, cluster: Cluster) -> None:
-    """What needs votes is answered by the leader, all else by the one that it has replaced and that does not know."""
+    """Requests that need votes go to the new leader, all others to the old one, which does not know it is replaced."""
     deployment = Deployment(servers, replicas=3)
     stores = [await cluster.open(deployment, flusher=False, **PATIENCE)]
     thread_id = fresh()
@@ -279,7 +279,7 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
             both.write = new.buffer.session.connection.write
 
             async def shown() -> list[int] | None:
-                with suppress(LogUnavailable):  # it asks those that it is cut off from, now and then
+                with suppress(LogUnavailable):  # now and then it asks nodes that it is cut off from
                     return await log.ends([old.buffer.subjects.of(thread_id)], 2.0)
                 return None
 
@@ -287,7 +287,7 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
             for level in (Consistency.READ_YOUR_WRITES, Consistency.STRONG):
                 with pytest.raises(ReadNotFresh):
                     await old.load_messages(thread_id, consistency=level)
-            # Which of the two depends on whether the node has noticed by then that it is alone.
+            # The error depends on whether the node has already noticed that it is alone.
             with pytest.raises((FlushTimeout, LogUnavailable)):
                 await old.force_flush_all(timeout_s=2.0)
         finally:
@@ -307,7 +307,7 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
 
 
 async def test_nodes_are_killed_wiped_stopped_and_cut_off_in_a_row() -> None:
-    """A short run of `make cluster`."""
+    """Run a short `make cluster`."""
     await nodes.run(10, seed=1, slow_s=60)
 
 
@@ -323,5 +323,5 @@ async def _takes_writes(store: BufferedThreadStore, thread_id: str) -> bool:
     try:
         await store.save_thread(thread_id)
     except (LogUnavailable, OutcomeUnknown, ReadNotFresh):
-        return False  # but not LogRolledBack
+        return False  # LogRolledBack is not caught
     return True

@@ -1,4 +1,4 @@
-"""What a caller has in its context (a request, a span) is not kept by a store that it has called."""
+"""Stores do not keep their callers' context variables (a request, a span) alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers import eventually, fresh, run_of, said
 
 
 class Request:
-    """What a framework keeps in a context variable."""
+    """An object that a framework keeps in a context variable."""
 
 
 _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
@@ -43,7 +43,7 @@ async def _let_go(request: weakref.ref[Request]) -> None:
 
 @pytest.mark.long  # as long as their timers
 async def test_the_first_calls_of_stores_that_share_threads_are_let_go(deployment: Deployment) -> None:
-    # Timers that are over before they are due stay with asyncio until then, with the context that they were set in.
+    # asyncio keeps cancelled timers, and the context they were set in, until they are due.
     soon = {"append_timeout_s": 4.0, "read_timeout_s": 4.0}
     async with deployment.store(**soon) as one, deployment.store(**soon) as other:
         thread_id = fresh()
@@ -70,6 +70,6 @@ async def test_who_listened_first_is_let_go_when_it_listens_no_more(deployment: 
                 listening.append(await n.listen_completed("first", print))
 
             request = await _as_request(first)
-            await notifier.listen_completed("second", print)  # the subscription stays
+            await notifier.listen_completed("second", print)  # this listener keeps the shared subscription open
             await listening.pop()()
             await _let_go(request)

@@ -1,4 +1,4 @@
-"""What operations cost does not grow with what there is, and nothing in NATS grows without a bound."""
+"""The cost of an operation does not grow with the data, and nothing in NATS grows without bound."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_the_hot_bucket_grows_with_runs_and_not_with_checkpoints(deploymen
         await asyncio.gather(*(talk(t, 40) for t in threads))
         await store.force_flush_all()
         after = await _bucket(store, deployment)
-        # A key per run, a progress record per partition, a record per member: nothing of a checkpoint's own.
+        # A key per run, a progress record per partition, a record per member, and nothing per checkpoint.
         assert before["messages"] <= after["messages"] <= len(threads) + deployment.log.partitions + 1
 
 
@@ -56,7 +56,7 @@ async def test_going_on_with_the_runs_of_a_process_that_ended_claims_none_of_the
         before = await _sent(store)
         await asyncio.gather(*(store.checkpoint_append(t, [said(1)], run_of(t)) for t in threads[1:]))
         assert await _sent(store) - before < len(threads) / 2
-        # One that is new is claimed all the same, one of another thread is refused.
+        # A new run is still claimed, and a run of another thread is refused.
         await store.checkpoint_append(threads[0], [said(2)], run_of(threads[0], 1))
         assert (await store.load_run(run_of(threads[0], 1).run_id)) is not None
         taken = msgspec.structs.replace(run_of(threads[2]), thread_id=threads[1])
@@ -69,7 +69,7 @@ async def test_runs_are_claimed_while_the_bucket_is_missing_of_which_some_were_k
     async with deployment.store() as first:
         await first.checkpoint(a, [said(0)], run_of(a))
     async with deployment.store() as store:
-        await store.checkpoint_append(a, [said(1)], run_of(a))  # meets a run that is claimed
+        await store.checkpoint_append(a, [said(1)], run_of(a))  # meets a run that is already claimed
         await store.buffer.session.stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await store.checkpoint(b, [said(0)], run_of(b))
         assert (await _bucket(store, deployment))["messages"] > 0
@@ -85,7 +85,7 @@ async def test_a_flush_writes_one_record_for_each_partition_and_none_for_a_threa
             state = (await flusher.statistics()).flusher
             assert state.entries == len(threads)
             written = (await _bucket(writer, deployment))["last_seq"] - before
-        # The rest is the lease's: a renewal now and then.
+        # The rest are renewals of the lease.
         assert written <= state.transactions * deployment.log.partitions + 20
         assert written < len(threads) / 2
 
@@ -101,7 +101,7 @@ async def test_a_flush_of_a_known_thread_touches_no_index_of_the_buffer(deployme
     updates = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE schemaname = %s AND relname = %s"
 
     async def counted(table: str) -> list[tuple[int, int]]:
-        # A session tells what it did a moment after it ends.
+        # Postgres reports a session's statistics only some time after the session has ended.
         return [row for row in await query(dsn, updates, deployment.name, table) if row[0] >= flushes]
 
     for table in ("buffer_threads", "buffer_partitions"):
@@ -153,7 +153,7 @@ async def test_a_list_costs_the_same_however_many_threads_there_are(deployment: 
         few = await cost()
         await grow(500)
         many = await cost()
-        # Beside the lists there are renewals of the lease and windows of the flusher, now and then.
+        # Renewals of the lease and windows of the flusher are counted as well.
         assert many[0] <= few[0] + 30
         assert many[1] <= few[1] + 10
 
@@ -177,7 +177,7 @@ async def test_a_flushed_run_is_read_from_the_store_and_from_no_copy(deployment:
 
 
 async def test_every_run_ends_as_it_was_saved_last_whoever_flushes_it(deployment: Deployment) -> None:
-    """Runs of many threads are saved in turns through two instances, while partitions move between three."""
+    """Runs of many threads are saved in turn through two instances, while partitions move between three."""
     threads = [fresh() for _ in range(20)]
     async with deployment.store() as one, deployment.store() as two:
 
@@ -231,7 +231,7 @@ async def test_a_hot_thread_is_flushed_in_parts_of_bounded_size(
 async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
     deployment: Deployment, flush_max_bytes: int
 ) -> None:
-    server_holds = 64 << 20  # nats-server's max_pending: it cuts off a client for which more than this waits
+    server_holds = 64 << 20  # max_pending: nats-server disconnects a client for which it queues more than this
     async with deployment.store(flush_max_bytes=flush_max_bytes) as store:
         flusher = store.buffer.flusher
         assert flusher is not None

@@ -1,4 +1,4 @@
-"""The crash sweep and the power cut, for some seconds; `make crash-sweep` and `make powercut` do all of it."""
+"""The crash sweep and the power cut, for some seconds; `make crash-sweep` and `make powercut` run all of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sweep.checks import violations
 from sweep.crash import Result, sweep_point
 from thorough import seldom
 
-#: One of each path, where a crash is between two things that must be one.
+#: One point of each path where a crash falls between two steps that must be atomic.
 _POINTS = (Failpoint.PUBLISH_ACKED, Failpoint.FLUSH_APPLIED, Failpoint.FLUSH_COMMITTED, Failpoint.QUEUE_COMMITTED)
 _MORE = (Failpoint.QUEUE_LEFT, Failpoint.TAKE_RAISED, Failpoint.LINEAGE_EDITED, Failpoint.EPOCH_SET)
 
@@ -44,7 +44,7 @@ def test_a_point_that_was_never_reached_fails() -> None:
 
 
 async def test_the_checks_bite(deployment: Deployment) -> None:
-    """What was told is not so: an append, an entry that was parked, a deletion, half of one."""
+    """The history claims an append, a parked entry, a deletion and half a deletion that did not happen."""
     family = ("edited-parent", "edited-child")
     async with deployment.store() as store:
         await store.checkpoint("shared-0", ["a"], run_of("shared-0"))

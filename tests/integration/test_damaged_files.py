@@ -1,4 +1,4 @@
-"""Bits of the log's files that flip, or are cut off, while NATS is down: noticed, and nothing wrong is stored."""
+"""The log's files are damaged or truncated while NATS is down: it is noticed, and nothing wrong is stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cut(block: Path, chance: random.Random) -> None:
 async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
     own_servers: Servers, damage: Any, seed: int
 ) -> None:
-    """What was not flushed may be gone with the file it stood in; then it is said, and what is left is a beginning."""
+    """Unflushed entries may be lost with their file. Then it is reported, and a beginning of each thread is left."""
     deployment = Deployment(own_servers)
     deployment.verified = False
     async with deployment.store(flusher=False, read_timeout_s=3) as writer:
@@ -63,7 +63,7 @@ async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
                 known = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) or []
                 assert known == list(range(len(known))), "no beginning of what was written"
             parked = {p.thread_id for p in await store.quarantine.page()}
-    # Whatever is missing was told: by the process that wrote it, or by what is parked.
+    # Any missing entry was reported by the process that wrote it, or is parked.
     assert said if wrong else said == "all is there"
     assert parked <= set(wrong)
 
@@ -79,7 +79,7 @@ async def connected(store: BufferedThreadStore) -> bool:
 
 
 async def noticed(store: BufferedThreadStore) -> str:
-    """What the process that wrote it all says of it: its own receipts are shown, or that they cannot be."""
+    """Return the error that the process which wrote the entries gets, or "all is there" if it reads all of them."""
     try:
         for thread_id in _THREADS:
             if await store.load_messages(thread_id) != list(range(_LENGTH)):

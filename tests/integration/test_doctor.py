@@ -1,4 +1,4 @@
-"""`bufstore doctor`: what it says of servers that are fine, lazy, narrow, changed or away."""
+"""`bufstore doctor` on servers that are healthy, slow to sync, limited, changed or away."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> No
 
 
 async def test_a_log_and_a_database_that_do_not_belong_together(servers: Servers) -> None:
-    """The doctor says what every store says that opens there, and nobody is told to start."""
+    """The doctor reports the error that a store would raise there, and does not advise to start one."""
     one, other = Deployment(servers), Deployment(servers)
     for each in (one, other):
         async with each.store() as store:
@@ -109,7 +109,7 @@ async def test_a_log_and_a_database_that_do_not_belong_together(servers: Servers
 
 
 async def test_tables_of_an_earlier_release_are_left_as_they_are(made: Deployment) -> None:
-    """To compare them with the log would migrate them."""
+    """A comparison with the log would migrate the tables."""
     dsn, versions = made.servers.postgres.dsn, f"SELECT max(version) FROM {made.name}.bufstore_migrations"
     of_buffer = f"{versions} WHERE room = 'buffer'"
     await query(dsn, f"DELETE FROM {made.name}.bufstore_migrations WHERE room = 'buffer' AND version = ({of_buffer})")
@@ -134,7 +134,7 @@ async def test_a_log_that_a_repair_has_taken_out_of_service_is_diagnosed(deploym
 
 @pytest.mark.parametrize("of_bucket", [False, True])
 async def test_a_mirror_answers_no_read_unnoticed(deployment: Deployment, of_bucket: bool) -> None:
-    """The server makes it answer half of all reads, with what it has."""
+    """By default the server lets a mirror answer half of all reads, with what it has copied so far."""
     name, thread_id = f"COPY-{deployment.name}", fresh()
     mirrored = f"KV_{deployment.log.bucket}" if of_bucket else deployment.log.stream
     async with deployment.store(flusher=False) as store:
@@ -150,7 +150,7 @@ async def test_a_mirror_answers_no_read_unnoticed(deployment: Deployment, of_buc
             async with deployment.store(flusher=False) as reader:
                 assert await reader.load_messages(thread_id) == [said(0)]
 
-        # It answers once it has caught up.
+        # The mirror answers once it has caught up.
         with pytest.raises(ConfigError, match=f"{name} mirrors {mirrored} .*nats stream rm"):
             async with asyncio.timeout(20):
                 while True:
@@ -160,7 +160,7 @@ async def test_a_mirror_answers_no_read_unnoticed(deployment: Deployment, of_buc
         assert name in checks["NATS mirrors"]["found"]
         await api(f"STREAM.DELETE.{name}")
         for _ in range(5):
-            await read()  # nothing has to be started again
+            await read()  # works again without a restart
 
 
 @pytest.mark.parametrize("answer", ["[]", '"x"', "null", '{"jetstream": []}', '{"jetstream": {"config": "x"}}', "{"])
@@ -216,7 +216,7 @@ def free_port() -> int:
 
 
 class WithAccounts(NatsServer):
-    """A server with an application's account, a narrow user in it, and a system account."""
+    """A server with an application's account, a limited user in it, and a system account."""
 
     def _answers(self, seconds: float) -> bool:
         try:
@@ -265,7 +265,7 @@ async def test_an_account_without_room_for_what_has_to_be_made(servers: Servers,
         assert (code, level) == (1, "warning"), "an app may have configured less"
         assert "reserves 2.1 GB by default" in found
         assert (await room("wide"))[1] is None
-        for user in "one", "tiny":  # the log is made, and its bucket is not
+        for user in "one", "tiny":  # the log is created, and the bucket is refused
             with pytest.raises(BufstoreError):
                 async with deployments[user].store(nats=urls[user]):
                     pass

@@ -1,4 +1,4 @@
-"""Ids reach Postgres as they are, whatever encoding clients, roles and databases are set to."""
+"""Ids reach Postgres unchanged, whatever encoding clients, roles and databases are set to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import query, run_of, said
 
-#: Where somebody may ask for another encoding.
+#: The places where another encoding can be set.
 PLACES = ("string", "options", "environment", "role")
 
 
 @asynccontextmanager
 async def latin(deployment: Deployment, place: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """A connection string of a client that is set to LATIN1."""
+    """The connection string of a client whose encoding is LATIN1."""
     dsn, role = deployment.servers.postgres.dsn, f"latin_{deployment.name}"
     if place == "string":
         yield make_conninfo(dsn, client_encoding="LATIN1")
@@ -43,7 +43,7 @@ async def test_another_client_encoding_changes_no_id(
     deployment: Deployment, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with deployment.store(flusher=False):
-        pass  # the tables, which are not to be the role's
+        pass  # makes the tables, which the role must not own
     async with latin(deployment, place, monkeypatch) as dsn:
         inner = PostgresThreadStore(dsn, schema=deployment.name, pool_size=4)
         async with deployment.store(inner) as store:
@@ -57,7 +57,7 @@ async def test_another_client_encoding_changes_no_id(
 
 @asynccontextmanager
 async def database(deployment: Deployment, encoding: str) -> AsyncIterator[str]:
-    """The connection string of a database of its own."""
+    """The connection string of a new database with this encoding."""
     dsn, name = deployment.servers.postgres.dsn, f"{deployment.name}_{encoding.lower()}"
     locale = "TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'"
     await query(dsn, f"CREATE DATABASE {name} ENCODING '{encoding}' {locale}")
@@ -85,7 +85,7 @@ async def test_a_database_in_another_encoding_is_refused_before_anything_is_made
 
 
 async def test_tables_that_are_there_in_another_encoding_are_worked_with(deployment: Deployment) -> None:
-    """Earlier releases made them, and an app whose ids are ASCII misses nothing."""
+    """Earlier releases created such tables, and they work for an app whose ids are ASCII."""
     async with database(deployment, "UTF8") as dsn:
         inner = PostgresThreadStore(dsn, schema=deployment.name)
         async with deployment.store(inner, flusher=False):

@@ -1,4 +1,4 @@
-"""Erasing a thread on real servers: its content is on NATS' disk and in the tables no more."""
+"""Erasing a thread on real servers removes its content from NATS' disk and from all tables."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Picky(PostgresThreadStore):
 
 
 def on_disk(servers: Servers, mark: str) -> bool:
-    """Whether any file of NATS has the mark in it."""
+    """True when any file of NATS contains the mark."""
     return any(mark.encode() in file.read_bytes() for file in servers.nats.data.rglob("*") if file.is_file())
 
 
 async def tables_with(deployment: Deployment, mark: str) -> list[str]:
-    """The tables of the deployment with a row that has the mark in it."""
+    """Return the deployment's tables that have the mark in a row."""
     dsn, schema = deployment.servers.postgres.dsn, deployment.name
     tables = [t for (t,) in await query(dsn, "SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)]
     found = []
@@ -61,7 +61,7 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
         for thread_id in (gone, other):
             for n in range(3):
                 await store.checkpoint(thread_id, [f"{mark}-{thread_id}"] * (n + 1), run_of(thread_id, n))
-        # In several messages, because it is larger than one may be.
+        # Stored in several messages, because it exceeds the largest message.
         await store.checkpoint(gone, [large + "x" * (3 << 20)], run_of(gone, 3))
         await store.checkpoint(gone, [f"{mark}-{gone}", "poison"], run_of(gone, 4))
         await store.force_flush_all()
@@ -74,7 +74,7 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
         assert (erasure.log_messages, erasure.quarantined, erasure.set_aside) == (5, 1, 1)
         assert not on_disk(servers, f"{mark}-{gone}")
         assert not on_disk(servers, large)
-        # Its id stays, where it keeps what is delivered again from taking effect.
+        # The id stays there, so that entries which are delivered again take no effect.
         assert await tables_with(deployment, gone) == ["buffer_threads"]
         assert await tables_with(deployment, f"{mark}-{gone}") == []
 
@@ -98,7 +98,7 @@ async def test_threads_that_share_groups_with_an_erased_one_lose_nothing(
         for n in range(3):
             threads = (gone, *others)
             await asyncio.gather(*(store.checkpoint_append(t, [f"{mark}-{t}-{n}"], run_of(t, n)) for t in threads))
-        # What this one has seen of the log, it has seen before.
+        # The reader caches these groups before the thread is erased.
         assert all([len(await reader.load_messages(t)) == 3 for t in others])
         shared = {group_of(m.seq) async for _, m in store.buffer.log.scan(threads=[gone])}
         assert shared & {group_of(m.seq) async for _, m in store.buffer.log.scan(threads=others)}

@@ -26,7 +26,7 @@ from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
 
-@pytest.mark.long  # twenty seconds; chaos and outages run in the short ones, too
+@pytest.mark.long  # twenty seconds; the short tests have chaos and outages too
 async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:
     deployment = Deployment(own_servers, max_bytes=512 << 20)
     async with deployment.store() as store:
@@ -64,7 +64,7 @@ async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -
 
 @pytest.mark.long
 async def test_a_flusher_says_soon_that_postgres_is_away(own_servers: Servers) -> None:
-    """Long before the time of a flush is over, which is half a minute."""
+    """The outage is reported long before the flush times out, after half a minute."""
     async with Deployment(own_servers).store() as store:
         await store.checkpoint("t", ["before"], run_of("t"))
         await store.force_flush_all()
@@ -81,7 +81,7 @@ async def test_a_flusher_says_soon_that_postgres_is_away(own_servers: Servers) -
 
 
 class Writers:
-    """Threads whose messages are numbers that writers append, and what they were told about each."""
+    """Writers that append numbers to threads, and their acknowledgements."""
 
     def __init__(self, threads: int) -> None:
         self.thread_ids = [fresh() for _ in range(threads)]
@@ -91,7 +91,7 @@ class Writers:
         self.stop = asyncio.Event()
 
     async def write(self, store: Any, thread_id: str) -> None:
-        """Append numbers until told to stop; an unknown outcome is retried with its token, as documented."""
+        """Append numbers until told to stop; retry an unknown outcome with its token, as documented."""
         number, key = 0, None
         while not self.stop.is_set():
             if key is None:
@@ -112,7 +112,7 @@ class Writers:
                     number -= 1
 
     async def check(self, store: Any) -> None:
-        """Every acknowledged number is there once, in order, and nothing that was not tried."""
+        """Check that every acknowledged number is stored once and in order, and no number that was not tried."""
         await store.force_flush_all()
         for thread_id in self.thread_ids:
             found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) or []
@@ -184,7 +184,7 @@ async def _more(writers: Writers, than: int) -> bool:
 
 
 async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers) -> None:
-    """The entry is stored, the answer is not heard: the call ends as done, and the entry stands there once."""
+    """The entry is stored and its answer is lost: the call still succeeds, and the entry is stored once."""
     deployment = Deployment(own_servers)
     async with deployment.store(flusher=False) as store:
         thread_id = fresh()
@@ -296,7 +296,7 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
 
 @pytest.mark.long  # many large entries
 async def test_large_entries_that_do_not_fit_stop_nobody(own_servers: Servers) -> None:
-    """Their parts stood behind the last group, filled the log to where no group fitted, and were never purged."""
+    """The parts of such entries once filled the log until no group fitted, and were never purged."""
     deployment = Deployment(own_servers, max_bytes=8 << 20, failover_window_s=2.0)
     short = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2.0}
     async with deployment.store(**short) as store:
@@ -310,13 +310,13 @@ async def test_large_entries_that_do_not_fit_stop_nobody(own_servers: Servers) -
         assert (await stream.fill())[0] == used, "nothing of it was stored"
         with pytest.raises(TooLarge):
             await store.checkpoint(second, [said(0, 8 << 20)], run_of(second))
-        # What several that are stored at once, and all refused at last, or a process that is killed, leave behind.
+        # Leave as many parts as refused writers, or a killed process, could.
         with pytest.raises(LogFull):
             while True:
                 await stream.publish(Outgoing(parts, b"x" * 1_000_000), 5)
 
         async def written() -> bool:
-            """In parts, too: nobody writes anything that would be small enough to fit."""
+            """Stored in parts, too; no small write happens that would fit."""
             try:
                 await store.checkpoint(second, [said(0, 5 << 20)], run_of(second))
             except LogFull:
@@ -377,7 +377,7 @@ def _tasks() -> set[str]:
 
 
 async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(own_servers: Servers) -> None:
-    """With Postgres just back, a writer looks for the end, then the tail, then reads the row: they must agree."""
+    """Right after an outage of Postgres a writer reads the end, then the tail, then the row: these must agree."""
     deployment = Deployment(own_servers)
     async with deployment.store() as one, deployment.store(flusher=False) as two:
         thread_id, overtaken = fresh(), False

@@ -1,4 +1,4 @@
-"""Feeds on a real server: what they keep, and what they let go."""
+"""Feeds on a real server: what they hold, and what they release."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> No
 
 
 async def test_a_message_larger_than_a_feed_asks_for_at_once_is_delivered(deployment: Deployment) -> None:
-    """It was stored when the server took larger ones. It used to be asked for again and again, and nothing came."""
-    deployment.verified = False  # what is written here is no group
+    """The server took larger messages when this one was stored. The feed once asked for it for ever, in vain."""
+    deployment.verified = False  # the messages written here are no groups
     async with deployment.store(flusher=False) as store:
         session, log = store.buffer.session, deployment.log
         stream = session.stream
@@ -62,7 +62,7 @@ async def test_a_message_larger_than_a_feed_asks_for_at_once_is_delivered(deploy
 
 
 async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Callable[..., Deployment]) -> None:
-    """Far more than a feed may hold and the server delivers ahead; then its owner dies, and another takes over."""
+    """A locked thread's entries exceed what a feed holds and the server delivers ahead; then the owner is replaced."""
     deployment = deploy(partitions=1)
     held, free = fresh("held"), [fresh("free") for _ in range(30)]
     written = 0
@@ -119,7 +119,7 @@ async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Ca
 
 
 async def test_a_paused_consumer_is_replaced(deployment: Deployment) -> None:
-    """Or one that is led by a node which lags: all its partitions were given to it again, for ever."""
+    """The owner of a paused consumer once took its partitions for ever, as did one whose consumer's leader lags."""
     async with deployment.store() as store:
         await store.checkpoint("t", [said(0)], run_of("t"))
         await store.force_flush_all()
@@ -149,7 +149,7 @@ def _limited(folder: Path, limits: str) -> Iterator[str]:
 
 
 async def test_an_account_that_lets_too_little_be_unacknowledged_is_named(servers: Servers, tmp_path: Path) -> None:
-    """The flusher asked for the consumer that was not made, and said that it is not found."""
+    """The flusher once asked for the consumer that was not created, and reported that it was not found."""
     deployment = Deployment(servers)
     with _limited(tmp_path, "max_ack_pending: 1000") as url:
         async with deployment.store(nats=url) as store:
@@ -164,7 +164,7 @@ async def test_an_account_that_lets_too_little_be_unacknowledged_is_named(server
 
 
 async def test_no_more_is_asked_for_than_a_server_allows(servers: Servers, tmp_path: Path) -> None:
-    """It refused each request, and consumers were made and removed without end; nothing told of it."""
+    """Larger requests were once refused, and consumers were made and removed for ever without an error."""
     with _limited(tmp_path, "max_request_batch: 8") as url:
         async with Deployment(servers).store(nats=url) as store:
             for n in range(20):

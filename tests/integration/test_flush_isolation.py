@@ -1,4 +1,4 @@
-"""What a real Postgres refuses, holds or takes too long over delays its own threads only."""
+"""Rows that a real Postgres refuses, locks or takes too long over delay only their own threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
 
-#: They measure time or let it run out.
+#: These tests measure time or wait for timeouts.
 pytestmark = pytest.mark.alone
 
 
@@ -54,7 +54,7 @@ async def flushed_within(store: Any, thread_ids: Sequence[str], seconds: float) 
 
 @pytest.mark.parametrize(("table", "limit_s"), [("buffer_threads", 8.0), ("threads", 30.0)])
 async def test_two_hundred_locked_rows_delay_nobody_else(deployment: Deployment, table: str, limit_s: float) -> None:
-    """Rows of our own are skipped (0.3 s); those of the store are found one by one (2 s on a machine with time)."""
+    """Locked rows of our tables are skipped (0.3 s); those of the store are found one by one (2 s on an idle host)."""
     dsn = deployment.servers.postgres.dsn
     held, good = [fresh("held") for _ in range(200)], [fresh("good") for _ in range(20)]
     async with deployment.store() as store:
@@ -79,7 +79,7 @@ async def test_two_hundred_locked_rows_delay_nobody_else(deployment: Deployment,
 
 
 class Slow(PostgresThreadStore):
-    """Its batches are written, and wait inside the transaction until they may go on."""
+    """Writes each batch, then waits inside the transaction until it may go on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -107,7 +107,7 @@ async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str) -> Any:
 async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_back_within_the_lease(
     deployment: Deployment, pooled: bool
 ) -> None:
-    """Also behind a pooler in transaction mode; what was set for the transaction is gone with it."""
+    """This also works behind a pooler in transaction mode: settings end with their transaction."""
     dsn, schema, lease_s = deployment.servers.postgres.dsn, deployment.name, 3
     async with TransactionPooler(dsn, servers=4) as pooler:
         where = pooler.dsn if pooled else dsn
@@ -142,7 +142,7 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
 
 
 async def test_a_large_window_may_take_a_busy_machine_longer_than_the_lease(deployment: Deployment) -> None:
-    """It takes time to decode; who is taken for frozen meanwhile would begin again and again."""
+    """Decoding takes time. An owner wrongly taken for frozen would start again and again."""
     async with deployment.inner() as store:
         await store.setup()
         ledger = PostgresLedger(deployment.servers.postgres.dsn, store, schema=deployment.name, lease_s=3)
@@ -152,7 +152,7 @@ async def test_a_large_window_may_take_a_busy_machine_longer_than_the_lease(depl
             (cursor,) = await ledger.take([0], "a")
 
             def slowly(rows: Mapping[str, Watermark]) -> Decision:
-                time.sleep(3)  # as a processor that others need does
+                time.sleep(3)  # as on a busy processor
                 return Decision(cursors=[cursor])
 
             with pytest.raises((StoreUnavailable, FlushFailed)):
@@ -284,7 +284,7 @@ async def test_a_new_column_that_refuses_everything_parks_nothing(deployment: De
 
 
 async def test_a_backlog_is_flushed_under_a_short_statement_timeout(deployment: Deployment) -> None:
-    """A store whose statements take longer the more they write, and a role that cuts them off."""
+    """The store's statements take longer the more they write, and the role's timeout cancels them."""
     async with limited(deployment, "statement_timeout = '300ms'") as dsn:
         inner = PostgresThreadStore(dsn, schema=deployment.name, pool_size=4)
         apply, sizes = inner.apply, list[int]()
@@ -306,7 +306,7 @@ async def test_a_backlog_is_flushed_under_a_short_statement_timeout(deployment: 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.001, -1.0, float("nan")])
 async def test_a_flush_waits_no_longer_than_it_is_told(deployment: Deployment, timeout_s: float) -> None:
-    """What is left of a caller's time may be little, or less than nothing: that is no trouble of the log's."""
+    """The remaining time may be short or negative; that must not count as trouble of the log."""
     async with deployment.store(flusher=False) as store:
         await store.checkpoint(thread_id := fresh(), [said(0)], run_of(thread_id))
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A process that is forked off, and goes on with the event loop of its parent, disturbs nothing of the parent's."""
+"""A forked process that goes on with its parent's event loop does not disturb the parent's connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that freezes in the middle of a pipeline, where Postgres itself would let it hold its locks forever."""
+"""A process freezes in the middle of a pipeline, where Postgres alone would let it hold its locks for ever."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from conftest import Deployment
 from helpers import eventually, query
 from transaction_pooler import TransactionPooler
 
-#: They let time run out.
+#: These tests wait for timeouts.
 pytestmark = pytest.mark.alone
 LEASE_S = 3
 
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The first pipeline of the test stands still before its end, as in a frozen process; set once it does."""
+    """Freeze the test's first pipeline before its end; the event is set once it is frozen."""
     event, end = asyncio.Event(), pool._end
 
     def standing(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
@@ -36,7 +36,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
             pipeline.pgconn.flush()
             event.set()
             while not (yield Wait.R) & Ready.R:
-                pass  # nothing comes before the end of the session
+                pass  # nothing arrives until the session ends
         yield from end(pipeline)
 
     monkeypatch.setattr(pool, "_end", standing)
@@ -70,7 +70,7 @@ async def test_who_takes_over_ends_a_flush_that_stands_still_in_a_pipeline(
             began = time.monotonic()
             flushing = asyncio.create_task(flush(old, cursor))
             await asyncio.wait_for(frozen.wait(), 10)
-            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has what was sent
+            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has received the statements
             assert await new.take([0], "b") == []
             (taken,) = await eventually(lambda: new.take([0], "b"))
             assert LEASE_S * 2 / 3 < time.monotonic() - began < LEASE_S + 3
@@ -90,7 +90,7 @@ async def test_who_may_not_end_it_says_who_can(deployment: Deployment, frozen: a
             (cursor,) = await old.take([0], "a")
             flushing = asyncio.create_task(flush(old, cursor))
             await asyncio.wait_for(frozen.wait(), 10)
-            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has what was sent
+            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has received the statements
             with pytest.raises(StoreUnavailable, match="if its process is frozen") as told:
                 await eventually(lambda: new.take([0], "b"))
             advice = str(told.value)

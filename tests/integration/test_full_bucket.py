@@ -1,4 +1,4 @@
-"""A shared-state bucket with a `max_bytes`, as some accounts require it, that is full of runs."""
+"""A shared-state bucket with a `max_bytes`, as some accounts require, that is full of runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 256 << 10
 
 
 class Bucket:
-    """The bucket of a deployment, seen by an operator."""
+    """An operator's view of a deployment's bucket."""
 
     def __init__(self, client: Any, deployment: Deployment) -> None:
         self._client = client
@@ -30,21 +30,21 @@ class Bucket:
         self._keys = f"$KV.{deployment.log.bucket}.run."
 
     async def ask(self, verb: str, body: Any = None) -> Any:
-        """A request to the JetStream API."""
+        """Send a request to the JetStream API."""
         answer = await self._client.request(f"$JS.API.STREAM.{verb}.{self._name}", json.dumps(body).encode())
         return json.loads(answer.data)
 
     async def held(self) -> int:
-        """How many bytes are in it."""
+        """Return the number of bytes in the bucket."""
         return int((await self.ask("INFO"))["state"]["bytes"])
 
     async def limit(self, max_bytes: int) -> None:
-        """Change its `max_bytes`."""
+        """Change the bucket's `max_bytes`."""
         config = (await self.ask("INFO"))["config"]
         assert "error" not in await self.ask("UPDATE", config | {"max_bytes": max_bytes})
 
     async def put(self, size: int) -> bool:
-        """A run of somebody else's, of this size; False if there is no room for it."""
+        """Store a run of another process, of this size; False if there is no room for it."""
         answer = await self._client.request(self._keys + fresh(), b"x" * size)
         return b"error" not in answer.data
 
@@ -85,7 +85,7 @@ async def test_runs_leave_room_for_flushers_and_go_on_unregistered(
                     assert await flusher.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
                 await flusher.delete_thread("t1")
                 assert (await flusher.health()).ok
-                # Nobody but Postgres knows of a run that is not registered.
+                # A run that is not registered is known only to Postgres, so the conflict is found at the flush.
                 await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t398").run_id, thread_id="another"))
                 await flusher.force_flush_all()
                 assert await flusher.quarantined() == 1

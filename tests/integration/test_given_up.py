@@ -1,4 +1,4 @@
-"""`open` and `aclose` are cancelled at each of their steps, once and again at the next: nothing of them is left."""
+"""`open` and `aclose` are cancelled at each of their steps, once or twice: they leave no task and no socket."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ KINDS: dict[str, Callable[[Servers], Open]] = {
 
 @types.coroutine
 def _cancelled(work: Coroutine[Any, Any, Any], at: set[int], late: bool) -> Generator[Any, Any, Any]:
-    """What `work` returns, whose task is cancelled when it waits for these times; they are taken from `at`.
+    """Return the result of `work`; cancel its task when it waits for these times, which are removed from `at`.
 
-    `late`: when what it waits for is there, and it does not go on yet.
+    `late`: cancel it only when the awaited result is there, before the task goes on.
     """
     task, resume, value = asyncio.current_task(), work.send, None
     assert task is not None
@@ -126,7 +126,7 @@ def _cancelled(work: Coroutine[Any, Any, Any], at: set[int], late: bool) -> Gene
 
 
 async def _given_up(call: Open, at: set[int], *, late: bool = False) -> Any:
-    """What the call returns, if it is not cancelled before."""
+    """Return the call's result, or None if it was cancelled first."""
 
     async def work() -> Any:
         return await call()
@@ -139,10 +139,10 @@ async def _given_up(call: Open, at: set[int], *, late: bool = False) -> Any:
 
 
 def _there() -> set[Any]:
-    """The tasks of this loop, and the sockets of this process."""
+    """Return the tasks of this loop and the sockets of this process."""
     sockets = set()
     for fd in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # that of the listing is closed by now
+        with suppress(OSError):  # the listing's own descriptor is closed by now
             found = fd.stat()
             if stat.S_ISSOCK(found.st_mode):
                 sockets.add(found.st_ino)

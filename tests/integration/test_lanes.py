@@ -1,4 +1,4 @@
-"""Several logs in front of one store, on real servers; `tests/unit/test_lanes.py` has what needs none."""
+"""Several logs in front of one store, on real servers; `tests/unit/test_lanes.py` has the tests without servers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def laned(deploy: Callable[..., Deployment]) -> Deployment:
 
 
 def in_lane(deployment: Deployment, lane: int) -> str:
-    """A new thread's id."""
+    """Return a new thread id that belongs to this lane."""
     return next(name for _ in range(1000) if lane_of(name := fresh(), deployment.log) == lane)
 
 
 def with_log(deployment: Deployment, log: LogConfig) -> Deployment:
-    """The same deployment as somebody else takes it to be."""
+    """Return the deployment with another log configuration."""
     other = copy.copy(deployment)
     other.log = log
     return other
@@ -51,7 +51,7 @@ async def cli(deployment: Deployment, *arguments: object, stream: str | None = N
     return await asyncio.to_thread(bufstore_cli, *arguments, **(where(deployment) | named))
 
 
-@pytest.mark.long  # the same contract; without servers `test_lanes.py` of the units has it
+@pytest.mark.long  # the same contract; `tests/unit/test_lanes.py` has it without servers
 async def test_a_store_of_two_lanes_keeps_the_contract(laned: Deployment) -> None:
     async with laned.store() as store, laned.store(consistency=Consistency.STRONG, flusher=False) as strong:
         for check in CHECKS:
@@ -98,7 +98,7 @@ async def test_how_many_lanes_there_are_is_fixed(laned: Deployment) -> None:
     with pytest.raises(ConfigError, match="lane 1 of 2"):
         async with with_log(laned, second).store():
             pass
-    # As if the second lane were a log of its own.
+    # Open the second lane as if it were a log of its own.
     with pytest.raises(ConfigDrift, match="lanes is '2'"):
         async with with_log(laned, dataclasses.replace(second, lanes=1, lane=0)).store():
             pass
@@ -215,7 +215,7 @@ async def test_setup_migrates_all_lanes_before_their_ledgers_say_how_many_there_
     async with laned.store():
         pass
     laned.verified = False
-    for schema in schemas:  # as the release before has left them
+    for schema in schemas:  # the tables of the release before
         await query(dsn, f"ALTER TABLE {schema}.buffer_log DROP COLUMN lanes, DROP COLUMN partitions")
         await query(dsn, f"DROP TABLE {schema}.buffer_erasures")
         await query(dsn, f"DELETE FROM {schema}.bufstore_migrations WHERE room = 'buffer' AND version = 9")
@@ -248,7 +248,7 @@ async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deplo
                 t = in_lane(laned, lane)
                 await store.checkpoint(t, [said(0)], run_of(t))
                 await store.force_flush(t)
-        # How many there are, the first lane's ledger tells.
+        # The first lane's ledger says how many lanes there are.
         laned.verified = False
         await query(dsn, f"DROP SCHEMA {laned.name}_lane1 CASCADE")
         lost = await cli(laned, "setup", "--sql")
@@ -263,7 +263,7 @@ async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deplo
 async def test_a_lane_with_the_bucket_of_another_log_stops_all_before_a_log_is_made(
     laned: Deployment, deployment: Deployment
 ) -> None:
-    """It would go on naming the buckets that it was made with."""
+    """A log that was made first would keep the names of its buckets, and the error's advice would not help."""
     own = laned.log
     laned.log = dataclasses.replace(own, bucket=fresh("hot"))
     taken = with_log(deployment, dataclasses.replace(deployment.log, bucket=lane_configs(laned.config())[1].log.bucket))
@@ -272,6 +272,6 @@ async def test_a_lane_with_the_bucket_of_another_log_stops_all_before_a_log_is_m
     with pytest.raises(ConfigDrift, match=rf"bucket {taken.log.bucket}: log is '{taken.log.stream}'"):
         async with laned.store():
             pass
-    laned.log = own  # as the error says
+    laned.log = own  # the error's advice
     async with laned.store(flusher=False):
         pass

@@ -1,4 +1,4 @@
-"""On a leaf node, whose link into a JetStream domain passes neither the plain API nor the plain keys of a bucket."""
+"""A leaf node, whose link to a JetStream domain passes neither the plain API's nor a plain bucket's subjects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Leaf(NatsServer):
     """A server without JetStream."""
 
     def _answers(self, seconds: float) -> bool:
-        return True  # the test asks the hub's JetStream across the link
+        return True  # the test uses the hub's JetStream across the link
 
 
 class Linked(NamedTuple):
@@ -39,7 +39,7 @@ class Linked(NamedTuple):
 
 @asynccontextmanager
 async def linked(folder: Path, *, on_hub: str = "", on_leaf: str = "") -> AsyncIterator[Linked]:
-    """A server whose JetStream is the domain "hub", and a leaf node of it. `on_…`: more users of theirs."""
+    """Start a server whose JetStream is the domain "hub", and a leaf node of it. `on_…`: their additional users."""
     hub, leaf = NatsServer(folder / "hub"), Leaf(folder / "leaf")
     for server in (hub, leaf):
         make_folder(server.data)
@@ -80,7 +80,7 @@ async def _reached(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 async def sites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Linked]:
-    """For all tests that need no users of their own."""
+    """A hub and a leaf node for all tests that need no additional users."""
     async with linked(tmp_path_factory.mktemp("linked")) as running:
         yield running
 
@@ -103,7 +103,7 @@ async def test_a_store_on_a_leaf_node_writes_flushes_and_deletes(
         await store.force_flush_all(timeout_s=5)
         await store.delete_thread(t)
         assert await store.load_messages(t) is None
-        # What flushers tell each other is in the bucket, whichever server they are on.
+        # Flushers share state in the bucket, whichever server they use.
         shared = store.buffer.session.shared
         assert len(await shared.members()) == 1
         assert await eventually(shared.progress)
@@ -142,7 +142,7 @@ async def test_tokens_on_a_leaf_node(sites: Linked) -> None:
 
 @pytest.mark.long
 async def test_exact_rights_in_a_domain(servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A leaf node checks the subject that is sent, a server of the domain what the subject stands for there."""
+    """A leaf node checks the subject that is sent; a server of the domain checks the subject it is mapped to."""
     deployment, other = Deployment(servers), Deployment(servers)
 
     def user(api: str) -> str:
@@ -150,7 +150,7 @@ async def test_exact_rights_in_a_domain(servers: Servers, tmp_path: Path, caplog
 
     async with linked(tmp_path, on_hub=user("$JS.API"), on_leaf=user("$JS.hub.API")) as sites:
         async with deployment.store(nats=sites.hub), other.store(nats=sites.hub):
-            pass  # both logs are there
+            pass  # makes both logs
         for site in sites:
             exact = NatsConfig(servers=f"nats://exact:exact@{site.servers[0].rpartition('@')[2]}", domain="hub")
             with caplog.at_level(logging.ERROR, "bufstore"):
@@ -159,7 +159,7 @@ async def test_exact_rights_in_a_domain(servers: Servers, tmp_path: Path, caplog
                     await store.checkpoint(t, [said(0)], run_of(t))
                     await store.force_flush(t)
             assert [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "nats_forbidden"] == []
-            async with asyncio.timeout(3):  # told at once, not when the time for an answer is over
+            async with asyncio.timeout(3):  # the error comes at once, before the timeout
                 with pytest.raises(ConfigError, match="does not permit"):
                     async with other.store(nats=exact):
                         pass

@@ -1,4 +1,4 @@
-"""All works with exactly the rights that `bufstore setup` and `bufstore permissions` give, and no more are given."""
+"""Everything works with exactly the rights that `bufstore setup` and `bufstore permissions` give, and no others."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from integration.test_setup import NatsByHand
 
 
 def rights(deployment: Deployment, role: Role) -> str:
-    """A user of the role's name, with what `bufstore permissions` prints for it (tests/unit/test_permissions.py)."""
+    """Return a user named after the role, with the rights that `bufstore permissions` prints for it."""
     return f"{{ user: {role.value}, password: {role.value}\n{permissions(role, deployment.log).config()} }}"
 
 
 @dataclass
 class Site:
-    """A deployment whose servers know users with exactly the rights of their roles."""
+    """A deployment on servers whose users have exactly the rights of their roles."""
 
     deployment: Deployment
     nats: NatsByHand
@@ -98,14 +98,14 @@ async def site(servers: Servers, tmp_path: Path) -> AsyncIterator[Site]:
 
 @pytest.fixture
 def nothing_forbidden(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing of what the test does is refused without being noticed."""
+    """Fail a test in which NATS refused anything."""
     with caplog.at_level(logging.ERROR, "bufstore"):
         yield
     assert [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "nats_forbidden"] == []
 
 
 async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> None:
-    # Before, each side says what is to be done.
+    # Before the setup, each side says what to do.
     with pytest.raises(StoreMisconfigured, match=r"may not create them.*bufstore setup --grant"):
         async with site.store(Role.FLUSHER):
             pass
@@ -175,7 +175,7 @@ async def test_an_app_beside_a_flusher_keeps_the_contract(site: Site) -> None:
         async with site.store(Role.APP, consistency=Consistency.STRONG) as strong:
             for check in CHECKS[::8]:
                 await check(strong)
-        # Partitions change hands, and a large entry goes as a batch.
+        # Partitions change hands, and a large entry is published as a batch.
         async with site.store(Role.FLUSHER) as second:
             thread_ids = [fresh() for _ in range(40)]
             await asyncio.gather(*(app.checkpoint(t, [said(0, 2 << 20), said(1)], run_of(t)) for t in thread_ids[:2]))
@@ -194,7 +194,7 @@ async def test_an_app_on_three_replicas_reads_strongly(deploy: Any, tmp_path: Pa
         urls = [f"nats://127.0.0.1:{server.port}" for server in cluster]
 
         async def made() -> bool:
-            try:  # it may not have elected who answers
+            try:  # the cluster may have no leaders yet
                 async with deployment.store(nats=NatsConfig(servers=urls, user="all", password="all"), flusher=False):
                     return True
             except BufstoreError:
@@ -246,7 +246,7 @@ async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site:
     assert "bufstore permissions flusher" in checks["NATS permissions"]["advice"]
     async with site.store(Role.APP) as store:
         assert await store.load_messages(thread_id) == messages
-        # The log goes as an operator may remove it, and a repair finds that out.
+        # Remove the log, as an operator may; the repair must notice.
         await site.cli("flush", "--all")
     async with site.store(Role.OPERATOR) as store:
         await store.buffer.session.stream.api(f"STREAM.DELETE.{site.deployment.log.stream}")

@@ -39,7 +39,7 @@ class PostgresValues:
 
 
 class MemoryValues(dict[str, str]):
-    """The same in memory."""
+    """The same values in memory."""
 
     async def apply(self, connection: Any, batch: Sequence[LedgerChange]) -> None:
         assert batch
@@ -115,7 +115,7 @@ async def test_memory(check: Check) -> None:
 
 
 async def test_of_two_owners_with_the_same_term_one_is_refused(servers: Servers) -> None:
-    """Postgres has failed over to a copy that had missed the first one's takeover; the second has written since."""
+    """Postgres failed over to a copy without the first owner's takeover, and the second owner has flushed since."""
     async with in_postgres(servers.postgres.dsn) as ledgers:
         old, new = await ledgers.open(), await ledgers.open()
         (held,) = await old.take([0], "old")

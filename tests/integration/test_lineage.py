@@ -1,4 +1,4 @@
-"""Edits and changes of lineage of a buffered store, across instances and before a flush."""
+"""Edits and changes of lineage on a buffered store, across instances and before a flush."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: D
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.delete_thread(thread_id)
         await store.force_flush(thread_id)
-    # A cursor that went back: the new owner gets all of the log once more.
+    # Set the cursors back: the new owner is delivered the whole log again.
     await query(
         deployment.servers.postgres.dsn,
         f"UPDATE {deployment.name}.buffer_partitions SET cursor_seq = 0, cursor_id = 0",
@@ -154,7 +154,7 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
 
 
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable[..., Deployment]) -> None:
-    """And not before, nor of a thread that was written again, nor of one that quarantine names."""
+    """A tombstone stays before that, and when its thread is written again or named in quarantine."""
     deployment = deploy(failover_window_s=1.0)
     short = {"retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
     names = f"SELECT thread_id FROM {deployment.name}.buffer_threads ORDER BY thread_id"
@@ -175,7 +175,7 @@ async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable
             f"INSERT INTO {deployment.name}.buffer_quarantine (seq, hash, thread_id, cause, messages) "
             f"VALUES (1, '', '{parked}', '', '')",
         )
-        # The entry at a cursor stays: every partition gets one behind them.
+        # The entry at a cursor stays, so every partition gets a later entry.
         for n in range(40):
             await store.checkpoint(f"d{n:02}", [n], run_of(f"d{n:02}"))
 
@@ -230,7 +230,7 @@ async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_
         for thread_id in (deleted, kept, other):
             await store.checkpoint(thread_id, [1], run_of(thread_id))
         bases = {t: (await store.buffer.reads.joined(t))[0].watermark.applied_id for t in (deleted, kept)}
-        # One was carried out and written again, the other was not begun and written since.
+        # One deletion was carried out and its thread written again; the other was not begun before its next write.
         await store.delete_thread(deleted)
         for thread_id in (deleted, kept):
             await store.checkpoint(thread_id, [2], run_of(thread_id))
@@ -244,7 +244,7 @@ async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_
 
 @pytest.mark.parametrize("kind", ["parent", "detach"])
 async def test_what_another_began_is_finished_first(deployment: Deployment, kind: str) -> None:
-    """As if its process had died right behind the record."""
+    """The other process died right after it stored its record."""
     async with deployment.store() as store:
         top, middle, low = fresh(), fresh(), fresh()
         for thread_id in (top, middle, low):
@@ -285,7 +285,7 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
 
 
 class CheckpointsOnly:
-    """An app's own store, written before there were edits."""
+    """An app's own store, written before edits existed."""
 
     def __init__(self, inner: Any) -> None:
         self.load_checkpoint, self.load_run, self.apply = inner.load_checkpoint, inner.load_run, inner.apply
@@ -326,7 +326,7 @@ async def test_a_list_without_postgres_says_so(own_servers: Servers) -> None:
 
 
 async def test_a_deletion_that_took_its_place_is_not_said_to_have_failed(deployment: Deployment) -> None:
-    """Another's change may carry it out at any time from then on: its outcome is not known."""
+    """Another instance's change may carry out the deletion at any time, so its outcome is unknown."""
     async with deployment.store() as a, deployment.store(flusher=False) as b:
         thread_id, other = fresh(), fresh()
         for t in (thread_id, other):

@@ -1,4 +1,4 @@
-"""The plain lock on a real server."""
+"""Locks on a real server."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_free_after_its_time_and_too_late_is_too_late(locks: Locks) -> Non
 
 async def test_too_late_when_nobody_took_it(locks: Locks) -> None:
     lock = await locks.acquire("a", ttl_s=1)
-    await asyncio.sleep(1.6)  # the server's clock, to be waited for
+    await asyncio.sleep(1.6)  # the lock expires by the server's clock, so the test must wait
     with pytest.raises(TokenLost):
         await lock.extend()
 
@@ -171,7 +171,7 @@ async def test_locks_outlive_a_killed_server(tmp_path: Path) -> None:
                 with pytest.raises(TokenBusy):
                     await eventually(busy)
 
-            async def extended() -> bool:  # by the other connection, which may not be back yet
+            async def extended() -> bool:  # the other connection may not be back yet
                 with contextlib.suppress(LogUnavailable):
                     await lock.extend()
                     return True

@@ -1,4 +1,4 @@
-"""`bufstore log entries`: people see entries, not the messages of the stream that hold them."""
+"""`bufstore log entries` shows entries, not the stream's messages that hold them."""
 
 from __future__ import annotations
 

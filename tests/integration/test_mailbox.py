@@ -1,4 +1,4 @@
-"""The mailbox on all three stores: the suite, and what each store promises beyond it."""
+"""The mailbox on all three stores: the conformance suite, and what each store promises beyond it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 from helpers import eventually, fresh, query
 from mailboxes import KINDS, Mailboxes
 
-#: How many records the tests of much work with; 100 000 as an operator would ask for it.
+#: Records in the tests of cost and growth; set it to 100 000 for an operator's scale.
 MANY = int(os.environ.get("BUFSTORE_MAILBOX_RECORDS", "1500"))
 
 
@@ -103,7 +103,7 @@ async def test_a_claim_costs_the_same_however_much_is_queued(mailboxes: Mailboxe
 
         await fill(few, 100)
         await fill(many, MANY)
-        # Other threads' records are no matter either.
+        # Records of other threads must not matter either.
         await asyncio.gather(*(store.enqueue(fresh()) for _ in range(MANY // 10)))
         small, large = await median(few), await median(many)
         # Wide, because the machine may be busy: a scan of the queue would cost hundreds of times as much.
@@ -215,10 +215,10 @@ async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres:
 
         async def empty() -> bool:
             await store.backend.sweeps(0.001)
-            # The running slot's leases go when it is over: here it is.
+            # The running slot's leases are removed after it; here the slot is over.
             await store.reclaim_expired(now_ms=int(time.time() * 1000) + 120_000)
             left = await backend._stream.after(backend._keys.prefix + ">", 0, 5)
-            # The sweeper's turn; and of a thread an empty mark, which stays for some days.
+            # The sweeper's own record stays, and for some days an empty mark of a thread.
             return all(backend._keys.kind(m.subject) == "t" and not m.body for m in left if "sweep" not in m.subject)
 
         await eventually(empty)
@@ -259,7 +259,7 @@ async def test_what_is_enqueued_while_its_thread_is_forgotten_is_found(mailboxes
 async def test_tokens_go_on_when_the_bucket_was_made_again(
     behind_s: int, on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = []  # of a bucket, and of one that a host made again whose clock is so far behind
+    tokens = []  # of a bucket, and of its replacement, made by a host whose clock is far behind
     for _ in range(2):
         async with on_nats.open(1) as (store,):
             await store.enqueue("t")
@@ -348,7 +348,7 @@ async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> No
         began = time.monotonic()
         await a.enqueue("t")
         assert [s.thread_id for s in await waiting] == ["t"]
-        # The next poll of its own would have been after a minute; and whoever has work does not listen.
+        # The worker's next regular poll was a minute away. A worker that has work does not listen.
         assert time.monotonic() - began < 30
         assert not await listens()
     for notifier in notifiers:

@@ -1,4 +1,4 @@
-"""`bufstore mailbox`, what `bufstore doctor` says of a mailbox, and its gauges."""
+"""`bufstore mailbox`, the checks of `bufstore doctor` on a mailbox, and its gauges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mailboxes import KINDS, Mailboxes
 
 
 async def run(boxes: Mailboxes, *arguments: object) -> Result:
-    """One of the mailbox's commands; `NAME` stands for what names it there."""
+    """Run a mailbox command. `NAME` stands for the mailbox's name on NATS, and is left out on Postgres."""
     environment = {"BUFSTORE_NATS": boxes.servers.nats.url, "BUFSTORE_POSTGRES": boxes.servers.postgres.dsn}
     given = [boxes.name if a == "NAME" else a for a in arguments if a != "NAME" or boxes.kind == "nats"]
     return await asyncio.to_thread(bufstore_cli, *given, "--schema", boxes.name, **environment)

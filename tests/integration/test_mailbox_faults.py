@@ -1,4 +1,4 @@
-"""Mailboxes when processes die, clocks are wrong and servers stop: no dispatch is lost, none is in two hands."""
+"""Mailboxes when processes die, clocks are wrong and servers stop: no dispatch is lost, and none has two holders."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Event = list[Any]
 
 
 def check_exclusivity(events: list[Event], dispatches: dict[str, list[Dispatch]]) -> None:
-    """Fail when a history shows two holders that both passed the fence, or an order of claims that cannot be.
+    """Fail when a history shows two holders that both passed the fence, or an impossible order of claims.
 
-    Events are ``[claim | ack | stale, thread, dispatch, token, …]`` as the processes saw them, in any order between
-    them.
+    Events are ``[claim | ack | stale, thread, dispatch, token, …]`` as the processes saw them. The order of events of
+    different processes is arbitrary.
     """
     claims = [tuple(e[1:4]) for e in events if e[0] == "claim"]
     assert len({(t, token) for t, _, token in claims}) == len(claims), "one token was given twice"
@@ -54,10 +54,10 @@ def check_exclusivity(events: list[Event], dispatches: dict[str, list[Dispatch]]
         for d in found:
             key = (thread_id, d.dispatch_id)
             if d.status is Status.ACKED and key in acked:
-                # What the store says ended it is what was told so, and no claim came after it.
+                # The store names the acknowledged token as the one that ended it, and no later claim exists.
                 assert acked[key] == {d.ended_by}
                 assert latest.get(key, 0) <= d.ended_by
-    # Of one thread, a claim that came later was of a dispatch that was not before it acknowledged by an earlier token.
+    # Within a thread, no claim has a dispatch that an earlier token had already acknowledged.
     for thread_id in {c[0] for c in claims}:
         ordered = sorted((token, d) for t, d, token in claims if t == thread_id)
         finished: set[str] = set()
@@ -108,7 +108,7 @@ class _Workers:
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
         async for line in lines:
-            with suppress(json.JSONDecodeError):  # its last line, cut by the kill
+            with suppress(json.JSONDecodeError):  # the last line may be cut by the kill
                 self.events.append(json.loads(line))
 
     async def stop(self) -> None:
@@ -140,7 +140,7 @@ async def test_processes_killed_paused_and_with_wrong_clocks_lose_and_double_not
                 return sum(e[0] == "ack" for e in workers.events) >= n
 
             await eventually(lambda: acked(20), 60)
-            # Killed in the middle of claims; another one paused past its lease, and back.
+            # One worker is killed during its claims; another is paused past its lease and continued.
             first.kill()
             paused.send_signal(signal.SIGSTOP)
             await workers.start("second")
@@ -192,7 +192,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
             await asyncio.sleep(0.005)
 
     async def consume(store: MailboxStore, name: str) -> None:
-        while not tasks[0].done() or len({d for d, _ in acked}) < len(put):  # what is being enqueued counts, too
+        while not tasks[0].done() or len({d for d, _ in acked}) < len(put):  # what is still being enqueued counts too
             try:
                 claim = await store.claim(thread_id, name, lease_s=3)
                 if claim is None:
@@ -245,7 +245,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
 @pytest.mark.long
 @pytest.mark.parametrize("kind", DURABLE)
 async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind: str, own_servers: Servers) -> None:
-    """A killed nats-server brings back messages whose replacements are gone; the mailbox must not care."""
+    """A killed nats-server brings back removed messages whose tombstones have expired; the mailbox must ignore them."""
     boxes = Mailboxes(kind, own_servers)
     server = own_servers.nats if kind == "nats" else own_servers.postgres
     async with boxes.open(2) as (store, other):
@@ -262,7 +262,7 @@ async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind:
         held = await store.enqueue(stopped)
         claim = await store.claim(stopped, "w")
         assert claim is not None
-        await asyncio.sleep(2.5)  # what marks a removal stays for a second or two
+        await asyncio.sleep(2.5)  # a removal's tombstone expires after a second or two
         await asyncio.to_thread(server.kill)
         await asyncio.to_thread(server.start)
 
@@ -280,7 +280,7 @@ async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind:
         assert again.attempts == 1
         await other.ack(again)
         assert await store.claim(back, "w") is None
-        # An interrupt supersedes neither what has ended nor what is claimed.
+        # An interrupt supersedes neither ended nor claimed dispatches.
         assert (await other.interrupt(stopped)).superseded == []
         assert (await store.ack(claim)).dispatch_id == held.dispatch_id
         assert Counter(d.status for d in await other.list_dispatches(stopped)) == {Status.ACKED: 6}
@@ -292,7 +292,7 @@ async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind:
 
 
 async def test_what_a_killed_server_brought_back_is_removed_for_good(own_servers: Servers) -> None:
-    """Else all that ever came back comes again with each kill, and is removed one by one once more."""
+    """If they were kept, each kill would bring all of them back, to be removed one by one again."""
     boxes, thread_id = Mailboxes("nats", own_servers), fresh()
     async with boxes.open(1) as (store,):
         backend = store.backend
@@ -310,11 +310,11 @@ async def test_what_a_killed_server_brought_back_is_removed_for_good(own_servers
             await (store.nack(claim) if claim.attempts == 1 else store.ack(claim))
         came_back = []
         for _ in range(2):
-            await asyncio.sleep(2.5)  # what marks a removal stays for a second or two
+            await asyncio.sleep(2.5)  # a removal's tombstone expires after a second or two
             await asyncio.to_thread(own_servers.nats.kill)
             await asyncio.to_thread(own_servers.nats.start)
             came_back += await eventually(queued, 30)
-            async with boxes.open(1) as (anew,):  # which does not know how far the queue was read
+            async with boxes.open(1) as (anew,):  # a new instance, which does not know how far the queue was read
                 assert await anew.claim(thread_id, "w") is None
         assert came_back == [6, 0]
 
@@ -389,7 +389,7 @@ async def test_an_ack_that_was_done_is_done_although_its_answer_is_lost_and_anot
         assert (await store.ack(claim)).status is Status.ACKED
         claim = await other.load_dispatch("t", put[1].dispatch_id)
         assert claim is not None
-        # When nobody can be asked, it is not said that nothing was done.
+        # While the store cannot be read, the call must not say that nothing was done.
         await other.enqueue("t")
 
         async def away(*_: Any) -> Any:
@@ -447,7 +447,7 @@ async def test_when_the_store_goes_away_what_was_taken_back_is_told(servers: Ser
 
 
 async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
-    """A leader that is to prove that it leads may go meanwhile; a purge of nothing has done nothing."""
+    """The connection may be lost while a leader proves that it leads: the error is LogUnavailable."""
 
     class Stream:
         replicated = True
@@ -467,7 +467,7 @@ async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
 
 @pytest.mark.parametrize("gone_after", [1, 3])
 async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> None:
-    """A leader tells of a message that is removed, or whose time is over, before a copy is asked for it."""
+    """The leader shows that a message is removed or expired, before a copy is asked for it."""
     asked = 0
 
     class Stream:

@@ -1,4 +1,4 @@
-"""The mailbox on three replicas: the suite, and what is promised while leaders die."""
+"""The mailbox on three replicas: the conformance suite, also while leaders die."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mailboxes import Mailboxes
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One for all tests, which leave it whole."""
+    """One cluster for all tests, which leave it whole."""
     async with Cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
-#: A replica that lags may still have a signal that others have replaced: a test of its own below.
+#: A lagging replica may still deliver a signal that was replaced: a test below replaces this check.
 _ONE_SIGNAL = "a_signal_comes_to_one_worker_wherever_it_is"
 CHECKS = [check for check in (*MAILBOX_CHECKS, *LIVE_MAILBOX_CHECKS) if str(check) != _ONE_SIGNAL]
-#: Each in a bucket of its own, some at a time: most of what they do here is waiting for others.
+#: The checks of a group run side by side, each in its own bucket, because most of their time is waiting.
 TOGETHER = [CHECKS[n::8] for n in range(8)]
 
 
@@ -45,7 +45,7 @@ async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Serve
             async with AsyncExitStack() as stack:
                 stores = await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60)
                 await check(stores)
-                await _removed(stores[0])  # every bucket has elections of its own
+                await _removed(stores[0])  # every bucket has its own elections
         except Exception as e:
             e.add_note(f"in {check}")
             raise
@@ -55,7 +55,7 @@ async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Serve
             group.create_task(keeps(check))
 
 
-#: Steps a wall clock for the whole process: nothing can run beside it. And nothing stored has to do with the other.
+#: This check steps the wall clock of the whole process, so it runs alone. It does not depend on leaders.
 _ALONE = ("a_wall_clock_that_steps_moves_no_lease_and_no_delay",)
 BESIDE = [check for check in MAILBOX_CHECKS if str(check) not in (_ONE_SIGNAL, *_ALONE)]
 
@@ -63,7 +63,7 @@ BESIDE = [check for check in MAILBOX_CHECKS if str(check) not in (_ONE_SIGNAL, *
 @pytest.mark.leaders
 @pytest.mark.parametrize("seed", range(_PARTS := 6))
 async def test_it_keeps_the_mailbox_contract_while_leaders_go(seed: int, cluster: Cluster) -> None:
-    """Each check again and again, until a dozen leaders have stepped down or were killed."""
+    """Each check is repeated until a dozen leaders have stepped down or been killed."""
     await _keep_beside_leaders_that_go(BESIDE[seed::_PARTS], cluster, seed, 12)
 
 
@@ -99,11 +99,11 @@ async def _keep_beside_leaders_that_go(checks: list[Check], cluster: Cluster, se
 
 
 async def _removed(store: MailboxStore) -> None:
-    """Its bucket goes, with all that is in it."""
+    """Delete the store's bucket."""
     stream = store.backend._stream  # type: ignore[attr-defined]
 
     async def gone() -> bool:
-        with suppress(LogUnavailable):  # beside leaders that go
+        with suppress(LogUnavailable):  # leaders may be going
             await stream.api(f"STREAM.DELETE.{stream.name}")
             return True
         return False
@@ -112,7 +112,7 @@ async def _removed(store: MailboxStore) -> None:
 
 
 async def _leave_no_work(store: MailboxStore) -> None:
-    """Signals of work that a check has left come again and again, in front of those that the next one waits for."""
+    """End all work that a check left. Its signals would come again, before those that the next check waits for."""
 
     async def all_ended() -> bool:
         with suppress(BufstoreError):
@@ -128,7 +128,7 @@ async def _leave_no_work(store: MailboxStore) -> None:
 
 @pytest.mark.long
 async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: Servers, cluster: Cluster) -> None:
-    """Each replaces the one before; a replica that lags may deliver that, too, and then the one that replaced it."""
+    """Each signal replaces the one before. A lagging replica may deliver a replaced signal and then its replacement."""
     assert [check for check in MAILBOX_CHECKS if str(check) == _ONE_SIGNAL]
     async with AsyncExitStack() as stack:
         stores = await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60)
@@ -141,7 +141,7 @@ async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: S
                 for signal in await store.pull_signals(timeout_s=0.2):
                     assert (signal.thread_id, signal.deliveries) == (thread_id, 1)
                     came.append(signal)
-            # The last dispatch and its signal stand in one batch, and a dispatch's position is its place there.
+            # The last dispatch and its signal are one batch, and a dispatch's position is its place in it.
             return bool(came) and came[-1].mark.seq >= put[-1].position - 1
 
         await eventually(last_came)
@@ -160,7 +160,7 @@ async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: S
 
 
 async def _opened(boxes: Mailboxes, stack: AsyncExitStack) -> list[MailboxStore]:
-    """Two instances; none while the cluster elects who makes streams."""
+    """Open two instances; returns none while the cluster has no leader that makes streams."""
     with suppress(BufstoreError):
         return await stack.enter_async_context(boxes.open())
     return []

@@ -1,4 +1,4 @@
-"""The mailbox when something is wrong with its place: a full bucket, records that nobody can read, lost answers."""
+"""Mailboxes in trouble: a full bucket, unreadable records, lost answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_full_bucket_refuses_what_is_new_and_nothing_else(servers: Serve
 
         await asyncio.gather(*(fill(store) for store in (a, b) for _ in range(8)))
         assert len(put) > 100
-        # A lease that nobody ends, and everything else worked off.
+        # One lease is not ended; all other dispatches are worked off.
 
         async def work_off(n: int, thread_id: str) -> None:
             claim = await (a, b)[n % 2].claim(thread_id, "w")
@@ -73,14 +73,14 @@ async def test_a_full_bucket_refuses_what_is_new_and_nothing_else(servers: Serve
         with pytest.raises(LogFull):
             await a.enqueue(fresh(), b"x" * 100_000)
         assert await b.purge_finished(int(1000 * time.time()) + 60_000) == len(put) - 1
-        await asyncio.sleep(0.3)  # so long a full bucket is not looked at
+        await asyncio.sleep(0.3)  # a full bucket is not tried again for 0.2 seconds
         await a.enqueue(fresh(), b"x" * 100_000)
 
 
 async def test_a_step_goes_on_when_others_held_the_last_room_for_a_moment(
     on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of another instance that are on their way count, until they are stored or refused."""
+    """Groups of another instance that are in flight count until they are stored or refused."""
     async with on_nats.open(1) as (store,):
         backend, thread_id, refused = _nats(store), fresh(), 0
         await store.enqueue(thread_id)
@@ -159,8 +159,8 @@ async def test_a_record_that_nobody_can_read_is_set_aside_on_postgres(on_postgre
         await store.enqueue(good)
         assert await store.claim(good, "w", lease_s=0.001) is not None
         await asyncio.sleep(0.01)
-        # One that works is taken back beside one that nobody can read.
-        later = other.backend.now_ms() + 10_000  # two instances' clocks may differ by what a busy machine takes
+        # A readable record is reclaimed although another is unreadable.
+        later = other.backend.now_ms() + 10_000  # the clocks of two instances may differ on a busy machine
         assert [d.thread_id for d in await other.reclaim_expired(now_ms=later)] == [good]
         claim = await other.claim(bad, "w")
         assert claim is not None
@@ -195,7 +195,7 @@ async def test_a_plain_enqueue_whose_answer_is_lost_is_done_once(mailboxes: Mail
                 claim = await store.claim(thread_id, "w")
                 assert claim is not None
                 await store.ack(claim)
-            await asyncio.sleep(1.5)  # what marks a removal on NATS has gone
+            await asyncio.sleep(1.5)  # a removal's tombstone on NATS has expired
             raise AppendUnknown("lost on its way back")
 
         store.backend.add = lost_and_worked_off  # type: ignore[method-assign]
@@ -236,7 +236,7 @@ async def test_an_interrupt_ends_in_time_and_says_how_far_it_came(mailboxes: Mai
         assert len(done.superseded) == 100
         store.backend.queued = queued  # type: ignore[method-assign]
         assert {d.status for d in await other.list_dispatches(thread_id, limit=1000)} == {Status.SUPERSEDED}
-        # Whoever claims next takes the rest away, and what was enqueued since is first.
+        # The next claim removes the rest, and a later enqueue comes first.
         after = await other.enqueue(thread_id)
         claim = await other.claim(thread_id, "w")
         assert claim is not None
@@ -246,13 +246,13 @@ async def test_an_interrupt_ends_in_time_and_says_how_far_it_came(mailboxes: Mai
 
 
 async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_nats: Mailboxes) -> None:
-    """Neither what a killed server brought back nor what came since hides what is behind it."""
+    """Messages that a killed server brought back and later enqueues do not hide the dispatches behind them."""
     async with on_nats.open(3) as (store, other, slow):
         thread_id, backend = fresh(), _nats(store)
         ended = await asyncio.gather(*(store.enqueue(thread_id) for _ in range(AT_ONCE)))
         while (claim := await store.claim(thread_id, "w")) is not None:
             await store.ack(claim)
-        for d in ended:  # as a server does that is killed when what replaced the messages is gone
+        for d in ended:  # as a server does that is killed after the tombstones have expired
             await backend._bucket.put(
                 [Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))]
             )
@@ -261,7 +261,7 @@ async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_
         done = await other.interrupt(thread_id)
         assert done.complete
         assert sorted(d.dispatch_id for d in done.superseded) == sorted(d.dispatch_id for d in queued)
-        # An enqueue that has seen the thread before the interrupt is stored after it, behind others.
+        # An enqueue that read the thread before the interrupt is stored after it, behind others.
         seen, go_on, write = asyncio.Event(), asyncio.Event(), _nats(slow)._bucket.put
 
         async def later(messages: Any) -> int:
@@ -357,7 +357,7 @@ async def test_what_a_killed_server_brought_back_hides_nothing_behind_it(on_nats
 
 
 async def _brought_back(backend: NatsBackend, left: list[Dispatch]) -> None:
-    """As a nats-server that was killed does with what has left its queue: see ADR 13."""
+    """Store ended dispatches in the queue again, as a killed nats-server does: see ADR 13."""
     for d in left:
         await backend._bucket.put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
 
@@ -386,7 +386,7 @@ async def test_what_a_killed_server_brought_back_is_not_counted_as_queued(on_nat
 async def test_a_store_that_was_away_for_a_moment_delays_no_thread_for_long(
     mailboxes: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal that found its thread busy for long comes every 30 s; what a store does not answer is no busy thread."""
+    """A signal whose thread was busy for long comes every 30 s; a store's failure must not count as a busy thread."""
     async with mailboxes.open(1) as (store,):
         thread_id, done, claim = fresh(), asyncio.Event(), store.claim
         await store.enqueue(thread_id)
@@ -409,7 +409,7 @@ async def test_a_store_that_was_away_for_a_moment_delays_no_thread_for_long(
 async def test_a_copy_that_does_not_know_of_a_claim_yet_ends_no_work(
     mailboxes: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether claims are still held any copy tells, which may be behind the leader that has stored the claim."""
+    """Whether claims are still held may be read from a copy that lags behind the leader which stored the claim."""
     async with mailboxes.open(1) as (store,):
         thread_id, looked, done = fresh(), asyncio.Event(), asyncio.Event()
         await store.enqueue(thread_id)
@@ -439,7 +439,7 @@ async def test_a_copy_that_does_not_know_of_a_claim_yet_ends_no_work(
 
 
 async def test_a_signal_that_nobody_answers_is_followed_by_a_new_one(on_nats: Mailboxes) -> None:
-    """However often it goes astray: each time it would come again after 30 s, which add up."""
+    """A signal may go astray several times, and each time it would come again only after 30 s."""
     config = {"signal_ack_wait_s": 1.0, "signal_nack_max_delay_s": 1.0, "sweep_interval_s": 0.5}
     async with on_nats.open(1, **config) as (store,):
         free, busy = fresh(), fresh()
@@ -461,7 +461,7 @@ async def test_a_signal_that_nobody_answers_is_followed_by_a_new_one(on_nats: Ma
 
 
 async def test_signals_that_wait_for_a_worker_keep_their_places(on_nats: Mailboxes) -> None:
-    """New ones would be behind those of the threads that came later."""
+    """New signals would be placed behind those of threads that came later."""
     config = {"signal_ack_wait_s": 0.5, "signal_nack_max_delay_s": 0.5, "sweep_interval_s": 0.1}
     async with on_nats.open(1, **config) as (store,):
         threads = [fresh() for _ in range(3)]
@@ -479,7 +479,7 @@ async def test_a_clock_of_postgres_that_goes_back_stops_no_sweeps(on_postgres: M
     async with on_postgres.open(1) as (store,):
         assert await store.backend.sweeps(1000)
         assert not await store.backend.sweeps(1000)
-        # Whoever swept last did so two hours from now.
+        # The last sweep seems to be two hours in the future.
         async with store.backend._pool.lend(5) as connection:  # type: ignore[attr-defined]
             table = f"{on_postgres.name}.mailbox_sweep"
             await connection.execute(f"UPDATE {table} SET swept_at = now() + interval '2 hours'")
@@ -507,7 +507,7 @@ async def test_a_listener_that_could_not_be_told_of_is_none(on_nats: Mailboxes) 
 
 
 async def test_a_listener_that_stops_while_all_listen_again_makes_no_other_deaf(on_nats: Mailboxes) -> None:
-    """A client with much to send makes who subscribes wait."""
+    """Subscribing waits while a client has much to send, and a listener may stop meanwhile."""
     async with on_nats.open(1) as (store,):
         live = _nats(store)._live
 
@@ -550,7 +550,7 @@ async def test_more_workers_than_the_consumer_lets_wait_ask_again_later(on_nats:
 async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
     on_postgres: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker is closed between the database's work and its answer."""
+    """A worker is closed after the database has done its work and before the answer is read."""
     async with on_postgres.open(2) as (a, b):
         thread_id, took = fresh(), asyncio.Event()
         backend = a.backend
@@ -559,11 +559,11 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
 
         async def slow(name: str, *arguments: Any) -> list[Any]:
             if name == "signal_nack":
-                pulling.cancel()  # once more, while it is handed back
+                pulling.cancel()  # cancelled again while the signal is handed back
             rows = await run(name, *arguments)
             if name == "pull" and rows:
                 took.set()
-                await asyncio.sleep(0)  # the answer is there, and not looked at yet
+                await asyncio.sleep(0)  # the answer has arrived and is not read yet
             return rows
 
         monkeypatch.setattr(backend, "_run", slow)
@@ -573,7 +573,7 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
         pulling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pulling
-        await a.aclose()  # waits for what is being handed back
+        await a.aclose()  # waits for the signal that is being handed back
         assert [s.thread_id for s in await b.pull_signals(timeout_s=0)] == [thread_id]
 
 
@@ -584,7 +584,7 @@ async def test_a_name_that_no_bucket_can_have_is_not_sent(bucket: str) -> None:
 
 
 async def test_what_comes_after_the_server_went_back_is_seen(tmp_path: Path) -> None:
-    """It gives sequences again that an instance had passed, and looked no further back than that."""
+    """The server assigns sequences again that an instance has passed; the instance once did not look behind them."""
     server, copy = NatsServer(tmp_path / "data"), tmp_path / "copy"
     server.start()
     try:
@@ -628,10 +628,10 @@ async def test_what_comes_after_the_server_went_back_is_seen(tmp_path: Path) -> 
 
 
 async def test_an_enqueue_does_not_believe_a_leader_that_was_left(on_nats: Mailboxes, monkeypatch: Any) -> None:
-    """It said that the thread was not interrupted yet: the dispatch was superseded before it was there."""
+    """The deposed leader did not show an interrupt: the dispatch was superseded as soon as it was stored."""
     async with on_nats.open(1) as (mailbox,):
         backend, thread_id = _nats(mailbox), fresh()
-        monkeypatch.setattr(backend._stream, "replicated", True)  # on one server no leader is left
+        monkeypatch.setattr(backend._stream, "replicated", True)  # without replicas no leader is deposed
         subject = backend._keys.thread(thread_id)
         await mailbox.enqueue(thread_id, b"before")
         await mailbox.claim(thread_id, "w")

@@ -1,4 +1,4 @@
-"""Servers that refuse: no permission, login or table, read-only, full. It is said in time, and mends by itself."""
+"""Servers that refuse (no permission, login, table or space, read-only): reported in time, resumed once repaired."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_doctor import doctor
 
-#: They measure time or let it run out.
+#: These tests measure time or wait for timeouts.
 pytestmark = pytest.mark.alone
 
 SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "flush_timeout_s": 3.0}
@@ -57,7 +57,7 @@ def in_time(seconds: float) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def disturbed() -> Iterator[Servers]:
-    """A pair of servers for the tests of this file; each leaves them as they were."""
+    """A pair of servers for the tests of this file; each test restores them."""
     with Servers() as running:
         yield running
 
@@ -75,11 +75,11 @@ async def as_role(servers: Servers, deployment: Deployment) -> AsyncIterator[str
 
 
 async def hang_up(dsn: str, deployment: Deployment) -> None:
-    """End the role's sessions, so that the next ones begin under the new rules."""
+    """End the role's sessions, so that new ones begin under the new rules."""
     await query(dsn, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'role_{deployment.name}'")
 
 
-#: What breaks it, and what mends it.
+#: The statements that break and repair each.
 FAULTS = {
     "password": ("ALTER ROLE {role} PASSWORD 'other'", "ALTER ROLE {role} PASSWORD 'right'"),
     "no login": ("ALTER ROLE {role} NOLOGIN", "ALTER ROLE {role} LOGIN"),
@@ -111,7 +111,7 @@ FAULTS = {
 
 @pytest.mark.long
 async def test_postgres_that_refuses_parks_nothing_and_goes_on_when_mended(disturbed: Servers) -> None:
-    """Not one entry's fault: everything waits in the log, writes go on, and it is said what an operator must mend."""
+    """No entry is at fault: all entries wait in the log, writes go on, and the operator is told what to repair."""
 
     async def one(fault: str) -> None:
         try:
@@ -120,7 +120,7 @@ async def test_postgres_that_refuses_parks_nothing_and_goes_on_when_mended(distu
             e.add_note(f"the fault was: {fault}")
             raise
 
-    async with asyncio.TaskGroup() as tasks:  # mostly they wait
+    async with asyncio.TaskGroup() as tasks:  # they mostly wait
         for fault in FAULTS:
             tasks.create_task(one(fault))
 
@@ -144,7 +144,7 @@ async def _refused_and_mended(disturbed: Servers, fault: str) -> None:
                 await store.checkpoint(new, [said(0)], run_of(new))
                 with pytest.raises(FlushTimeout) as late:
                     await store.force_flush(thread_id, timeout_s=1.5)
-            passing = fault == "too many connections"  # a transaction waits for half a minute before that is said
+            passing = fault == "too many connections"  # a transaction waits half a minute before this error is reported
             assert passing or "Postgres" in str(late.value), "says what it waits for"
 
             async def said_so() -> str:
@@ -153,7 +153,7 @@ async def _refused_and_mended(disturbed: Servers, fault: str) -> None:
 
             assert await eventually(said_so)
             expected = StoreUnavailable if passing else StoreMisconfigured
-            if "buffer" not in fault and fault != "missing column":  # those the wrapped store does without
+            if "buffer" not in fault and fault != "missing column":  # the wrapped store does not use these
                 async with PostgresThreadStore(limited, schema=deployment.name, timeout_s=3) as direct:
                     with in_time(10), pytest.raises(expected):
                         await direct.checkpoint("direct", [said(0)], run_of("direct"))
@@ -227,7 +227,7 @@ async def test_postgres_without_tls_is_refused_where_tls_is_asked_for(disturbed:
 
 
 async def test_a_full_disk_of_postgres_parks_nothing_and_goes_on_with_room(own_servers: Servers) -> None:
-    """SQLSTATE 53100 is no entry's fault."""
+    """SQLSTATE 53100 is not an entry's fault."""
     folder = own_servers.data / "small"
     folder.mkdir()
     with small_disk(folder, "24m"):
@@ -258,7 +258,7 @@ async def test_a_full_disk_of_postgres_parks_nothing_and_goes_on_with_room(own_s
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that the account which runs Postgres for root can enter, with a `nats` in it."""
+    """A folder that the account which runs Postgres for root can enter, with a folder `nats`."""
     made = Path(tempfile.mkdtemp(prefix="full-"))
     made.chmod(0o711)
     (made / "nats").mkdir()
@@ -298,7 +298,7 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
 
             await eventually(said_so)
             (nats / "filler").unlink()
-            # A stream that met a full disk stores nothing more until the server is started again.
+            # A stream that met a full disk stores nothing until the server is restarted.
             code, checks = await doctor(deployment)
             assert (code, checks["NATS storage"]["level"]) == (2, "bad")
             assert checks["NATS permissions"]["level"] == "ok", checks
@@ -321,7 +321,7 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of `size` on `folder`. Skips the test where we may not mount one."""
+    """Mount a file system of `size` on `folder`. Skips the test where that is not allowed."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("a full disk needs a small file system, and only root may mount one")
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=711", "tmpfs", folder], capture_output=True)
@@ -334,7 +334,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
 
 
 def _fill(path: Path) -> None:
-    """Take all the room that there is."""
+    """Fill all free space."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 16)):
             pass
@@ -355,7 +355,7 @@ async def _flushed(store: BufferedThreadStore) -> bool:
 # --- NATS -------------------------------------------------------------------------------------------------------
 
 ALL = '">"'
-#: Users of one account: what each lacks.
+#: Users of one account, each without some right.
 USERS = """
 authorization {{ users: [
     {{ user: bufstore, password: {password} }}
@@ -371,7 +371,7 @@ authorization {{ users: [
 
 @pytest.fixture(scope="module")
 def guarded(disturbed: Servers) -> Iterator[tuple[Servers, str, NatsServer]]:
-    """A NATS server with users that lack something; the subject that one of them may not publish on."""
+    """A NATS server with users that lack rights, and the subject on which one of them may not publish."""
     folder = Path(tempfile.mkdtemp(prefix="guarded-"))
     server = NatsServer(folder)
     server.start()
@@ -414,7 +414,7 @@ async def test_a_user_who_may_not_even_begin_is_told_at_once(guarded: Any, user:
 async def test_a_user_who_may_not_append_or_read_is_told_at_once_and_others_go_on(guarded: Any) -> None:
     servers, subject, server = guarded
     deployment = Deployment(servers)
-    deployment.verified = False  # not all of them may look
+    deployment.verified = False  # not every user may read for verify()
     deployment.log = type(deployment.log)(
         **{f: getattr(deployment.log, f) for f in ("stream", "bucket", "max_bytes")}, subject=subject
     )
@@ -425,7 +425,7 @@ async def test_a_user_who_may_not_append_or_read_is_told_at_once_and_others_go_o
             ("no_append", lambda s: s.checkpoint("new", [{"blob": bytes(3 << 20)}], run_of("new"))),
             ("no_reads", lambda s: s.load_messages("t")),
         ):
-            # Who may not read is refused when the store is opened, which compares the log with Postgres.
+            # A user that may not read is refused at open, which compares the log with Postgres.
             with in_time(5), pytest.raises(ConfigError, match="does not permit"):
                 async with deployment.store(nats=_as(server, user), flusher=False) as limited:
                     await call(limited)
@@ -436,7 +436,7 @@ async def test_a_user_who_may_not_append_or_read_is_told_at_once_and_others_go_o
 
 
 async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_servers: Servers) -> None:
-    """The credentials are refused on a running store: it is said, and when they are right again all goes on."""
+    """A running store's credentials are refused: it is reported, and the store goes on once they are valid again."""
     deployment = Deployment(own_servers)
     nats = own_servers.nats
     short = {**SHORT, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
@@ -464,7 +464,7 @@ async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_server
 
 
 async def _max_payload(server: NatsServer) -> int:
-    """What the server says to a new connection."""
+    """Return the server's `max_payload` as it tells a new connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     info = await reader.readline()
     writer.close()
@@ -475,7 +475,7 @@ async def _max_payload(server: NatsServer) -> int:
 async def test_a_smaller_max_payload_costs_one_connection_and_no_write(
     size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """nats-server tells its clients nothing of a reload; it ends the connection that sends what is too large by now."""
+    """The server does not announce a reload; it closes a connection that sends more than the new limit."""
     with Servers(nats_config="max_payload: 1048576\n") as servers:
         async with Deployment(servers).store() as store:
             await store.checkpoint("t", [said(0)], run_of("t"))
@@ -493,5 +493,5 @@ async def test_a_smaller_max_payload_costs_one_connection_and_no_write(
             await store.force_flush_all()
             found = await store.load_messages("large", consistency=Consistency.EVENTUAL)
             assert found == [said(0, size)]
-            # Why is not always known: a reset may take the server's last words with it.
+            # The reason is not always known: a reset may drop the server's last message.
             assert [getattr(r, "action", "") for r in caplog.records].count("nats_lost") == 1

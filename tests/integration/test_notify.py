@@ -1,4 +1,4 @@
-"""All notifiers on real servers: the conformance suite."""
+"""The conformance suite of notifiers on real servers, for all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def notifiers(request: pytest.FixtureRequest, servers: Servers) -> AsyncIt
         if adapter == "memory":
             return MemoryNotifier(broker)
         if adapter in nats_hints:
-            # Patience, because a hint that cannot be asked in time wakes everybody.
+            # A long timeout, because a hint that cannot be claimed in time wakes everybody.
             return await NatsNotifier.open(servers.nats.url, prefix=prefix, hints=nats_hints[adapter], timeout_s=10)
         if adapter == "postgres":
             return await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, timeout_s=10)

@@ -1,4 +1,4 @@
-"""Notifiers when servers restart, hang, forget and refuse; and hints when very many ask at once."""
+"""Notifiers when servers restart, hang, lose data and refuse; and hints that many connections claim at once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def prefix() -> str:
 
 @pytest.fixture(scope="module", params=["nats", "redis", "postgres"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of these tests' own, to be stopped at will."""
+    """A server that these tests may stop."""
     if request.param == "redis":
-        request.getfixturevalue("redis_server")  # skips where there is none
+        request.getfixturevalue("redis_server")  # skips the test where there is no Redis
     with contextlib.ExitStack() as stack:
         if request.param == "postgres":
             yield stack.enter_context(Servers()).postgres
@@ -73,7 +73,7 @@ class Listening:
         await self.notifier.listen_ownership_lost("work", lambda: self.heard.append("lost"))
 
     async def hears(self, teller: Notifier) -> None:
-        """Told again and again, it hears in the end."""
+        """Notify until a listener hears it."""
         self.heard.clear()
 
         async def told() -> bool:
@@ -166,7 +166,7 @@ async def test_a_hundred_connections_take_exactly_what_there_is(
             got = await asyncio.gather(*(s.claim(c, hint, 1) for s, c in zip(stores, clients, strict=True)))
         assert sum(got) == budget
         assert await store.claim(clients[0], hint, 5) == 0
-        assert await store.claim(clients[0], secrets.token_hex(16), 5) == 5  # nobody knows this one
+        assert await store.claim(clients[0], secrets.token_hex(16), 5) == 5  # an unknown hint wakes everybody
 
 
 @pytest.mark.parametrize("hints", [Hints.COUNTERS, Hints.KV])
@@ -195,7 +195,7 @@ async def test_a_hint_that_has_expired_wakes_everybody(servers: Servers, prefix:
             store = HintStore(prefix, hints, "$JS.API", 5)
             await store.provide(client, "hint", 1)
             assert [await store.claim(client, "hint", 1) for _ in range(2)] == [1, 0]
-            await client.jetstream().purge_stream(stream)  # what the server does when the time is over
+            await client.jetstream().purge_stream(stream)  # as the server does when the hint's time is over
             assert await store.claim(client, "hint", 4) == 4
 
 
@@ -220,7 +220,7 @@ async def test_a_client_and_a_bucket_of_the_apps_own(tmp_path: Path, prefix: str
         assert sorted(listening.heard) == ["completed", "kind", "kind", "lost"]
         await listening.hears(notifier)
         await notifier.aclose()
-        assert client.is_connected  # the app's to close
+        assert client.is_connected  # the app closes its own client
         await client.close()
         with pytest.raises(NotifyUnavailable):
             other = await NatsNotifier.open(client, prefix=prefix)
@@ -259,7 +259,7 @@ async def test_a_hint_store_that_is_gone_wakes_everybody_and_is_made_again(
 async def test_a_server_without_counters_keeps_hints_in_kv(
     servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found out by many instances at once."""
+    """Many instances find out at the same time that the server is too old for counters."""
     older = SimpleNamespace(major=2, minor=11, patch=11)
     monkeypatch.setattr(Client, "connected_server_version", property(lambda _: older))
     async with contextlib.AsyncExitStack() as stack:
@@ -334,7 +334,7 @@ async def test_a_hundred_redis_clients_take_exactly_what_there_is(
 
 
 async def test_a_client_of_the_apps_that_reconnects_by_itself(redis_server: RedisServer, prefix: str) -> None:
-    """It connects again, and subscribes again, without telling."""
+    """The app's client reconnects and subscribes again by itself, without telling the notifier."""
     async with (
         Redis.from_url(redis_server.url, decode_responses=True) as mine,
         await RedisNotifier.open(mine, prefix=prefix) as notifier,
@@ -355,7 +355,7 @@ async def test_a_redis_that_went_silent_is_noticed(tmp_path: Path, redis_server:
         async with await RedisNotifier.open(server.url, prefix=prefix, quiet_s=0.2, timeout_s=0.5) as notifier:
             listening = Listening(notifier)
             await listening.listen()
-            await asyncio.sleep(1)  # several quiet times: asked, and answered
+            await asyncio.sleep(1)  # several quiet periods, in which the notifier asks and is answered
             assert (notifier.statistics().restored, listening.heard) == (0, [])
             await asyncio.to_thread(server.pause)
             await asyncio.sleep(1)
@@ -424,7 +424,7 @@ async def test_a_quiet_session_is_asked_whether_it_listens(servers: Servers, pre
         listening = Listening(notifier)
         await listening.listen()
         for n in range(5):
-            await asyncio.sleep(0.1)  # one or two questions
+            await asyncio.sleep(0.1)  # one or two checks of the session
             await notifier.notify_completed("work")
             await eventually(lambda n=n: _true(len(listening.heard) == n + 1))  # type: ignore[misc]
         assert notifier.statistics().restored == 0
@@ -436,7 +436,7 @@ async def test_a_pool_of_the_apps_own(servers: Servers, prefix: str, caplog: pyt
             listening = Listening(notifier)
             await listening.listen()
             await listening.hears(notifier)
-        for _ in range(3):  # what listened has come back as it was
+        for _ in range(3):  # the listening connection came back to the pool as it was
             async with pool.connection() as connection:
                 rows = await (await connection.execute("SELECT count(*) FROM pg_listening_channels()")).fetchone()
                 assert (rows, connection.autocommit) == ((0,), False)

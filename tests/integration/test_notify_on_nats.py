@@ -1,4 +1,4 @@
-"""Notifiers on NATS: what a listen that fails leaves behind, and what NATS does not permit."""
+"""Notifiers on NATS: a failed listen leaves nothing behind, and missing permissions are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prefix() -> str:
 
 @pytest.fixture
 async def hanging(tmp_path: Path) -> AsyncIterator[tuple[NatsServer, Client]]:
-    """A server, and a client of an app's, connected to it."""
+    """A server, and an app's client connected to it."""
     server = NatsServer(tmp_path)
     server.start()
     try:
@@ -72,7 +72,7 @@ EVENTS = ("sched", "chainc", "owls")
 
 
 def rights(prefix: str, hints: Hints) -> str:
-    """Users with what docs/NOTIFY.md says: one tells, one hears, one does both."""
+    """Users with the rights of docs/NOTIFY.md: one may notify, one may listen, one may do both."""
     stream = f"{prefix}-hints" if hints is Hints.COUNTERS else f"KV_{prefix}_hints"
     kept = (
         [f"{prefix}.hint.*"]
@@ -139,7 +139,7 @@ async def test_what_nats_does_not_permit_is_said(
         await hears.notify_completed("work")
         told = hears.statistics()
         assert (told.healthy, told.published, told.dropped, told.hint_failures) == (False, 0, 2, 0)
-        # What is permitted works, with hints.
+        # What is permitted still works, with hints.
         caplog.clear()
         heard: list[str] = []
         for notifier in (hears, hears, all_):

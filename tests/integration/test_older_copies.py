@@ -1,4 +1,4 @@
-"""Servers that come back as an older copy of themselves: a Postgres failover that misses commits, a log restored."""
+"""Servers that come back as an older copy: a Postgres failover without the last commits, and a restored log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from load import PATIENCE, Load
 
 
 def _copy(folder: Path, to: Path) -> None:
-    """With owners and modes, as Postgres wants them."""
+    """Copy a folder with owners and modes, which Postgres checks."""
     subprocess.run(["cp", "-a", str(folder), str(to)], check=True)
 
 
@@ -39,7 +39,7 @@ def _put_back(copy: Path, folder: Path) -> None:
 
 
 def _copy_of(server: Any, folder: Path, to: Path) -> Callable[[], None]:
-    """Copy a server's data now; what puts the copy in its place, after the server was killed."""
+    """Copy a server's data now, and return a function that kills the server and restarts it on the copy."""
     server.stop()
     _copy(folder, to)
     server.start()
@@ -62,7 +62,7 @@ def _copy_of_nats(servers: Servers, to: Path) -> Callable[[], None]:
 
 
 async def test_a_failover_to_a_copy_that_misses_commits_loses_nothing(own_servers: Servers, tmp_path: Path) -> None:
-    """What the copy misses was acked and reported as flushed; the log still has it."""
+    """The missing commits were acked and reported as flushed; the log still has their entries."""
     deployment = Deployment(own_servers)
     async with deployment.store(**PATIENCE) as one, deployment.store(**PATIENCE) as two:
         load = Load()
@@ -72,7 +72,7 @@ async def test_a_failover_to_a_copy_that_misses_commits_loses_nothing(own_server
         fail_over = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
         await load.acknowledged(200)
         flushed = await _cursors(deployment)
-        await eventually(lambda: _passed(deployment, flushed))  # the copy misses commits
+        await eventually(lambda: _passed(deployment, flushed))  # by then the copy misses commits
         await asyncio.to_thread(fail_over)
         await load.acknowledged(100)
         await load.end()
@@ -92,7 +92,7 @@ async def _passed(deployment: Deployment, before: dict[int, int]) -> bool:
 
 @pytest.mark.long  # as long as a cursor stands still
 async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: Servers, tmp_path: Path) -> None:
-    """No flush meets the older cursor; all the same nothing is purged that the copy misses, and it gets it."""
+    """No flush meets the older cursor. Still nothing that the copy misses is purged, and it is applied again."""
     deployment = Deployment(own_servers, failover_window_s=8.0)
     brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 8.0}
     thread_id = fresh()
@@ -131,7 +131,7 @@ async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_ser
         await asyncio.to_thread(fail_over)
         trouble = await eventually(lambda: _trouble(store))
         assert "no longer holds the entry at the cursor" in trouble
-        # Nothing of it is overwritten while an operator decides.
+        # Nothing is overwritten until an operator decides.
         rows = await query(own_servers.postgres.dsn, f"SELECT applied_id FROM {deployment.name}.buffer_threads")
         assert len(rows) == 1
 
@@ -140,7 +140,7 @@ async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_ser
 async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_until_it_is_flushed_again(
     own_servers: Servers, tmp_path: Path
 ) -> None:
-    """Nobody looks for it in the log any more: neither a process that runs nor one that starts reads what is old."""
+    """Settled entries are no longer looked up in the log: no process, running or new, may read the old state."""
     deployment = Deployment(own_servers, failover_window_s=4.0)
     brief = {"append_timeout_s": 2.0, "read_timeout_s": 2.0}
     delta, whole, other, new = fresh("delta"), fresh("whole"), fresh("other"), fresh("new")
@@ -169,7 +169,7 @@ async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_unt
                 }
                 assert all(isinstance(f, (StoreUnavailable, ReadNotFresh)) for f in found.values()), found
                 await eventually(lambda r=reader: _says(r, delta, "flushed again"))  # type: ignore[misc]
-            # What needs nothing of Postgres is accepted, and counts.
+            # Entries that need nothing of Postgres are accepted, and count.
             await starts.checkpoint(whole, ["all", "new"], run_of(whole))
             await starts.checkpoint(new, ["n"], run_of(new))
             async with deployment.store(**brief) as store:
@@ -189,7 +189,7 @@ async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_unt
 async def test_a_postgres_restored_to_before_the_first_flush_is_noticed_where_the_log_is_purged(
     own_servers: Servers, tmp_path: Path
 ) -> None:
-    """Its cursors name no entry that the log could lack. A process without a flusher notices it, too."""
+    """The restored cursors name no entry that the log could lack. A process without a flusher notices it too."""
     deployment = Deployment(own_servers, failover_window_s=2.0)
     deployment.verified = False
     brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2.0}
@@ -221,7 +221,7 @@ async def _nothing(store: BufferedThreadStore, thread_id: str) -> bool:
 
 
 async def _outcome(call: Awaitable[object]) -> object:
-    """What it returns, or raises of a Postgres that is away."""
+    """Return the call's result, or its error when Postgres is away."""
     try:
         return await call
     except (StoreUnavailable, ReadNotFresh) as e:
@@ -260,7 +260,7 @@ async def _trouble(store: BufferedThreadStore) -> str:
 
 
 async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Servers, tmp_path: Path) -> None:
-    """Neither from a process that has seen more of it, nor from a new one: Postgres would take them for old ones."""
+    """Neither a process that saw more of the log nor a new one writes: Postgres would take the entries for old ones."""
     deployment = Deployment(own_servers)
     deployment.verified = False
     old, new = fresh("old"), fresh("new")
@@ -291,7 +291,7 @@ async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Se
 async def test_a_log_that_went_back_and_grew_again_is_refused_by_who_has_seen_more(
     own_servers: Servers, tmp_path: Path
 ) -> None:
-    """Another process was faster to write to what was left of it: it is as long as before."""
+    """Another process has written to the restored log first, so that it is as long as before."""
     deployment = Deployment(own_servers)
     deployment.verified = False
     mine, other = fresh("mine"), fresh("other")
@@ -347,7 +347,7 @@ async def test_writers_go_on_when_the_log_was_purged_by_hand(deployment: Deploym
 async def test_log_and_postgres_restored_from_copies_meet_where_the_log_ends(
     own_servers: Servers, tmp_path: Path
 ) -> None:
-    """The copy of Postgres is the older one: what the log's copy holds above it is applied again."""
+    """The copy of Postgres is older: entries of the log's copy above its cursors are applied again."""
     deployment = Deployment(own_servers)
     thread_id = fresh()
     async with deployment.store(**PATIENCE) as store:

@@ -1,4 +1,4 @@
-"""No call from another event loop than a store's own hangs, or breaks the store for those who use it right."""
+"""A call from another event loop than the store's own neither hangs nor breaks the store for its rightful callers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _VALUES: dict[str, Any] = {
     "run_status": "done",
     "instance_id": "i",
 }
-#: BufferedThreadStore.open makes one; `apply` is for buffers; the others go to no server.
+#: `open` makes a store, `apply` is for the buffer, and the others contact no server.
 _OTHERS = {"open", "apply", "deliver_live", "listen_live", "wake"}
 
 
@@ -156,7 +156,7 @@ def test_a_store_whose_loop_has_ended_says_so(deployment: Deployment) -> None:
 
 
 def _calls(store: Any, values: Mapping[str, Any] = _VALUES, **options: Any) -> list[Callable[[], Awaitable[Any]]]:
-    """Every method; with `options`, each that takes them."""
+    """Return a call of every method; with `options`, of each method that takes them."""
     calls: list[Callable[[], Awaitable[Any]]] = []
     for name, method in inspect.getmembers(type(store), inspect.iscoroutinefunction):
         parameters = inspect.signature(method).parameters

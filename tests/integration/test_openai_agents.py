@@ -39,7 +39,7 @@ def said(n: int) -> Any:
 
 
 class Echo(Model):
-    """Says how many items it was given."""
+    """A model that answers with the number of items it was given."""
 
     async def get_response(self, system_instructions: str | None, input: str | Items, *_: Any, **__: Any) -> Any:
         text = ResponseOutputText(annotations=[], text=f"{len(input)} items", type="output_text")
@@ -92,7 +92,7 @@ async def test_callers_at_once_lose_nothing_and_pop_each_item_once(session: Buff
     items: Items = await session.get_items()
     texts = [item["content"] for item in items]
     assert sorted(texts) == sorted(f"item {n}" for n in [*range(20), *range(100, 120)])
-    # What was added together stays together.
+    # Items that were added together stay together.
     assert all(int(a[5:]) + 100 == int(b[5:]) for a, b in zip(texts[::2], texts[1::2], strict=True))
     popped: Items = await asyncio.gather(*((session, other)[n % 2].pop_item() for n in range(41)))
     assert sorted(item["content"] for item in popped if item is not None) == sorted(texts)
@@ -101,7 +101,7 @@ async def test_callers_at_once_lose_nothing_and_pop_each_item_once(session: Buff
 def lose_the_first_answer(
     session: BufferedSession, method: str, monkeypatch: pytest.MonkeyPatch, *, stored: bool
 ) -> None:
-    """The first call of this method of the store has no answer; `stored`: and took effect all the same."""
+    """The first call of this method of the store gets no answer. `stored`: it took effect anyway."""
     call: Callable[..., Any] = getattr(session._store, method)
     lost: list[str] = []
 

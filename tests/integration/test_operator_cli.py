@@ -1,4 +1,4 @@
-"""`quarantine`, `verify` and `doctor`, as processes."""
+"""`quarantine`, `verify` and `doctor` as processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> N
         await poisoned(store, healed, behind=0)
         await store.checkpoint(healed, [said(0)], run_of(healed))
         await store.buffer.session.connection.request(f"{deployment.name}.groups.0", b"no group", 5)
-        # It counts as partition 0's, and a flush up to what stands behind it meets it.
+        # An undecodable group counts as partition 0's, so a flush of a later entry of partition 0 meets it.
         behind = next(t for t in (f"behind-{n}" for n in range(1000)) if store.buffer.subjects.partition(t) == 0)
         await store.checkpoint(behind, [said(0)], run_of(behind))
         await store.force_flush_all()
@@ -67,7 +67,7 @@ async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> N
     assert (await cli(deployment, "quarantine", "replay")).code == 2
 
 
-@pytest.mark.long  # waits for locks until its time is up
+@pytest.mark.long  # waits for a lock until the timeout
 async def test_a_thread_that_somebody_holds_keeps_no_other_in_quarantine(deployment: Deployment) -> None:
     held, free, given_up = (f"{place}{fresh()}" for place in "abc")
     async with deployment.store(picky(deployment), flush_interval_s=600) as store:

@@ -1,4 +1,4 @@
-"""The pool under more callers than connections: all have their turn, none loses a connection for the others."""
+"""A pool with more callers than connections: all get their turn, and none loses a connection for the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def pool(servers: Servers) -> AsyncIterator[Pool]:
 
 
 async def backend(pool: Pool, timeout_s: float = 10) -> int:
-    """One statement; the server's process that carried it out."""
+    """Run a statement, and return the process id of its server process."""
     async with pool.lend(timeout_s) as connection:
         return connection.info.backend_pid if await connection.execute("SELECT 1") else 0
 
@@ -47,7 +47,7 @@ async def test_callers_have_their_turn_in_order_on_as_many_connections_as_there_
             await connection.execute("SELECT 1")
             return connection.info.backend_pid
 
-    async with contextlib.AsyncExitStack() as stack:  # so that all three are there
+    async with contextlib.AsyncExitStack() as stack:  # open all three connections
         for _ in range(3):
             await stack.enter_async_context(pool.lend(5))
     pool.pop_stats()
@@ -70,7 +70,7 @@ async def test_who_gives_up_at_any_moment_takes_nothing_with_him(pool: Pool) -> 
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(o, (int, asyncio.CancelledError)) for o in outcomes), outcomes
         assert sum(isinstance(o, int) for o in outcomes) >= 6
-    # All three are there, at once.
+    # All three connections are still there.
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]
         assert len({c.info.backend_pid for c in held}) == 3
@@ -103,7 +103,7 @@ async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -
 async def test_who_is_cancelled_again_and_again_leaves_no_statement_in_postgres(
     servers: Servers, libpq: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if libpq < 17:  # there psycopg sends the request in a thread
+    if libpq < 17:  # older versions: psycopg sends the request in a thread
         monkeypatch.setattr(psycopg.capabilities, "has_cancel_safe", lambda: False)
     name = fresh("app")
     asleep = "SELECT 1 FROM pg_stat_activity WHERE application_name = %s AND wait_event = 'PgSleep'"
@@ -139,11 +139,11 @@ async def test_what_has_been_answered_is_done_however_late_the_loop_reads_it(ser
         other.execute("SELECT pg_advisory_lock(%s)", [lock])
         called, over = asyncio.create_task(call()), time.monotonic() + 4
         await eventually(lambda: query(servers.postgres.dsn, waits, pid))
-        # From here on the loop stands still.
+        # From here on the event loop is blocked.
         other.execute("SELECT pg_advisory_unlock(%s)", [lock])
         while other.execute(works, [pid]).fetchone():
             pass
-        time.sleep(over + late_s - time.monotonic())  # noqa: ASYNC251 - that is the fault
+        time.sleep(over + late_s - time.monotonic())  # noqa: ASYNC251 - blocks the loop on purpose
     await called
     assert await backend(pool) == pid, "nothing was to be cancelled"
     await pool.close()
@@ -230,7 +230,7 @@ async def test_a_password_that_is_changed_in_its_file_is_used_by_the_next_connec
     servers: Servers, tmp_path: Path
 ) -> None:
     dsn, role, file = servers.postgres.dsn, fresh("role").replace("-", "_"), tmp_path / "passwords"
-    file.touch(0o600)  # libpq ignores a file that others may read
+    file.touch(0o600)  # libpq ignores a password file that others may read
     fields = {k: v for k, v in conninfo_to_dict(dsn).items() if k != "password"}
     pool = await open_pool(make_conninfo(**fields | {"user": role, "passfile": str(file)}), size=1)
 
@@ -268,7 +268,7 @@ async def test_an_outage_is_not_told_by_the_log_of_the_pool(
     caplog.set_level(logging.WARNING)
     pool = await open_pool(own_servers.postgres.dsn, size=3)
     try:
-        async with contextlib.AsyncExitStack() as stack:  # some are in use, some are not
+        async with contextlib.AsyncExitStack() as stack:  # some connections are in use, others are idle
             await asyncio.gather(*(backend(pool) for _ in range(3)))
             for connection in [await stack.enter_async_context(pool.lend(20)) for _ in range(2)]:
                 assert await connection.execute("SELECT 1")
@@ -290,7 +290,7 @@ async def test_an_outage_is_not_told_by_the_log_of_the_pool(
 async def test_what_psycopg_warns_of_in_our_pipelines_is_for_debugging(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of each pipeline in which a statement was refused, that what was sent behind it was refused, too."""
+    """For a pipeline with a refused statement psycopg warns that the statements behind it were refused too."""
     warn = logging.getLogger("psycopg").warning
     pool = await open_pool(servers.postgres.dsn, size=1)
     try:
@@ -318,7 +318,7 @@ async def test_who_would_rather_know_is_told_soon_that_postgres_is_away(own_serv
                 with pytest.raises(StoreUnavailable, match="no connection to Postgres in time"):
                     async with pool.lend(300, 0.2):
                         pass
-            # Who has the time goes on waiting, and is not told in place of the others.
+            # A patient caller goes on waiting, and does not take the error meant for the others.
             patient = asyncio.ensure_future(backend(pool, 300))
             await asyncio.sleep(0)  # it takes the only place
             with pytest.raises(StoreUnavailable):
@@ -340,7 +340,7 @@ def test_a_url_of_sqlalchemy_is_explained(scheme: str) -> None:
 
 
 async def test_a_pipeline_that_ends_with_a_large_statement_sends_all_of_it(pool: Pool) -> None:
-    """More than a socket takes at once: the server answers when it has all, so the rest must not wait for an answer."""
+    """The statement exceeds the socket's buffer. The server answers once it has all: sending must not wait for it."""
     async with pool.lend(10) as connection:
         with socket.socket(fileno=os.dup(connection.fileno())) as ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)

@@ -1,4 +1,4 @@
-"""PostgresThreadStore on a real Postgres: the contract, and what only a database can get wrong."""
+"""PostgresThreadStore on a real Postgres: the contract, and faults that only a database has."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from transaction_pooler import TransactionPooler
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:
-    """A Postgres of this module's own: it is killed, paused and restarted."""
+    """A Postgres of this module's own, which tests kill, pause and restart."""
     data = Path(tempfile.gettempdir()) / f"bufstore-{uuid.uuid4().hex}"
     postgres = PostgresServer(data)
     postgres.temporary = True
@@ -167,7 +167,7 @@ async def test_20_clients_share_2_server_connections(server: PostgresServer) -> 
 
 
 async def test_a_deletion_that_is_flushed_takes_what_somebody_wrote_past_it(shared: PostgresThreadStore) -> None:
-    """The thread's row was locked, and what its holder wrote was not in the deletion's snapshot: it stayed."""
+    """The thread's row was locked, and the rows of the lock's holder, not in the deletion's snapshot, once stayed."""
     thread_id = fresh()
     await shared.checkpoint(thread_id, [1], run_of(thread_id))
     fold = Fold(thread_id, 1)
@@ -229,7 +229,7 @@ operations = st.lists(
 
 
 def fold(first: ThreadChange, then: ThreadChange) -> ThreadChange:
-    """The two changes as one."""
+    """Return the two changes as one."""
     runs = {k: v for k, v in first.runs.items() if k not in then.runs} | dict(then.runs)
     whole, keep = then.whole, then.keep
     messages = then.messages
@@ -324,14 +324,14 @@ async def test_a_batch_is_one_round_trip(server: PostgresServer) -> None:
         connection.transaction(),
     ):
         batch = [change(fresh(), 0, [1, 2], whole=bool(n % 2)) for n in range(200)]
-        await connection.execute("SELECT 1")  # so that BEGIN is not counted
+        await connection.execute("SELECT 1")  # opens the transaction, so that BEGIN is not counted
         before = pooler.round_trips
         await store.apply(connection, batch)
         assert pooler.round_trips == before + 1
 
 
 async def stamps(store: PostgresThreadStore, thread_id: str) -> list[tuple[Any, ...]]:
-    """Which transaction wrote, and which touched, each message."""
+    """Return the transaction that wrote each message, and the one that touched it last."""
     query = "SELECT xmin::text, xmax::text FROM {schema}.messages WHERE thread_id = %s ORDER BY seq"
     return await rows(store, query, [thread_id])
 
@@ -382,7 +382,7 @@ async def test_a_large_message_is_stored(shared: PostgresThreadStore) -> None:
 
 
 def new_messages(n: int) -> list[Any]:
-    """With ids and without, of all kinds, an empty one among them."""
+    """Messages of all kinds, with and without ids, one of them empty."""
     kinds: list[Any] = [{"id": f"é-{n}", "n": n}, {"role": "user"}, None, "", b"\0\xff", [n], {1: 2}, n]
     return [*kinds, *range(COPY_FROM // 8)]
 
@@ -396,7 +396,7 @@ async def stored(store: PostgresThreadStore, thread_id: str) -> list[tuple[Any, 
 async def test_a_copied_message_is_as_one_that_was_inserted(shared: PostgresThreadStore) -> None:
     names = [fresh(f"naïve {n}") for n in range(10)]
     one_by_one = [fresh() for _ in names]
-    for thread_id in names[:5]:  # half of them have something
+    for thread_id in names[:5]:  # half of the threads have a message already
         await apply_to(shared, change(thread_id, 0, ["first"], run_of(thread_id)))
     batch = [change(t, int(n < 5), new_messages(n), run_of(t), appends=True) for n, t in enumerate(names)]
     await apply_to(shared, *batch)
@@ -484,7 +484,7 @@ async def test_a_statement_out_of_time_is_cancelled(shared: PostgresThreadStore)
     hasty = PostgresThreadStore(pool=shared.pool, timeout_s=0.3)
     async with shared.pool.lend(10) as connection, connection.transaction():
         await connection.execute("SELECT FROM bufstore.threads WHERE thread_id = %s FOR UPDATE", [thread_id])
-        # The server says that it has cancelled: nothing was stored, and that is known.
+        # The server confirms the cancellation, so it is known that nothing was stored.
         with pytest.raises(StoreUnavailable, match="57014"):
             await hasty.checkpoint(thread_id, [2], run_of(thread_id))
     assert await shared.load_messages(thread_id) == [1]
@@ -500,7 +500,7 @@ async def test_connections_that_died_in_the_pool_are_not_noticed(server: Postgre
         await asyncio.gather(*(store.checkpoint_append(thread_id, [n], run) for n in range(16)))
         await asyncio.to_thread(server.kill)
         await asyncio.to_thread(server.start)
-        # One after the other: the second try of a call must not get the next dead one.
+        # One after the other, or a call's second try could meet the next dead connection.
         for n in range(16):
             await store.checkpoint_append(thread_id, [n], run)
         thread = await store.load_thread(thread_id)
@@ -600,7 +600,7 @@ async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> 
 
 
 async def test_tables_of_the_first_release_are_upgraded(server: PostgresServer) -> None:
-    """With what that release wrote: by checkpoints (its function is still there), and by its flushes."""
+    """The tables contain rows of that release's checkpoints (its function still exists) and of its flushes."""
     schema = f"upgraded-{uuid.uuid4().hex}"
     thread_id = fresh()
     async with PostgresThreadStore(server.dsn, schema=schema) as store:
@@ -639,7 +639,7 @@ async def test_a_migration_that_meets_a_long_query_holds_nobody_else_up(
             )
             while not setup.done() and not await rows(store, waits):
                 pass
-            # Behind the migration, which does not get its lock: but not for as long as the long query takes.
+            # This query waits behind the migration, which cannot get its lock, but not as long as the long query takes.
             await rows(store, "SELECT count(*) FROM {schema}.threads")
             if not ends:
                 with pytest.raises(StoreUnavailable, match="pg_stat_activity"):
@@ -651,7 +651,7 @@ async def test_a_migration_that_meets_a_long_query_holds_nobody_else_up(
 
 
 class FirstRelease:
-    """The folder of SQL files as the first release had it: as far as migrations go."""
+    """The first release's folder of SQL files, with the methods that migrations use."""
 
     def iterdir(self) -> Iterator[Any]:
         return iter([files("bufstore.threads.postgres") / "sql" / "0001_threads.sql"])
@@ -843,7 +843,7 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
 
 
 async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) -> None:
-    """Its plans are made while the tables are small, and kept by the session when they are not any more."""
+    """The session's plans were made while the tables were small, and are still used when they have grown."""
     async with ready(server.dsn, schema="kept") as store, store.pool.lend(30) as connection:
         cursor = arrays.ArrayCursor(connection)
         await cursor.execute("INSERT INTO \"kept\".threads (thread_id) VALUES ('t0')")
@@ -874,7 +874,7 @@ _INHERITED = "CREATE TABLE {schema}.more () INHERITS ({schema}.messages)"
 
 @pytest.mark.parametrize("shape", [_PARTITIONED, _INHERITED], ids=["partitioned", "inherited"])
 async def test_a_thread_that_is_shortened_takes_nothing_from_others(server: PostgresServer, shape: str) -> None:
-    """A ctid is a row's only within one table, and `messages` may be made of several."""
+    """A ctid identifies a row only within one table, and `messages` may consist of several."""
     async with ready(server.dsn, schema=fresh("shape")) as store:
         for statement in shape.strip().split(";"):
             await rows(store, statement)
@@ -890,7 +890,7 @@ async def test_a_thread_that_is_shortened_takes_nothing_from_others(server: Post
 
 
 async def test_messages_are_cut_in_one_pass_also_where_threads_are_short(server: PostgresServer) -> None:
-    """Statistics that expect a row or two made the planner look for each row of a long thread in the array of all."""
+    """With statistics of a row or two per thread, the planner once compared each row with the whole array."""
     async with ready(server.dsn, schema=fresh("short")) as store:
         insert = "INSERT INTO {schema}.messages (thread_id, seq, payload) SELECT 't' || n, 0, '' "
         await rows(store, insert + "FROM generate_series(1, 50000) AS n")

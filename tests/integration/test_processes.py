@@ -1,4 +1,4 @@
-"""Several processes on one log, and what remains when one of them is killed."""
+"""Several processes on one log, also when one of them is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRITER = Path(__file__).parent.parent / "writer_process.py"
 
 
 class Process:
-    """A writer process and what it said was acknowledged."""
+    """A writer process and its acknowledged appends."""
 
     def __init__(self, deployment: Deployment, name: str, threads: list[str]) -> None:
         log = deployment.log
@@ -45,7 +45,7 @@ class Process:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             if not line.endswith(b"\n"):
-                return  # cut off by the kill
+                return  # the line was cut off by the kill
             said = json.loads(line)
             if isinstance(said, list):
                 self.acknowledged[said[0]].append((said[1], said[2]))
@@ -89,7 +89,7 @@ async def test_two_processes_on_the_same_hundred_threads(deployment: Deployment)
             for name in ("first", "second"):
                 mine = [m for m in found if m.startswith(name)]
                 assert mine == [f"{name}-{n}" for n in range(len(mine))]
-                # What was not acknowledged may be stored all the same, but no more than was on its way.
+                # The append in flight at the kill may be stored without an acknowledgement.
                 assert len(mine) - len([k for k in known if k.startswith(name)]) <= 1
         assert await store.quarantined() == 0
         state: Any = (await store.statistics()).flusher
@@ -99,7 +99,7 @@ async def test_two_processes_on_the_same_hundred_threads(deployment: Deployment)
 async def test_a_record_of_a_dead_flusher_that_the_server_forgot_to_remove_holds_no_partition(
     deployment: Deployment,
 ) -> None:
-    """A nats-server that was killed may keep a record for ever that was to go after a second."""
+    """A killed nats-server may keep a record for ever that should have expired after a second."""
     threads = [fresh() for _ in range(60)]
     async with deployment.store(flusher=False) as writer:
         for thread_id in threads:

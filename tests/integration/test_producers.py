@@ -1,4 +1,4 @@
-"""Writes that a source numbers: once, whoever repeats them, however much later, on real servers and in memory."""
+"""Writes numbered by their source take effect once, whoever repeats them and however late; on servers and in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_of(thread_id: str) -> Run:
 
 @pytest.fixture(params=["memory", "servers"])
 def opened(request: pytest.FixtureRequest) -> Opener:
-    """Opens an instance; all of them share log and store."""
+    """A function that opens instances on one log and store."""
     if request.param == "servers":
         deployment: Deployment = request.getfixturevalue("deployment")
         return deployment.store
@@ -123,7 +123,7 @@ async def test_batches_repeated_by_several_processes_at_once_take_effect_once(op
                 await store.checkpoint_append(thread_id, [text], run_of(thread_id), producer=mark)
 
         for number in range(len(batches)):
-            # The same batch by two executors at once, and again before the next one.
+            # Two executors write the same batch at the same time, and one repeats it before the next batch.
             await asyncio.gather(*(sink(number, store) for store in stores))
             await sink(number, chance.choice(stores))
             if chance.random() < 0.5:
@@ -136,7 +136,7 @@ async def test_batches_repeated_by_several_processes_at_once_take_effect_once(op
 async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
     deploy: Callable[..., Deployment],
 ) -> None:
-    """Of each kind one: new, in the log, flushed and purged, deleted, and written by another in between."""
+    """One thread of each kind: new, in the log, flushed and purged, deleted, and written by another one meanwhile."""
     deployment = deploy(failover_window_s=1.0)
     deployment.verified = False
     kinds = ("new", "logged", "flushed", "deleted", "raced")
@@ -181,7 +181,7 @@ async def test_nothing_is_refused_because_of_what_was_learnt_before_it_came(open
 async def test_a_repeat_of_what_was_held_up_is_written_once(
     opened: Opener, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Others' entries were stored, flushed and purged before what was held up could be: it never is, but its repeat."""
+    """A message is delayed until later entries are flushed and purged: it is never stored, only its repeat is."""
     producer = ProducerSequence("q", 1) if how == "source" else None
     async with (
         opened() as flusher,

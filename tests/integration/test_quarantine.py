@@ -1,4 +1,4 @@
-"""The quarantine on real servers: parking, replay, discard, its bound, and a storm of poison."""
+"""The quarantine on real servers: parking, replay, discard, its limit, and a storm of poison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hostile import publish_raw
 
 
 class Picky(PostgresThreadStore):
-    """Refuses messages with a mark, as a table's constraint would, until it is mended."""
+    """Refuses messages with a mark, as a table's constraint would, until `mended` is set."""
 
     mended = False
 
@@ -40,7 +40,7 @@ class Picky(PostgresThreadStore):
 
 
 class PickyMemory(MemoryThreadStore):
-    """The same, in memory; its errors are an app's own."""
+    """The same store in memory, whose errors are an app's own."""
 
     mended = False
 
@@ -51,7 +51,7 @@ class PickyMemory(MemoryThreadStore):
 
 
 class Own:
-    """An app's store with the two reads and `apply`, in tables that bufstore knows nothing of."""
+    """An app's store with the two reads and `apply`, in tables unknown to bufstore."""
 
     def __init__(self, tables: Picky) -> None:
         self.apply = tables.apply
@@ -73,7 +73,7 @@ async def row_of(deployment: Deployment, thread_id: str) -> tuple[Any, ...]:
 
 
 async def poisoned(store: Any, thread_id: str, behind: int = 2) -> list[Any]:
-    """One good entry, one that the store refuses, some that build on it; what all of them mean."""
+    """Write a good entry, one that the store refuses, and some that build on it; return the thread's messages."""
     messages: list[Any] = [said(0)]
     await store.checkpoint(thread_id, messages, run_of(thread_id))
     messages.append({"content": "poison", "id": "p"})
@@ -283,7 +283,7 @@ async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deploymen
         await poisoned(store, thread_id, behind=0)
         await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(thread_id), b"garbage"), 5)
         await store.buffer.session.connection.request(store.buffer.subjects.groups, b"nor this", 5)
-        # It counts as partition 0's, and a flush up to what stands behind it meets it.
+        # An undecodable group counts as partition 0's, so a flush of a later entry of partition 0 meets it.
         behind = next(t for t in (f"behind-{n}" for n in range(1000)) if store.buffer.subjects.partition(t) == 0)
         await store.checkpoint(behind, [said(0)], run_of(behind))
         await store.force_flush_all()
@@ -366,13 +366,13 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         await store.force_flush(good[0])
         page = await store.quarantine.page()
         assert await store.quarantine.discard([p.seq for p in page]) == 2
-        # Room again: what waited is parked as far as there is room, within the longest pause.
+        # With room again, waiting entries are parked until it is full, within the longest pause.
 
         async def full_again() -> bool:
             return await store.quarantined() == 2
 
         await eventually(full_again)
-        inner.mended = True  # what was not parked yet is simply applied, or parked when there is room
+        inner.mended = True  # entries that are not parked yet are applied, or parked when there is room
         while page := await store.quarantine.page():
             await store.quarantine.discard([p.seq for p in page])
             await asyncio.sleep(0.3)
@@ -393,7 +393,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
     good, bad = 10_000, 1_000
     async with deployment.store(flusher=False) as writer:
         threads = [fresh() for _ in range(2_000)]
-        # Two thirds are refused by the database, one third is no entry at all; each is the last of its thread.
+        # Two thirds of the poison are refused by the database, one third cannot be decoded; each ends its thread.
         kinds = chance.sample(threads, bad)
         garbage = set(kinds[: bad // 3])
         refused = set(kinds[bad // 3 :])
@@ -415,12 +415,12 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
         assert await query(deployment.servers.postgres.dsn, sql) == [(len(threads), good, bad)]
         causes = Counter(p.cause for p in await store.quarantine.page(limit=2_000))
         assert len(causes) == 2
-        # 16 when nothing else runs: who is to blame is found out inside the windows' transactions.
+        # 16 on an idle machine, because entries are blamed inside the windows' transactions.
         assert (await store.statistics()).flusher.transactions < 60
 
 
 async def test_a_list_of_what_cannot_be_asked_is_refused_or_as_short_as_it_may_be(deployment: Deployment) -> None:
-    """Postgres refused it, with an error of the driver's."""
+    """Postgres once refused such a list with an error of the driver."""
     async with deployment.store() as store:
         assert list(await store.quarantine.threads(limit=-1)) == list(await store.quarantine.threads(limit=2**70)) == []
         wrong: Any

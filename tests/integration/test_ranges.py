@@ -1,4 +1,4 @@
-"""Reads of a range of the log end, and go on, whatever happens to the range and to the consumer meanwhile."""
+"""Reads of a range of the log go on and end, whatever happens to the range or the consumer meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helpers import fresh, run_of, said
 
 @asynccontextmanager
 async def written(deployment: Deployment, groups: int) -> AsyncIterator[tuple[LogReader, Client]]:
-    """A reader of a log with so many groups, and a client to disturb it with."""
+    """Make a log with this many groups; yield a reader of it and a client for disturbances."""
     deployment.verified = False
     thread = fresh()
     async with deployment.store(flusher=False) as store:
@@ -48,7 +48,7 @@ async def ask(client: Client, verb: str, body: object = None) -> dict[str, objec
 
 
 async def test_a_read_ends_when_the_rest_of_its_range_was_purged(deployment: Deployment) -> None:
-    """In a log that nobody writes to: no message comes that would tell."""
+    """Nobody writes to the log, so no message shows that the rest is gone."""
     async with written(deployment, 30) as (reader, client), asyncio.timeout(20):
         log = await reader.look()
         sequences = []
@@ -62,7 +62,7 @@ async def test_a_read_ends_when_the_rest_of_its_range_was_purged(deployment: Dep
 
 
 async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment) -> None:
-    """As that of a reader that was slow for a minute."""
+    """The server removes a consumer when its reader is slow for a minute."""
     async with written(deployment, 30) as (reader, client), asyncio.timeout(20):
         log, stream, gone = await reader.look(), deployment.log.stream, 0
         sequences = []
@@ -80,7 +80,7 @@ async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment
 
 
 async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Deployment) -> None:
-    """It waited for the heartbeats of a consumer that knew nothing of the new connection, and failed."""
+    """The reader once waited for heartbeats of a consumer that did not know the new connection, and failed."""
     server = deployment.servers.nats
     async with written(deployment, 30) as (there, _), FaultProxy("127.0.0.1", server.port) as proxy:
         url = server.url.replace(f":{server.port}", f":{proxy.port}")
@@ -95,7 +95,7 @@ async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Depl
             ):
                 async for part in found:
                     if not sequences:
-                        proxy.to_client.hold()  # it waits, and then for nothing
+                        proxy.to_client.hold()  # the reader waits for messages in vain
                         asyncio.get_running_loop().call_later(0.5, heal, proxy)
                     sequences += [read.message.seq for read in part]
             assert sequences == list(range(log.first, log.end))
@@ -105,7 +105,7 @@ async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Depl
 
 @pytest.mark.long
 async def test_a_reader_that_is_short_of_time_is_no_slow_consumer(tmp_path: Path) -> None:
-    """It asked for more and more of a range with few messages, and the server cut it off for what it had not taken."""
+    """The reader once requested too much of a range, and the server disconnected it for messages it had not taken."""
     server = NatsServer(tmp_path / "nats", sync_interval="2m", extra_config="max_pending: 20MB")
     server.start()
     reader, lost = LogReader(as_nats_config(server.url), "LOG"), list[bool]()
@@ -137,7 +137,7 @@ def heal(proxy: FaultProxy) -> None:
 
 
 async def test_a_message_larger_than_a_read_asks_for_at_once_is_read(tmp_path: Path) -> None:
-    """It was stored when the server took larger ones."""
+    """The server took larger messages when this one was stored."""
     server = NatsServer(tmp_path / "nats", sync_interval="2m", extra_config="max_payload: 16MB")
     server.start()
     reader = LogReader(as_nats_config(server.url), "LOG")
@@ -162,7 +162,7 @@ async def test_a_message_larger_than_a_read_asks_for_at_once_is_read(tmp_path: P
 
 
 async def test_no_more_is_asked_for_at_once_than_the_server_allows(tmp_path: Path) -> None:
-    """A refusal was taken for the end of a request, and the next one was refused, too."""
+    """A refusal was once taken for the end of a request, and the next request was refused too."""
     server = NatsServer(tmp_path / "nats")
     limits = "limits { max_request_batch: 8 }"
     server.extra_config = f'jetstream {{ store_dir: "{server.data}", {limits} }}'

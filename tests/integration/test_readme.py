@@ -1,4 +1,4 @@
-"""The code of README, OWN_STORE and SPARK that starts servers of its own runs as it stands."""
+"""The code of README, OWN_STORE and SPARK that starts its own servers runs as printed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCKS = [b for b in re.findall(r"^```python\n(.*?)^```$", _TEXT, re.DOTALL | r
 _SAYS = ["Where is my bag?", "20 messages in my own table", "5 threads, 100 checkpoints"]
 
 
-#: That of Spark starts a Java of its own.
+#: The example of Spark starts a Java of its own.
 _MARKS = [(), (), pytest.mark.long]
 
 

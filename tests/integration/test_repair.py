@@ -1,4 +1,4 @@
-"""Log and Postgres that do not fit together any more: each case is noticed, and `repair` is the way on."""
+"""Log and Postgres that no longer fit together: each case is noticed, and `repair` resolves it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def pg(deployment: Deployment, sql: str) -> list[tuple[Any, ...]]:
 
 
 class Snapshot:
-    """A copy of the deployment's schema, to go back to: what a Postgres restored from a backup holds."""
+    """A copy of the deployment's schema that can be restored, like a backup of Postgres."""
 
     _TABLES = "SELECT table_name FROM information_schema.tables WHERE table_schema = '{s}'"
 
@@ -103,7 +103,7 @@ async def test_a_stream_that_is_gone(deployment: Deployment) -> None:
 
 
 async def test_a_lost_log_whose_bucket_has_settings_that_the_command_line_does_not_know(deployment: Deployment) -> None:
-    """Replicas, above all (test_cluster.py); one server has none."""
+    """The main such setting is the number of replicas (test_cluster.py), which a single server does not have."""
     deployment.verified = False
     async with deployment.store() as store:
         await append(store, "t", 1)
@@ -116,7 +116,7 @@ async def test_a_lost_log_whose_bucket_has_settings_that_the_command_line_does_n
 
 
 class Backup:
-    """NATS' files as they were."""
+    """A copy of NATS' files."""
 
     def __init__(self, servers: Servers) -> None:
         self._nats = servers.nats
@@ -138,7 +138,7 @@ class Backup:
 
 
 async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
-    """What it still has and Postgres lacks is flushed; what Postgres has applied beyond its end is kept."""
+    """Entries of the log that Postgres lacks are flushed; those that Postgres applied beyond the log's end are kept."""
     deployment = Deployment(own_servers)
     unflushed, both, new = "unflushed", "both", "new"
     backup = Backup(own_servers)
@@ -147,7 +147,7 @@ async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
         await append(store, unflushed, *range(30))
         await store.buffer.log.fill()
     backup.take()
-    # The other thread's row is held: its entries stay in the log while Postgres gets beyond them.
+    # The other thread's row is locked: its entries stay unflushed while Postgres moves past them.
     async with deployment.store() as store, Held(deployment, unflushed):
         await append(store, both, 3)
         await append(store, new, "n")
@@ -169,7 +169,7 @@ async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
 
 
 class Held:
-    """A thread's row, locked by somebody else."""
+    """Another session's lock on a thread's row."""
 
     def __init__(self, deployment: Deployment, thread_id: str) -> None:
         self._deployment, self._thread_id = deployment, thread_id
@@ -193,7 +193,7 @@ class Held:
 
 @pytest.mark.long
 async def test_both_went_on_after_the_log_had_gone_back(own_servers: Servers) -> None:
-    """Postgres was down when the first writer came back, so it was noticed late: nothing acknowledged is dropped."""
+    """Postgres was down when the first writer came back, so it was noticed late: no acknowledged entry is dropped."""
     deployment = Deployment(own_servers)
     backup = Backup(own_servers)
     deltas, whole, fine = "deltas", "whole", "fine"
@@ -238,12 +238,12 @@ async def _rolled_back(store: BufferedThreadStore) -> bool:
 async def _mended(deployment: Deployment) -> Repaired | None:
     try:
         return await mend(deployment)
-    except ConfigError:  # the store that was open is still on the list of flushers for a moment
+    except ConfigError:  # the closed store is still listed as a flusher for a moment
         return None
 
 
 async def test_a_postgres_restored_from_a_copy_older_than_the_log_reaches(deploy: Callable[..., Deployment]) -> None:
-    """What is gone is said: deltas without a base go to quarantine, a full checkpoint is applied."""
+    """The loss is reported: deltas without a base go to quarantine, a full checkpoint is applied."""
     deployment = deploy(failover_window_s=2.0)
     snapshot = Snapshot(deployment)
     delta, whole = fresh("delta"), fresh("whole")
@@ -323,7 +323,7 @@ async def _deletable(store: BufferedThreadStore) -> dict[str, Any]:
 
 
 async def test_a_repair_that_was_interrupted_is_begun_anew(deployment: Deployment) -> None:
-    """At each step: after it the log is refused, and a second repair ends as one that was not interrupted."""
+    """After an interruption at any step the log is refused, and a second repair ends like an uninterrupted one."""
     async with deployment.store() as store:
         await append(store, "t", 1)
         await store.force_flush("t")

@@ -1,4 +1,4 @@
-"""No password, token or payload shows in a log of any level, an error and its causes, a repr, or what the CLI says."""
+"""No password, token or payload appears in logs of any level, errors and their causes, reprs, or the CLI's output."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ SOURCE = Path(next(iter(bufstore.__path__))).parent
 
 
 class Secrets:
-    """Random secrets with characters that must be escaped, and a search for them in every spelling."""
+    """Makes random secrets with characters that must be escaped, and searches for them in every spelling."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
 
     def new(self, special: str = "") -> str:
-        # Each part alone is long enough to be found, should somebody cut the secret at a special character.
+        # Each part alone is long enough to be found, in case code cuts the secret at a special character.
         secret = secrets.token_hex(6) + "".join(c + secrets.token_hex(6) for c in special)
         self.known += [part for part in _parts(secret, special) if len(part) >= 12]
         return secret
 
     def leaked(self, text: str) -> list[str]:
-        """The lines that show a secret."""
+        """Return the lines that show a secret."""
         lines = [line[:300] for line in text.splitlines() if any(s in line for s in self._spellings())]
         return lines[:5]
 
@@ -58,7 +58,7 @@ def _parts(secret: str, special: str) -> list[str]:
 
 
 class Everything(logging.Handler):
-    """All that is logged, whatever the level and the logger, with tracebacks and extra fields."""
+    """Collects all log records, of every level and logger, with tracebacks and extra fields."""
 
     def __init__(self) -> None:
         super().__init__(logging.NOTSET)
@@ -85,7 +85,7 @@ def heard() -> Iterator[Everything]:
 
 
 def told(error: BaseException) -> str:
-    """All that an error says: itself, its causes and contexts, their attributes, its traceback with local code."""
+    """Return all that an error shows: itself, its causes and contexts, their attributes, and tracebacks."""
     texts = ["".join(traceback.format_exception(error))]
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]
@@ -201,12 +201,12 @@ BAD_POSTGRES = [
 
 @pytest.mark.parametrize("special", ["", "@", "/", "#", "%zz", ": ?,\\\n"], ids=repr)
 async def test_no_error_shows_a_piece_of_a_password(heard: Everything, special: str) -> None:
-    """Also of one that somebody has forgotten to escape."""
+    """No error shows a password either that the user forgot to escape."""
     hidden = Secrets()
     said = []
     for form in BAD_NATS:
         if special == "@" and form == "nats://u:{s}":
-            continue  # what is behind it is the host
+            continue  # here the part behind the "@" is the host
         config: Any = None
         try:
             config = NatsConfig(servers=form.format(s=hidden.new(special)), connect_timeout_s=0.5)
@@ -246,7 +246,7 @@ async def test_no_error_shows_a_piece_of_a_password(heard: Everything, special: 
 async def test_refused_logins_show_nothing(servers: Servers, heard: Everything) -> None:
     hidden = Secrets()
     host = f"127.0.0.1:{servers.nats.port}"
-    seed = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"  # nats.io's own example, of nobody
+    seed = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"  # nats.io's example, which belongs to nobody
     creds = (
         "-----BEGIN NATS USER JWT-----\nx.y.z\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n"

@@ -1,4 +1,4 @@
-"""Signing in, names and settings: what is configured, what is found, and what is said when they differ."""
+"""Authentication, names and settings: what is configured, what exists, and the errors when they differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from helpers import fresh, run_of, said
 
 
 async def works(deployment: Deployment, nats: Any) -> None:
-    """A checkpoint gets through and is flushed."""
+    """Write a checkpoint and flush it."""
     async with deployment.store(nats=nats) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
@@ -112,7 +112,7 @@ async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
 
 
 async def test_an_account_that_requires_max_bytes_has_a_bucket_made_by_hand(servers: Servers, tmp_path: Path) -> None:
-    """The bucket is the one that OPERATIONS tells to make."""
+    """The bucket is made as OPERATIONS says."""
     account = "A { jetstream: { max_file: 1GB, max_bytes_required: true }, users: [ { user: a, password: a } ] }"
     server = NatsServer(tmp_path / "nats", extra_config=f"accounts {{ {account} }}")
     server.start()
@@ -134,7 +134,7 @@ async def test_an_account_that_requires_max_bytes_has_a_bucket_made_by_hand(serv
 
 
 async def test_the_bucket_of_another_log_is_refused(deploy: Any) -> None:
-    """Two logs of one name for their buckets would share flushers and runs, and nobody would say so."""
+    """Two logs with the same bucket would share flushers and runs, without an error."""
     deployment, other = deploy(), deploy()
     async with deployment.store(flusher=False):
         pass
@@ -142,10 +142,10 @@ async def test_the_bucket_of_another_log_is_refused(deploy: Any) -> None:
     with pytest.raises(ConfigDrift, match=rf"bucket {deployment.log.bucket}: log is '{deployment.log.stream}'"):
         async with other.store():
             pass
-    other.log = replace(other.log, bucket=own)  # as the error says; nothing was made that says otherwise
+    other.log = replace(other.log, bucket=own)  # the error's advice; the refused open has made nothing against it
     async with other.store(flusher=False):
         pass
-    async with deployment.store(flusher=False) as store:  # as an earlier release made it
+    async with deployment.store(flusher=False) as store:  # make the bucket look as an earlier release made it
         name = f"KV_{deployment.log.bucket}"
         info = await store.buffer.session.stream.api(f"STREAM.INFO.{name}")
         await store.buffer.session.stream.api(f"STREAM.UPDATE.{name}", info["config"] | {"metadata": {}})
@@ -185,7 +185,7 @@ async def test_a_log_of_an_earlier_release_is_refused_and_told_how_to_go_on(depl
     with pytest.raises(ConfigDrift, match=r"flush --all`; remove the stream .* begin a new log by `bufstore repair"):
         async with deployment.store():
             pass
-    # Nothing of it gets lost by a repair either.
+    # A repair refuses such a log too, and loses none of it.
     for command in (["repair"], ["repair", "--apply"]):
         result = await asyncio.to_thread(bufstore_cli, *command, **where(deployment))
         assert result.code != 0
@@ -218,7 +218,7 @@ async def test_a_wrong_nats_url_is_a_clear_error_in_time(deployment: Deployment)
 
 
 def address(server: NatsServer) -> str:
-    """The server's URL without a user."""
+    """Return the server's URL without a user."""
     return f"nats://127.0.0.1:{server.port}"
 
 
@@ -246,7 +246,7 @@ async def test_a_wrong_password_is_said_also_beside_a_server_that_is_down(server
 
 
 class NatsByHand:
-    """A nats-server that does not admit the embedded server's user, so it is run by hand."""
+    """A nats-server with a configuration that does not admit the embedded server's user, so the test runs it itself."""
 
     def __init__(self, folder: Path, config: str) -> None:
         folder.mkdir()
@@ -331,7 +331,7 @@ def _jwt(claims: dict[str, Any], signer: Any) -> str:
 
 
 def _key(prefix: int) -> tuple[Any, str, str]:
-    """A key pair of a kind, its public key and its seed."""
+    """Return a new key pair of a kind, its public key and its seed."""
     seed = nkeys.encode_seed(os.urandom(32), prefix)
     pair = nkeys.from_seed(seed)
     return pair, pair.public_key.decode(), bytes(seed).decode()
@@ -422,7 +422,7 @@ async def test_a_store_of_an_app_without_its_database_is_a_config_error(deployme
 
 
 class Readable:
-    """What an app may have before it has read what a store must offer."""
+    """An app's store that has only the two reads."""
 
     async def load_checkpoint(self, thread_id: str) -> None: ...
 
@@ -477,7 +477,7 @@ async def test_a_postgres_that_hangs_holds_up_no_start(own_servers: Servers) -> 
 
 
 async def test_a_postgres_that_is_away_holds_up_a_start_for_seconds_only(own_servers: Servers) -> None:
-    """At the defaults: a startup probe does not wait for `flush_timeout_s`. The lanes wait once."""
+    """With the defaults a startup probe does not wait for `flush_timeout_s`, and all lanes together wait once."""
     deployment = Deployment(own_servers, lanes=3, max_bytes=64 << 20)
     deployment.verified = False
     async with deployment.store() as store:

@@ -1,4 +1,4 @@
-"""A link that is slow, and an entry that takes long to pass it."""
+"""Writes on a slow link, and an entry that takes long to pass it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers import eventually, fresh, run_of
 
 @pytest.mark.parametrize("replicas", [1, 3])
 async def test_messages_side_by_side_have_the_time_that_a_slow_link_takes(servers: Servers, replicas: int) -> None:
-    """Together they take more than twice what a write may take, and bytes leave all the while."""
+    """Together the messages take more than twice the time of one write, and bytes leave all the time."""
     server = servers.nats
     async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
         connection = Connection(NatsConfig(servers=[server.url.replace(f":{server.port}", f":{proxy.port}")]), "test")
@@ -42,7 +42,7 @@ async def test_messages_side_by_side_have_the_time_that_a_slow_link_takes(server
 
 @pytest.mark.long  # as long as the link takes
 async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployment: Deployment) -> None:
-    """It takes several times what a write may take; other threads' writes go in between."""
+    """The entry takes several times the time of a write; writes of other threads pass in between."""
     server = deployment.servers.nats
     size, bytes_per_s, timeout_s = 20 << 20, 2 << 20, 5.0
     async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
@@ -68,7 +68,7 @@ async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployme
             writing = [asyncio.create_task(write(t)) for t in small]
             try:
                 message = {"content": "x" * size, "id": "big"}
-                with pytest.raises(OutcomeUnknown) as unknown:  # in its own time, and it goes on
+                with pytest.raises(OutcomeUnknown) as unknown:  # the call ends in time, and the sending goes on
                     await store.checkpoint(large, [message], run_of(large))
 
                 async def stored() -> bool:
@@ -95,7 +95,7 @@ async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployme
 
 
 async def test_what_has_come_of_an_answer_when_the_time_is_over_counts(deployment: Deployment) -> None:
-    """A process that is far behind gets on, however slow its link is."""
+    """A process that is far behind makes progress, however slow its link is."""
     server = deployment.servers.nats
     async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
         url = server.url.replace(f":{server.port}", f":{proxy.port}")

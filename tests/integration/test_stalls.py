@@ -1,4 +1,4 @@
-"""What others leave behind, lose or forge delays nobody else and loses nothing."""
+"""State that other processes leave behind, lose or forge delays nobody and loses nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from bufstore.threads.model import ThreadChange
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 
-#: They measure time or let it run out.
+#: These tests measure time or wait for timeouts.
 pytestmark = pytest.mark.alone
 
 
 async def test_a_process_that_died_in_the_middle_of_everything_holds_nobody_up(deployment: Deployment) -> None:
-    """Its change of lineage is begun, its run has an id and no checkpoint, its share of the partitions is its own."""
+    """The dead process left a change of lineage, a run id without a checkpoint, and its share of the partitions."""
     async with deployment.store(append_timeout_s=5.0) as store:
         a, b = fresh(), fresh()
         for thread_id in (a, b):
@@ -52,18 +52,18 @@ async def test_a_process_that_died_in_the_middle_of_everything_holds_nobody_up(d
         await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in threads))
         assert [await store.load_messages(t) for t in threads] == [[said(0)]] * len(threads)
         assert time.monotonic() - began < 1.5, "nobody waits for what the dead one held"
-        # What it owned is taken over when its lease is over, and flushed.
+        # The dead process's partitions are taken over and flushed when its lease has expired.
         await store.force_flush_all(timeout_s=10)
         for t in threads:
             assert await store.load_messages(t, consistency=Consistency.EVENTUAL) == [said(0)]
-        await store.set_parent(b, None)  # finishes what was begun first
+        await store.set_parent(b, None)  # completes the dead process's change first
         thread = await store.load_thread(a)
         assert thread is not None
         assert thread.parent_thread_id == b
 
 
 async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deployment: Deployment) -> None:
-    """Somebody acknowledges what nobody has flushed; the next owner gets it all the same: Postgres has the cursor."""
+    """Entries are acknowledged but not flushed. The next owner still gets them: the cursor is in Postgres."""
     async with deployment.store(flush_interval_s=600) as store:
         thread_id = fresh()
         stream = deployment.log.stream
@@ -76,10 +76,10 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
             return (await store.buffer.session.stream.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
 
         async def acknowledged() -> bool:
-            """All that there is was delivered, and the server holds all of it for done."""
+            """Acknowledge all groups; true once all are delivered and the server counts none as pending."""
             names = await consumers()
             done = False
-            # While partitions are still being taken, a consumer may end, also between the request and its answer.
+            # While partitions are still being taken, a consumer may end at any time, even during the request.
             with suppress(ConsumerMissing, NoRespondersError, NatsTimeout):
                 for name in names:
                     info = await store.buffer.session.stream.api(f"CONSUMER.INFO.{stream}.{name}")
@@ -93,7 +93,7 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
             return done
 
         await eventually(acknowledged)
-        # Another owner, for a moment; what is in memory here is void.
+        # Another owner has the partitions for a moment, so this owner's memory is void.
         await query(deployment.servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_partitions SET term = term + 1")
         await store.force_flush(thread_id)
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == messages
@@ -132,7 +132,7 @@ async def test_an_entry_that_vanished_from_the_log_stops_its_own_thread_only(dep
 
 
 class Slow(PostgresThreadStore):
-    """Its next batch waits, inside the transaction, until it may go on."""
+    """A store whose next batch waits inside the transaction until it may go on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -145,7 +145,7 @@ class Slow(PostgresThreadStore):
 
 
 class Two:
-    """Two owners' ledgers on the same tables, the first with a store that waits."""
+    """Two owners' ledgers on the same tables; the first one's store waits."""
 
     def __init__(self, deployment: Deployment) -> None:
         dsn, schema = deployment.servers.postgres.dsn, deployment.name
@@ -167,7 +167,7 @@ class Two:
 
 
 async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str, seq: int) -> Mapping[str, Watermark]:
-    """Flush one entry with the id `seq`, as the rows say; the rows it found."""
+    """Flush one entry with the id `seq`, and return the watermarks that the flush found."""
     found: dict[str, Watermark] = {}
 
     def decide(rows: Mapping[str, Watermark]) -> Decision:
@@ -182,7 +182,7 @@ async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str, seq: in
 
 
 async def test_two_flushes_of_one_new_thread_take_turns(deployment: Deployment) -> None:
-    """There is no row to lock yet, and each must see what the other has left."""
+    """There is no row to lock yet, and each must see what the other has written."""
     async with Two(deployment) as two:
         thread_id = fresh()
         (one,), (other,) = await two.first.take([0], "a"), await two.second.take([1], "b")
@@ -215,7 +215,7 @@ async def test_an_owner_that_was_replaced_commits_nothing_however_late_it_comes(
 
 
 async def test_an_owner_that_stops_inside_its_transaction_is_not_overtaken(deployment: Deployment) -> None:
-    """Who takes over gets the row when that has ended, and begins behind what it committed; another row at once."""
+    """The successor gets that partition after the transaction's end, and starts behind its commit; others at once."""
     async with Two(deployment) as two:
         thread_id = fresh()
         (old,) = await two.first.take([0], "a")

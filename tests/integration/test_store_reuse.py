@@ -1,4 +1,4 @@
-"""A store that opens a pool of its own stands behind one buffer, once: a second one would share its end."""
+"""A store that opens its own pool is wrapped by one buffer only, because the first to close would close the pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_second_buffer_in_front_of_a_store_is_refused_and_takes_nothing_
 ) -> None:
     inner = deployment.inner()
     with pytest.raises(LogUnavailable):
-        await BufferedThreadStore.open(inner, nats=NOWHERE, config=deployment.config())  # it may be tried again
+        await BufferedThreadStore.open(inner, nats=NOWHERE, config=deployment.config())  # a failed open may be repeated
     async with deployment.store(inner) as store:
         await store.checkpoint("t", [1], run_of("t"))
         with pytest.raises(ConfigError, match="in use or was closed: make a new one each time you open a store"):

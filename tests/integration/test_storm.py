@@ -1,6 +1,6 @@
-"""A storm of poison among good entries, while agents write: all of it is parked, and nobody else waits long.
+"""A storm of poison among good entries, while agents write: all poison is parked, and no good entry waits long.
 
-`make test` runs a short one; ``make storm`` one of 10 000 among 100 000 (some minutes).
+`make test` runs a short one; ``make storm`` runs 10 000 bad entries among 100 000 (some minutes).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LATE_S = 10.0
 
 
 def poison(chance: random.Random) -> tuple[bytes | None, bytes]:
-    """Headers and body of an entry that cannot be applied, each for another reason."""
+    """Return headers and body of an entry that cannot be applied, for a random reason."""
     payload = {
         0: chance.randbytes(chance.randrange(200)),
         1: b"\x95\xaacheckpoint\x00" + b"\x91" * 10_000,
         2: msgspec.msgpack.encode(["a kind of the future", 0, []]),
         3: encode_payload(Payload(9, [], RUN, saved("run"))),
-        4: encode_payload(Payload(0, [FOUND_LATE], RUN, saved("run"))),  # found out when it is applied
-        5: encode_payload(Payload(0, [b"\x01"], RUN, saved("a\0b"))),  # found out by Postgres
+        4: encode_payload(Payload(0, [FOUND_LATE], RUN, saved("run"))),  # fails when it is applied
+        5: encode_payload(Payload(0, [b"\x01"], RUN, saved("a\0b"))),  # fails in Postgres
     }[chance.randrange(6)]
     match chance.randrange(4):
         case 0:
@@ -50,7 +50,7 @@ def poison(chance: random.Random) -> tuple[bytes | None, bytes]:
 async def test_a_storm_of_poison_among_good_entries(deploy: Any) -> None:
     good, bad = 10 * BAD, BAD
     deployment: Deployment = deploy(max_bytes=1 << 30)
-    deployment.verified = False  # forged entries name no predecessor, which verify rightly says
+    deployment.verified = False  # forged entries name no predecessor, which verify rightly reports
     chance = random.Random(SEED)
     threads = [fresh() for _ in range(good // 10)]
     victims = chance.sample(threads, len(threads) // 4)
@@ -72,7 +72,7 @@ async def test_a_storm_of_poison_among_good_entries(deploy: Any) -> None:
 
         async def attack() -> None:
             head, body = poison(chance)
-            # What is found out only when it is applied may be replaced by a whole list of the same window before.
+            # Poison that fails only when applied may be replaced before by a whole list in the same window.
             certain.append(FOUND_LATE not in body)
             async with room:
                 await publish_entry(store, chance.choice(victims), head, body)

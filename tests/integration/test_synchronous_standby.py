@@ -1,4 +1,4 @@
-"""A synchronous standby that is away: no commit is taken for one that the standby has, so none is acknowledged."""
+"""While a synchronous standby is away, no commit counts as replicated, so nothing is acknowledged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers import eventually, fresh, query, run_of, said
 
 
 async def cut_off(dsn: str) -> None:
-    """From now on commits wait for a standby that is away."""
+    """Make commits wait for a standby that is away."""
     await set_standby(dsn, "away")
 
     async def waits() -> bool:
@@ -42,7 +42,7 @@ async def test_what_a_standby_has_not_got_is_not_acknowledged(own_servers: Serve
         with pytest.raises(OutcomeUnknown) as unknown:
             await store.checkpoint(thread_id, [said(1)], run_of(thread_id))
         key = unknown.value.token
-        with pytest.raises(OutcomeUnknown):  # though this server has it
+        with pytest.raises(OutcomeUnknown):  # although this server has it
             await store.checkpoint(thread_id, [said(1)], run_of(thread_id), idempotency_key=key)
         with pytest.raises(StepUnknown):
             await mailbox.enqueue(thread_id, b"x")
@@ -73,7 +73,7 @@ async def test_a_flush_that_a_standby_has_not_got_is_made_again(
             found_seq, found_term = await row()
             return bool(found_seq >= receipt.thread_seq > seq and found_term > term)
 
-        # This server has the flush, the flusher does not count on it: it begins anew, with a write that waits as well.
+        # This server has the flush, but the flusher takes the partition again, with a write that waits too.
         await eventually(taken_again)
         await set_standby(dsn, "")
         await store.force_flush_all()

@@ -1,4 +1,4 @@
-"""Subscriptions that NATS's operator takes away by a reload: the server leaves the connection open."""
+"""Subscriptions that a reload of NATS takes away, while the connection stays open."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from bufstore.notify.protocol import Event
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
-#: With servers of their own.
+#: These tests run servers of their own.
 pytestmark = pytest.mark.alone
 
 
 class Guarded:
-    """A server with a user whose rights change. The embedded server's own user has all rights."""
+    """A server with a user whose rights change. The embedded server's own user keeps all rights."""
 
     def __init__(self, folder: Path) -> None:
         self.server = NatsServer(folder)
@@ -42,7 +42,7 @@ class Guarded:
         return (self.server.data / "log").read_text().count("Reloaded server configuration")
 
     async def deny(self, *subjects: str) -> None:
-        """Deny the limited user the subscription to these subjects, and to nothing else."""
+        """Deny the limited user subscriptions to these subjects only."""
         name, _, password = self.server.url.partition("//")[2].partition("@")[0].partition(":")
         denied = f"permissions: {{ subscribe: {{ deny: {json.dumps(subjects)} }} }}" if subjects else ""
         users = f'{{ user: {name}, password: "{password}" }}, {{ user: limited, password: x, {denied} }}'
@@ -68,7 +68,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
 async def test_a_writer_that_cannot_hear_what_is_parked_writes_nothing_until_it_can(
     servers: Servers, guarded: Guarded
 ) -> None:
-    """It would build on what was parked: what it is told to be stored would be parked, too."""
+    """The writer would build on a parked entry: its own entries, reported as stored, would be parked too."""
     deployment, parked = Deployment(servers), fresh("t").replace("-", "_")
     deployment.log = replace(deployment.log, subject=parked)
     async with (
@@ -116,7 +116,7 @@ async def test_a_notifier_hears_again_when_it_may(guarded: Guarded, monkeypatch:
         before = broker.client()
 
         async def refused() -> bool:
-            """Still, on a new connection."""
+            """True when the subscription is refused on a new connection, too."""
             with suppress(Unavailable):
                 client = broker.client()
                 return client is not before and refusal(client, "subscription", subject) is not None

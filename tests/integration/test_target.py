@@ -1,4 +1,4 @@
-"""Commands and instances on a log that is flushed elsewhere, or does not say where: refused, and nothing is touched."""
+"""Commands and instances on a log that is flushed elsewhere, or does not say where, are refused and change nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ async def cli(deployment: Deployment, *arguments: object, **environment: str) ->
 
 
 async def says(deployment: Deployment, store: BufferedThreadStore) -> dict[str, str]:
-    """What the stream says of itself."""
+    """Return bufstore's metadata of the stream."""
     found = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
     return {n: v for n, v in found["config"]["metadata"].items() if n.startswith("bufstore.")}
 
 
 async def forget(deployment: Deployment, **options: Any) -> None:
-    """Log and database as an earlier release made them: they do not say that they belong together."""
+    """Remove the marks that tie log and database to each other, as in an earlier release."""
     async with deployment.store(flusher=False, **options) as store:
         stream = store.buffer.session.stream  # type: ignore[attr-defined]
         info = await stream.api(f"STREAM.INFO.{deployment.log.stream}")
@@ -55,7 +55,7 @@ async def flushed_by_an_earlier_release(deployment: Deployment) -> None:
 
 
 async def helpdesk(deployment: Deployment) -> str:
-    """A Postgres that has an app's own tables."""
+    """Make an app's own tables in Postgres, and return their DSN."""
     dsn, tables = deployment.servers.postgres.dsn, fresh("app")
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(tables)))
@@ -77,7 +77,7 @@ async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment
             assert (refused.code, "in a process that opens that store" in refused.err) == (2, True), refused
         for command, code in (["status"], 1), (["verify"], 0), (["repair"], 0), (["quarantine", "list"], 0):
             looked = await cli(deployment, *command)
-            assert looked.code == code, looked  # nobody flushes, which status does not find right
+            assert looked.code == code, looked  # status reports that nobody flushes
         made = "SELECT count(*) FROM pg_tables WHERE schemaname = %s AND tablename = 'threads'"
         assert await query(dsn, made, deployment.name) == [(0,)]
         assert await mine.load_checkpoint(thread_id) is None
@@ -121,7 +121,7 @@ async def test_a_command_with_another_schema_is_refused(deployment: Deployment) 
 async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deployment: Deployment) -> None:
     schemas = [deployment.name, fresh("second")]
     stores = [PostgresThreadStore(deployment.servers.postgres.dsn, schema=s, pool_size=2) for s in schemas]
-    for store in stores:  # the tables are there, so that they meet at the log
+    for store in stores:  # make the tables first, so that the two meet at the log
         async with store:
             await store.setup()
     stores = [PostgresThreadStore(deployment.servers.postgres.dsn, schema=s, pool_size=2) for s in schemas]

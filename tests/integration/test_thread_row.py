@@ -1,6 +1,6 @@
-"""What a run does to its thread's row, in the three places that say it, field by field.
+"""The effect of a run on its thread's row, compared field by field in the three places that implement it.
 
-`Thread.with_run` says it for what reads join, ``checkpoint_v1`` for direct writes, ``apply_threads`` with its columns
+`Thread.with_run` implements it for reads, ``checkpoint_v1`` for direct writes, and ``apply_threads`` with its columns
 for flushes.
 """
 
@@ -24,12 +24,12 @@ from bufstore.threads.postgres.store import PostgresThreadStore
 from thorough import examples
 
 PARENTS = ("row-parent-1", "row-parent-2")
-#: Columns of the table that count direct writes, or say when something was written.
+#: Columns that count direct writes, or hold the time of a write.
 OF_THE_WRITER = ["saves", "last_id", "ring", "created_at", "updated_at"]
 
 
 class Step(NamedTuple):
-    """A checkpoint; with `flush` what was saved since the last flush is applied, as one change for each thread."""
+    """A checkpoint. `flush`: apply all checkpoints since the last flush, as one change per thread."""
 
     thread: int
     messages: list[int]
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Three:
-    """Two threads, written directly, applied, and followed by `Thread.with_run`."""
+    """Two threads that are written directly, applied by flushes, and followed by `Thread.with_run`."""
 
     def __init__(
         self, direct: PostgresThreadStore, applied: PostgresThreadStore, metadata: ThreadMetadata | None
@@ -92,7 +92,7 @@ class Three:
 
 
 async def row(store: PostgresThreadStore, thread: Thread) -> dict[str, Any]:
-    """The thread's row, every column of it that the table has."""
+    """Return all columns of the thread's row except those of the writer."""
     query = sql.SQL("SELECT to_jsonb(t) - %s::text[] FROM {}.threads AS t WHERE thread_id = %s")
     async with store.pool.lend(30) as connection:
         cursor = await connection.execute(query.format(sql.Identifier(store.schema)), [OF_THE_WRITER, thread.thread_id])
@@ -141,7 +141,7 @@ async def test_a_run_does_the_same_to_its_threads_row_everywhere(
 async def test_every_field_of_a_thread_is_among_those_compared(
     stores: tuple[PostgresThreadStore, PostgresThreadStore],
 ) -> None:
-    """A field that no checkpoint ever sets would be equal everywhere: for a new one, add the step that sets it."""
+    """A field that no checkpoint sets would be equal everywhere. For a new field, add the step that sets it."""
     three = Three(*stores, ThreadMetadata(title="t", resource_id="r"))
     await three.take(Step(0, [1], 0, RunStatus.RUNNING, PARENTS[0], flush=True))
     for store in stores:

@@ -1,4 +1,4 @@
-"""Exclusive work and locks on three replicas: the checks of one server, and leaders that are killed and cut off."""
+"""Exclusive work and locks on three replicas: the checks of one server, and leaders that are killed or isolated."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ name = token_instances.name
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One for all tests, which leave it whole."""
+    """One cluster for all tests, which leave it whole."""
     async with Cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
 @pytest.fixture
 async def opened(cluster: Cluster, name: str) -> AsyncIterator[Open]:
-    """Opens instances of this test's own work, on three replicas."""
+    """Opens instances of this test's work, on three replicas."""
     async with _opener(cluster, name) as open_:
         yield open_
 
@@ -76,16 +76,16 @@ _CHECKS = [
 ]
 
 
-@pytest.mark.long  # the same promises on one server are in the short ones
+@pytest.mark.long  # the short tests have the same promises on one server
 @pytest.mark.parametrize("check", _CHECKS, ids=lambda check: getattr(check, "func", check).__name__)
 async def test_on_three_replicas(check: Any, opened: Open) -> None:
     await check(opened)
 
 
-#: What a call may end with while leaders go (docs/TOKENS.md): then the check begins again. A key is busy, too, while
-#: what is done could not be removed.
+#: Errors that a call may raise while leaders go (docs/TOKENS.md); the check is then repeated. A key is also busy while
+#: its finished item could not be removed.
 _ENDS = (LogUnavailable, SubmitUnknown, TokenLost, TokenBusy, TokenQueueFull)
-#: These say how it is in normal life: nothing is found by looking or begun twice, deliveries and renewals arrive.
+#: These assume normal operation: deliveries and renewals arrive, and no item is found by looking or begun twice.
 _NORMAL_LIFE = {
     "test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time",
     "test_an_item_that_nobody_was_told_of_is_found",
@@ -99,7 +99,7 @@ _NORMAL_LIFE = {
 @pytest.mark.leaders
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_contract_of_tokens_is_kept_while_leaders_go(seed: int, cluster: Cluster) -> None:
-    """Each check again and again, until so many leaders have stepped down or were killed."""
+    """Each check is repeated until the given number of leaders have stepped down or been killed."""
     leaders, faults = Leaders(cluster, [], seed), 12 if seed else 5
 
     async def keeps(check: Any) -> bool:
@@ -124,7 +124,7 @@ async def test_the_contract_of_tokens_is_kept_while_leaders_go(seed: int, cluste
     assert leaders.gone["killed"]
 
 
-@pytest.mark.long  # twenty seconds; the chaos is in the short ones
+@pytest.mark.long  # twenty seconds; the short tests have the chaos
 async def test_nothing_is_lost_or_done_twice_when_a_leader_is_killed(opened: Open, cluster: Cluster) -> None:
     instances = [await opened(ttl_s=2, timeout_s=3) for _ in range(2)]
     accepted, begun = set[tuple[str, int]](), defaultdict[tuple[str, int], list[int]](list)
@@ -169,15 +169,15 @@ async def test_nothing_is_lost_or_done_twice_when_a_leader_is_killed(opened: Ope
         await eventually(finished, 60)
     assert accepted <= set(begun)
     for items in completed.values():
-        assert items == sorted(set(items))  # in order, and none twice
+        assert items == sorted(set(items))  # in order and without repeats
     for key in completed:
-        # An item that came later has the larger tokens, whoever held the key.
+        # A later item of a key has larger tokens, whoever held the key.
         ordered = [token for i in range(25) for token in sorted(begun[key, i])]
         assert ordered == sorted(ordered)
 
 
 async def leading(work: ExclusiveWork, stream: str) -> int:
-    """Which node leads this stream of the work."""
+    """Return the node that leads this stream of the work."""
 
     async def asked() -> str:
         with contextlib.suppress(LogUnavailable):
@@ -188,12 +188,12 @@ async def leading(work: ExclusiveWork, stream: str) -> int:
     return int((await eventually(asked, 30))[1:])
 
 
-@pytest.mark.long  # three servers, and an election
+@pytest.mark.long  # three servers and an election
 async def test_locks_on_three_replicas_exclude_each_other_while_a_leader_dies(cluster: Cluster) -> None:
     config, name = Storage(replicas=3), f"t{secrets.token_hex(5)}"
 
     async def opened() -> Locks | None:
-        with contextlib.suppress(LogUnavailable):  # a test before may have killed who leads the cluster
+        with contextlib.suppress(LogUnavailable):  # an earlier test may have killed the cluster's leader
             return await Locks.open(cluster.nats(), name=name, storage=config, timeout_s=5)
         return None
 
@@ -238,7 +238,7 @@ def test_two_holders_of_a_lock_and_a_token_that_goes_down_are_told(tokens: list[
     assert bool(verdict.wrong) is (tokens != sorted(tokens))
 
 
-#: The order in which the seed has them: one of each.
+#: One fault of each kind, in the order that the seed gives.
 _SHORT = ("clock stepped", "node killed", "worker killed", "worker paused")
 
 

@@ -1,4 +1,4 @@
-"""`bufstore tokens`, and what `bufstore doctor` says of its streams."""
+"""`bufstore tokens`, and the checks of `bufstore doctor` on its streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exclusive work when processes are paused and killed, a server is killed, and holders stall at random."""
+"""Exclusive work when processes are paused or killed, a server is killed, and holders stall at random."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from helpers import elsewhere, eventually, query
 from rights import guarded
 from token_instances import Open, nothing_left, stall, took, working
 
-#: They measure time or let it run out.
+#: These tests measure time or wait for timeouts.
 pytestmark = pytest.mark.alone
 
 name, opened = token_instances.name, token_instances.opened
@@ -32,7 +32,7 @@ name, opened = token_instances.name, token_instances.opened
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
-    """A server to be killed."""
+    """A server that the test may kill."""
     server = NatsServer(tmp_path)
     server.start()
     yield server
@@ -62,7 +62,7 @@ async def test_a_paused_process_does_not_pass_the_fence(opened: Open, servers: S
             process.send_signal(signal.SIGCONT)
             async with asyncio.timeout(30):
                 answer = await process.stdout.readline()
-            # Refused by the sink, by its own clock, and by the fence.
+            # Refused by the sink, the holder's own check and the fence.
             assert answer.split() == [b"sink", b"False", b"lost", b"lost"]
             task.check()
             await task.done()
@@ -104,7 +104,7 @@ async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Op
         finish = instance._finish
 
         async def noted(task: Task, finish: Any = finish) -> None:
-            completed[task.key].append(int(task.payload))  # the answer to `done` came; it may be lost in a kill
+            completed[task.key].append(int(task.payload))  # `done` was answered; a kill may lose the answer
             await finish(task)
 
         instance._finish = noted
@@ -137,7 +137,7 @@ async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Op
         await eventually(is_all_done, 60)
     assert submitted <= handled
     for items in completed.values():
-        assert items == sorted(set(items))  # in order, and none twice
+        assert items == sorted(set(items))  # in order and without repeats
 
 
 async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> list[str]:
@@ -173,7 +173,7 @@ async def test_rights_that_are_taken_for_a_while_end_no_worker(
             await began.wait()
             await rights.deny(f"{name}.fence.>", "$JS.API.STREAM.INFO.>")
             go_on.set()
-            await eventually(lambda: _logged(caplog, "token_lost"))  # it could not say that it is done
+            await eventually(lambda: _logged(caplog, "token_lost"))  # the item could not be marked done
             await rights.deny()
             await eventually(lambda: nothing_left(other))
             assert set(handled) == {"a", "b", "c"}
@@ -182,7 +182,7 @@ async def test_rights_that_are_taken_for_a_while_end_no_worker(
 
 @pytest.mark.long
 async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -> None:
-    """A history of many holders, some of which sleep past their time and go on as if nothing were."""
+    """Some of many holders sleep past their lease and go on as if nothing had happened."""
     instances = [await opened(ttl_s=1, timeout_s=5) for _ in range(3)]
     rng = random.Random(5)
     keys, items = ["a", "b", "c"], 12
@@ -200,7 +200,7 @@ async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -
                 stall(task)
                 await asyncio.sleep(1.2)
             if task.token < sink[task.key]:
-                refused += 1  # by the sink; this holder goes on all the same
+                refused += 1  # refused by the sink; this holder goes on anyway
             else:
                 sink[task.key] = task.token
                 written[task.key].append((task.token, int(task.payload)))
@@ -216,9 +216,9 @@ async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -
     async with asyncio.timeout(60):
         await asyncio.gather(*(worker(instance) for instance in instances for _ in range(2)))
     assert completed == {key: list(range(items)) for key in keys}
-    assert refused > 0  # the test has tested something
+    assert refused > 0  # otherwise the test has tested nothing
     for history in written.values():
         tokens = [token for token, _ in history]
         assert tokens == sorted(tokens)
-        # Once a later item was written, an earlier one is not.
+        # No earlier item is written after a later one.
         assert [item for _, item in history] == sorted(item for _, item in history)

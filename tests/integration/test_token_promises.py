@@ -1,4 +1,4 @@
-"""What is accepted is done: requesters and holders that stop halfway, streams made anew, full streams, busy keys."""
+"""Accepted items are done, also when requesters or holders stop halfway and streams are recreated or full."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from token_instances import Open, nothing_left, stall, took, working
 
 name, opened = token_instances.name, token_instances.opened
 
-#: Long enough that what comes after it has come too late.
+#: So long that an item which waits for it fails the test's timeout.
 _TTL_S = 30
 
 
-# Somebody stops halfway.
+# Processes that stop halfway.
 
 
 @pytest.mark.parametrize("config", [{"policy": Policy.REFUSE}, {"waiting_max": 1}, {"policy": Policy.REPLACE}, {}])
 async def test_a_requester_that_dies_leaves_no_key_busy(opened: Open, config: dict[str, Any]) -> None:
-    """It is cancelled at any moment: its item is worked on, or was never there."""
+    """The requester is cancelled at a random moment: its item is worked on, or was never stored."""
     work = await opened(ttl_s=_TTL_S, **config)
     rng, worked = random.Random(7), Counter[str]()
 
@@ -85,7 +85,7 @@ async def test_a_holder_that_pauses_before_its_ack_keeps_no_item_from_others(
 
 
 async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
-    """Its delivery went to somebody who acknowledged it and did nothing."""
+    """The delivery went to a worker that acknowledged it and did nothing."""
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a", b"1")
     delivery = await work._pulls.next(5)
@@ -162,7 +162,7 @@ async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened:
 
 
 async def test_what_got_no_answer_can_be_repeated(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it was stored or not, and also when a renewal was left without an answer before it."""
+    """A lost call can be repeated whether or not it was stored, and also after a renewal without an answer."""
     work, write = await opened(), Register.write
     outcomes = list[str]()
 
@@ -208,7 +208,7 @@ async def test_what_a_leader_that_lags_still_shows_is_not_done_again(
     assert await work.take(0.1) is None
 
 
-# Streams that are made anew.
+# Recreated streams.
 
 
 @pytest.mark.parametrize("stream", ["items", "fence"])
@@ -296,14 +296,14 @@ async def test_poison_goes_to_the_dead_letters_and_blocks_its_key_no_longer(open
         await work.run(handler, stopping)
     await work.submit("a", b"poison")
     await work.submit("a", b"good")
-    stall(await took(work))  # a process that dies of it counts
+    stall(await took(work))  # a process that dies of the item counts as an attempt
     async with asyncio.timeout(20):
         await work.run(handler, stopping, dead_letter=dead_letter)
     assert (dead, worked) == ([(b"poison", 4)], [b"good"])
 
 
 async def test_a_delay_without_end_that_is_stored_stops_no_worker(opened: Open) -> None:
-    """Of an older release: each worker that met the item ended with an OverflowError."""
+    """An older release stored such delays, and each worker that met the item ended with an OverflowError."""
     work = await opened(ttl_s=1)
     await work.submit("a", b"1")
     task = await took(work)
@@ -325,7 +325,7 @@ async def test_a_delay_without_end_that_is_stored_stops_no_worker(opened: Open) 
 
 
 async def test_keys_take_turns(opened: Open) -> None:
-    """One worker; two keys with a long queue, one that always has work; a fourth comes last."""
+    """One worker; two keys with long queues, one key that always has work, and a fourth that comes last."""
     work, worked, stopping = await opened(), list[str](), asyncio.Event()
 
     async def handler(task: Task) -> None:
@@ -350,7 +350,7 @@ async def test_keys_take_turns(opened: Open) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("policy", Policy)
 async def test_what_a_full_stream_holds_is_worked_off(opened: Open, policy: Policy) -> None:
-    """Also while somebody fills it again and again, and after every worker has died."""
+    """The stream is filled again and again, and every worker dies; all items are worked off anyway."""
     work = await opened(policy=policy, max_bytes=6000, ttl_s=1)
     accepted, worked = defaultdict[str, list[int]](list), defaultdict[str, set[int]](set)
 
@@ -387,7 +387,7 @@ async def test_what_a_full_stream_holds_is_worked_off(opened: Open, policy: Poli
             assert worked[key]
 
 
-# For people.
+# Operator commands.
 
 
 async def test_who_holds_it_is_shown_and_it_can_be_taken_away(opened: Open, name: str, servers: Any) -> None:
@@ -435,12 +435,12 @@ async def test_who_holds_a_lock_is_shown_and_it_can_be_taken_away(servers: Any, 
             await lock.extend()
         assert lock.lost.is_set()
         assert other.token > lock.token
-        assert (held := await locks.who("a")) is not None  # it has a name also if it gave itself none
+        assert (held := await locks.who("a")) is not None  # a holder without a given name gets one
         assert held.name
 
 
 async def test_a_holder_that_is_no_name_is_refused_and_takes_nothing(servers: Any, name: str) -> None:
-    """Its record could not be read: a key that it had was taken for free."""
+    """The record of such a holder could not be read, so a key that it held was taken for free."""
     async with await Locks.open(servers.nats.url, name=name) as locks:
         wrong: Any
         for wrong in (7, None, b"me", "\ud800", "a\0b", "x" * 2_000_000):

@@ -52,7 +52,7 @@ async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: O
 
 @pytest.mark.long  # ten seconds
 async def test_no_item_is_left_lying(opened: Open) -> None:
-    """Items that come in the very moment in which a holder finds nothing more: with a TTL of 30 s, one would show."""
+    """Items arrive as a holder finds no more; with a TTL of 30 s a missed one would exceed the timeout."""
     work = await opened(ttl_s=30)
     other = await opened(ttl_s=30)
     worked = 0
@@ -157,7 +157,7 @@ async def test_a_queue_has_a_bound(opened: Open) -> None:
     loop = asyncio.get_running_loop()
     began = loop.time()
     await work.submit("a", b"\x03")
-    assert loop.time() - began < 3  # it need not wait for somebody to take the key
+    assert loop.time() - began < 3  # no worker needs to take the key first
 
 
 async def test_the_newest_replaces_what_waits(opened: Open) -> None:
@@ -188,7 +188,7 @@ async def test_the_tokens_of_a_key_grow_with_every_holder(opened: Open, servers:
         async with await took(work) as task:
             tokens.append(task.token)
             await task.done()
-    # Also when somebody removes all there is and it is made again.
+    # Tokens also grow when the streams are deleted and recreated.
     for stream in ("items", "fence"):
         await work._items.api(f"STREAM.DELETE.{work._config.name}-{stream}")
     again = await opened()
@@ -222,7 +222,7 @@ async def test_a_holder_that_stalled_finds_its_token_lost(opened: Open) -> None:
         await stalled.done()
     with pytest.raises(TokenLost):
         await stalled.retry()
-    # What it tried has freed nothing.
+    # The stalled holder's calls have freed nothing.
     third = await other.take(0.3)
     second.check()
     assert third is None
@@ -245,7 +245,7 @@ async def test_a_renewal_finds_that_another_has_the_key(opened: Open) -> None:
 
 
 async def test_a_late_delivery_does_not_steal_the_key(opened: Open) -> None:
-    """A worker that was told of the key and slept before it wrote its name finds another one there."""
+    """A worker gets a delivery of the key and sleeps before it writes its name; then another worker holds the key."""
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a")
     early = await work._pulls.next(5)
@@ -262,11 +262,11 @@ async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatc
     task = await took(work)
 
     async def dies(task: Task) -> None:
-        """The process ends between the two."""
+        """Stand for a process that ends between the write and the clean-up."""
 
     monkeypatch.setattr(task, "_finish", dies)
     await task.done()
-    await task.done()  # its caller may repeat it
+    await task.done()  # the caller may repeat it
     await work.submit("a", b"2")
     async with await took(work) as task:
         assert task.payload == b"2"
@@ -312,7 +312,7 @@ async def test_a_delay_that_is_none_is_refused_and_the_item_is_still_held(opened
 
 @pytest.mark.parametrize("concurrency", [0, -1, 1.5, True])
 async def test_a_run_that_would_work_on_nothing_is_refused(opened: Open, concurrency: Any) -> None:
-    """It returned at once, and what was to start it again or watched it took that for the end of a run."""
+    """Such a run once returned at once, which a supervisor took for the end of a run."""
 
     async def handler(_: Task) -> None: ...
 
@@ -325,8 +325,7 @@ async def test_a_run_that_would_work_on_nothing_is_refused(opened: Open, concurr
 async def test_a_retry_waits_also_when_its_answer_and_its_delivery_go_astray(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delay stands in the key's record, from its write on: an answer that is late does not lengthen it, and a
-    delivery that comes before it is over does not shorten it."""
+    """The delay is in the key's record and counts from its write; late answers and early deliveries do not matter."""
     work = await opened()
     await work.submit("a")
     task, loop = await took(work), asyncio.get_running_loop()
@@ -368,7 +367,7 @@ async def test_a_cancelled_take_leaves_nothing_taken(opened: Open) -> None:
 async def test_a_run_that_is_cancelled_as_it_takes_an_item_hands_it_back(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the end of a take and its worker's next turn: its key was held until the process ended."""
+    """Cancelled between a take's end and the worker's next turn, the run once held the key until its process ended."""
     work, other = await opened(), await opened()
     take, worked = work.take, list[str]()
 
@@ -386,7 +385,7 @@ async def test_a_run_that_is_cancelled_as_it_takes_an_item_hands_it_back(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not worked
-    async with asyncio.timeout(5):  # a sixth of its time
+    async with asyncio.timeout(5):  # a sixth of the TTL
         task = await took(other)
     assert task.attempt == 1
     await task.done()
@@ -394,7 +393,7 @@ async def test_a_run_that_is_cancelled_as_it_takes_an_item_hands_it_back(
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])
 async def test_a_run_that_is_cancelled_hands_back_all_that_it_works_on(opened: Open, cancels: int) -> None:
-    """One cancel of `run` reached its workers twice, the second one in the middle of handing back."""
+    """One cancel of `run` once reached its workers twice, the second time while they handed back."""
     work, other, keys = await opened(), await opened(), [f"key {i}" for i in range(8)]
     at_work = asyncio.Semaphore(0)
 
@@ -409,11 +408,11 @@ async def test_a_run_that_is_cancelled_hands_back_all_that_it_works_on(opened: O
         await at_work.acquire()
     for _ in range(cancels):
         running.cancel()
-        for _ in range(4):  # turns of the loop
+        for _ in range(4):  # turns of the event loop
             await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await running
-    await work.aclose()  # waits for what is still being handed back
+    await work.aclose()  # waits for the items that are still being handed back
     async with asyncio.timeout(5):
         tasks = [await took(other) for _ in keys]
     assert sorted(task.key for task in tasks) == keys

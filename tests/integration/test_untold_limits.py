@@ -1,4 +1,4 @@
-"""Limits of the server's that it does not tell its clients."""
+"""Limits that the server does not tell its clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conftest import Deployment
 from helpers import eventually, run_of, said
 from rights import guarded
 
-#: With servers of their own.
+#: These tests run servers of their own.
 pytestmark = pytest.mark.alone
 
 ACCOUNT = "users: [{user: a, password: p}], jetstream: enabled, limits {max_payload: 65536}"
@@ -26,7 +26,7 @@ ACCOUNT = "users: [{user: a, password: p}], jetstream: enabled, limits {max_payl
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1 << 10, 3 << 20], ids=["many", "in parts"])
 async def test_a_max_payload_of_the_account_stops_no_write(size: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The server tells its clients its own, and ends the connection that sends what is too large for the account."""
+    """The server announces its own limit, and closes a connection that sends more than the account's."""
     with Servers(nats_config=f"accounts {{ A {{ {ACCOUNT} }} }}\n") as servers:
         async with Deployment(servers).store(nats=f"nats://a:p@127.0.0.1:{servers.nats.port}") as store:
             threads = [f"t{number}" for number in range(300 if size < 65536 else 1)]
@@ -41,7 +41,7 @@ async def test_a_max_payload_of_the_account_stops_no_write(size: int, caplog: py
 
 
 async def test_too_few_subscriptions_are_told_and_end_no_connection(caplog: pytest.LogCaptureFixture) -> None:
-    """nats-py would close the connection, and each new one."""
+    """By itself nats-py would close the connection, and each new one."""
 
     async def live(_: bytes) -> None: ...
 
@@ -71,7 +71,7 @@ async def test_too_few_subscriptions_are_told_and_end_no_connection(caplog: pyte
 async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
     servers: Servers, tmp_path: Path
 ) -> None:
-    """The log has room, and more of it would not help."""
+    """The log has room, and raising its limit would not help."""
     jetstream = f'jetstream {{ store_dir: "{tmp_path}/nats", sync_interval: always, max_file_store: 20MB }}'
     server = NatsServer(tmp_path / "nats", extra_config=jetstream)
     server.start()
@@ -90,7 +90,7 @@ async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
             assert "max_file_store" in str(caught.value)
             health = await store.health()
             assert (health.can_write, health.write_trouble) == (False, str(caught.value))
-            with pytest.raises(LogFull, match="NATS has no storage left"):  # for the bucket, too
+            with pytest.raises(LogFull, match="NATS has no storage left"):  # the bucket has no storage either
                 await store.delete_thread("t")
             await client.request("$JS.API.STREAM.DELETE.HOG")
 

@@ -1,4 +1,4 @@
-"""Two releases on the same tables: a rolling upgrade, and the way back from it."""
+"""Two releases on the same tables: a rolling upgrade and the way back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conftest import Deployment
 from helpers import fresh, run_of, said
 from unit.counters import CounterStore
 
-#: What a later release may do to the tables while this one works on them: add tables, and columns with a default.
+#: Changes that a later release may make to tables in use: new tables, and columns with a default.
 EXPANDED = {
     "threads": "ALTER TABLE {schema}.threads ADD COLUMN later text NOT NULL DEFAULT '';"
     "ALTER TABLE {schema}.messages ADD COLUMN later bigint; ALTER TABLE {schema}.runs ADD COLUMN later jsonb;",
@@ -45,7 +45,7 @@ FOLDERS = {
 
 
 class Later:
-    """The folder of a room as a later release has it: one migration more."""
+    """A room's migrations as in a later release: with one more."""
 
     def __init__(self, room: str, works_with: int | None) -> None:
         self._folder: Traversable = FOLDERS[room]
@@ -61,7 +61,7 @@ class Later:
 
 
 async def upgrade(servers: Servers, schema: str, room: str, *, works_with: int | None) -> None:
-    """What a later release does when it opens."""
+    """Migrate as a later release does when it opens."""
     folder: Any = Later(room, works_with)
     async with new_pool(servers.postgres.dsn, size=1) as pool, pool.lend(10) as connection:
         await migrate(connection, schema, folder, room)
@@ -124,7 +124,7 @@ async def test_tables_that_this_release_cannot_work_with_are_refused(
 
 
 async def test_who_waited_for_another_ones_migration_finds_it_done(servers: Servers) -> None:
-    """What a session has looked for in vain it may remember: also what another one has made since."""
+    """A session may remember that it found no such object, even after another has created it."""
     schema = fresh()
     async with new_pool(servers.postgres.dsn, size=3) as pool, pool.lend(10) as first, pool.lend(10) as second:
         async with first.transaction():
@@ -138,7 +138,7 @@ async def test_who_waited_for_another_ones_migration_finds_it_done(servers: Serv
         assert await late == []
 
 
-#: `take` of the release before the one that knows of waiting entries.
+#: `take` as in the release before waiting entries existed.
 _EARLIER_TAKE = """
 WITH free AS (
     SELECT p.partition FROM {schema}.buffer_partitions AS p
@@ -153,7 +153,7 @@ SELECT partition, term FROM raised ORDER BY partition
 
 
 async def test_an_earlier_release_never_owns_a_partition_in_which_entries_wait(servers: Servers) -> None:
-    """It would flush later entries of the same threads past them."""
+    """An earlier release would flush later entries of the same threads past them."""
     schema = fresh("waiting").replace("-", "_")[:20]
     ledger = PostgresLedger(servers.postgres.dsn, CounterStore(), schema=schema)
     await ledger.open()

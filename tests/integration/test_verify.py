@@ -1,4 +1,4 @@
-"""The self-check: each kind of damage is found, and a live system shows none."""
+"""The self-check finds each kind of damage, and reports nothing on a live system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_quarantine import picky, poisoned
 
-#: What a flusher whose lease ran out mends by itself would not be found.
+#: A flusher whose lease has expired would repair some of the damage before it is found.
 pytestmark = pytest.mark.alone
 
 DAMAGES = {
@@ -36,7 +36,7 @@ DAMAGES = {
 async def test_each_kind_of_damage_is_found(
     deploy: Callable[..., Deployment], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The flusher notices a cursor that went back by itself, and mends it: not before this test has looked.
+    # The flusher would notice and repair a cursor that went back; keep it from that until the test has looked.
     deployment = deploy(failover_window_s=6000.0)
     monkeypatch.setattr(retention, "_INTERVAL_S", 600.0)
     monkeypatch.setattr(idle, "_INTERVAL_S", 600.0)
@@ -102,7 +102,7 @@ async def test_a_chain_that_lost_an_entry_is_found(deployment: Deployment) -> No
             seqs.append(receipt.thread_seq)
         assert (await store.verify()).ok
         await store.buffer.session.stream.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": group_of(seqs[1])})
-    # A process that has not seen it: to others nothing is missing yet.
+    # A new process has not seen the entry; another process would not notice that it is missing.
     async with deployment.store(flusher=False) as store:
         report = await store.verify()
         assert [(f.rule, f.thread_id) for f in report.findings] == [("chain", thread_id)]
@@ -208,7 +208,7 @@ async def test_a_busy_system_shows_nothing_wrong(deploy: Callable[..., Deploymen
         threads = [fresh() for _ in range(200)]
         stop = asyncio.Event()
 
-        # A write gives up after half a second and takes the connection with it: on a slow disk that may happen here.
+        # A write gives up after half a second and drops its connection, which may happen here on a slow disk.
         async def write(store: Any) -> None:
             while not stop.is_set():
                 thread_id = chance.choice(threads)

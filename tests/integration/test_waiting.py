@@ -1,4 +1,4 @@
-"""A thread whose row somebody holds waits in a real Postgres: the log forgets it, and nobody else does."""
+"""A thread whose row is locked waits in a real Postgres: the log forgets it, and no reader does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpdesk_store import HelpdeskStore
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_target import helpdesk
 
-#: They wait until the log has forgotten something.
+#: These tests wait until the log has purged entries.
 pytestmark = pytest.mark.alone
 
 _SOON = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2.0}
@@ -26,7 +26,7 @@ _SOON = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s":
 
 @asynccontextmanager
 async def held(deployment: Deployment, thread_id: str) -> AsyncIterator[None]:
-    """Somebody holds the buffer's row of a thread."""
+    """Lock the buffer's row of a thread."""
     row = f"SELECT FROM {deployment.name}.buffer_threads WHERE thread_id = %s FOR UPDATE"
     async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as connection:
         found = await connection.execute(row, [thread_id])  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ async def wait_in_ledger(deployment: Deployment, count: int) -> None:
 
 
 async def forgotten(store: BufferedThreadStore, thread_id: str, beside: str) -> None:
-    """Write another thread of the partition until the log has nothing of this one any more."""
+    """Write another thread of the partition until the log has nothing of this thread."""
     subject = store.buffer.subjects.of(thread_id)
 
     async def gone() -> bool:
@@ -112,7 +112,7 @@ async def test_the_log_forgets_a_thread_that_waits_and_nobody_else_does(deploy: 
 async def test_a_thread_that_waits_is_read_and_written_in_front_of_an_apps_own_store(
     deploy: Callable[..., Deployment],
 ) -> None:
-    """Its rows and ours cannot be read in one snapshot."""
+    """The app's rows and ours cannot be read in one snapshot."""
     deployment = deploy(partitions=1, failover_window_s=2.0)
     dsn = await helpdesk(deployment)
     thread_id, beside = fresh("held"), fresh("beside")
@@ -186,7 +186,7 @@ async def test_a_deletion_that_waits_deletes_and_the_thread_can_be_made_again(
     "lock", ["LOCK TABLE {schema}.messages IN ACCESS EXCLUSIVE MODE", "SELECT FROM {schema}.threads FOR UPDATE"]
 )
 async def test_what_waited_for_a_lock_is_flushed_as_ever_when_it_is_gone(deployment: Deployment, lock: str) -> None:
-    """VACUUM FULL, CREATE INDEX, a migration: seconds, after which entries were flushed eight at a time for good."""
+    """After a lock of seconds (VACUUM FULL, CREATE INDEX, a migration) entries were once flushed by eight for good."""
     threads = [fresh() for _ in range(10)]
     async with deployment.store() as store:
         for t in threads:

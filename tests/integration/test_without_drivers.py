@@ -1,4 +1,4 @@
-"""Each package works where drivers that it has no use for are missing; a name that needs one says what to install."""
+"""Each package works without the drivers that it does not use; a name that needs one says what to install."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_NATS = "nats,nkeys"
 
 
 async def _run(part: str, refused: str, *arguments: str) -> str:
-    """What the program prints; it must end well."""
+    """Run the program, which must succeed, and return its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, PROGRAM, part, refused, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -19,7 +19,7 @@ _STORES = 4
 _CALLERS = 4
 _FIRST = 10
 _EACH = 60
-#: Writes of the one that is far away.
+#: Number of writes of the distant writer.
 _FAR = 8
 
 
@@ -50,12 +50,12 @@ async def test_writers_take_turns_and_hear_what_was_faster(deployment: Deploymen
         groups = sum(a.groups - b.groups for a, b in zip(after, before, strict=True))
         refusals = sum(a.refused - b.refused for a, b in zip(after, before, strict=True))
         assert groups >= _EACH
-        assert refusals < groups / 2, (refusals, groups)  # without turns two to three for each group
+        assert refusals < groups / 2, (refusals, groups)  # without turns there are two to three refusals per group
         assert len(reads) < groups / 4, (len(reads), groups)
         for store, thread_id in callers:
             assert len(await store.load_messages(thread_id)) == _FIRST + _EACH
 
-        # Who writes nothing does not listen any more.
+        # An instance that writes nothing stops listening.
 
         async def silent() -> bool:
             return not any(map(listening, stores))
