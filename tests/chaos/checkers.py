@@ -1,8 +1,8 @@
-"""The rules that a history and what is left at its end must keep, each a function that returns what breaks it.
+"""The rules that a history and its final state must keep, each as a function that returns violations.
 
-A *growing* thread only gets new messages behind the old ones, whoever writes. So its final list shows the order of all
-writes, every state that a read may show is a beginning of that list, and two reads compare by length. A thread that is
-*edited* has one writer, who waits for each outcome: `edits` follows the states that it can be in.
+In a *growing* thread writers only append new messages. So its final list shows the order of all writes, every state
+that a read may show is a prefix of that list, and two reads compare by length. An *edited* thread has one writer, which
+waits for each outcome: `edits` follows the states that the thread can be in.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from itertools import accumulate, pairwise
 from chaos.history import EDITED, FORKED, Final, History, Op, ThreadHistory
 
 FRESH = ("read-your-writes", "strong")
-#: What a call may raise in a chaos run.
+#: Errors that a call may raise in a chaos run.
 DOCUMENTED = {
     "OutcomeUnknown", "LogUnavailable", "StoreUnavailable", "StoreMisconfigured", "LogFull", "ReadNotFresh",
     "FlushTimeout", "ThreadQuarantined", "Closed", "ConcurrentWriter",
 }  # fmt: skip
-#: How much longer some calls may take: an erasure waits for twice the failover window.
+#: Calls that may take longer, by this many seconds: an erasure waits for twice the failover window.
 LONGER_S = {"erase": 30.0}
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that does not hold, and what shows it."""
+    """A broken rule and its evidence."""
 
     rule: str
     thread: str | None
@@ -55,7 +55,7 @@ def lost(history: History, final: Final) -> list[Violation]:
 
 
 def duplicated(history: History, final: Final) -> list[Violation]:
-    """I6: no message is there twice, at the end or in any read."""
+    """I6: no message appears twice, at the end or in any read."""
     found = []
     for thread, h in _growing(history):
         shown = [("at the end", final.messages.get(thread, []))]
@@ -68,7 +68,7 @@ def duplicated(history: History, final: Final) -> list[Violation]:
 
 
 def phantom(history: History, final: Final) -> list[Violation]:
-    """I2: nothing shows that was never tried, was rejected, or had not begun."""
+    """I2: no message appears that was never tried, was rejected, or had not begun."""
     found = []
     for thread, names in final.messages.items():
         if thread not in history.threads:
@@ -90,7 +90,7 @@ def phantom(history: History, final: Final) -> list[Violation]:
 
 
 def reordered(history: History, final: Final) -> list[Violation]:
-    """I3: messages stand in the order of their positions, positions in that of time, and a writer's in his own."""
+    """I3: messages are ordered by position, positions by time, and each writer's messages as it wrote them."""
     found = []
     for thread, h in _growing(history):
         at = {n: i for i, n in enumerate(final.messages.get(thread, ()))}
@@ -126,7 +126,7 @@ def _last(op: Op, at: dict[str, int]) -> float:
 
 
 def not_a_past_state(history: History, final: Final) -> list[Violation]:
-    """I3, I7: every read shows a beginning of the thread, at whatever level."""
+    """I3, I7: every read, at any level, shows a prefix of the thread."""
     found = []
     for thread, h in _growing(history):
         whole = final.messages.get(thread, [])
@@ -140,7 +140,7 @@ def not_a_past_state(history: History, final: Final) -> list[Violation]:
 
 
 def stale(history: History, final: Final) -> list[Violation]:
-    """I7: a fresh read shows what was acknowledged before it began; any read shows the receipt it was given."""
+    """I7: a fresh read shows all that was acknowledged before it began; any read shows the receipt it was given."""
     found = []
     for thread, h in _growing(history):
         at = {n: i + 1 for i, n in enumerate(final.messages.get(thread, ()))}
@@ -160,13 +160,13 @@ def stale(history: History, final: Final) -> list[Violation]:
 
 
 def _needed(ops: Sequence[Op], keys: Sequence[float], at: dict[str, int]) -> tuple[list[float], list[int]]:
-    """The keys in order, and how many messages show all ops up to the n-th of them."""
+    """Return the keys in order, and how many messages a read needs to show the first n ops."""
     ordered = sorted(zip(keys, (max((at.get(n, 0) for n in o.names), default=0) for o in ops), strict=True))
     return [key for key, _ in ordered], [0, *accumulate((need for _, need in ordered), max)]
 
 
 def flicker(history: History, final: Final) -> list[Violation]:
-    """I2, I7: what a read has shown, no later one lacks; an eventual read is compared with eventual ones."""
+    """I2, I7: no read lacks what an earlier read showed; eventual reads are compared with eventual reads."""
     found = []
     for thread, h in _growing(history):
         for levels, of in ((FRESH, (*FRESH, "eventual")), (("eventual",), ("eventual",))):
@@ -181,7 +181,7 @@ def flicker(history: History, final: Final) -> list[Violation]:
 
 
 def edits(history: History, final: Final) -> list[Violation]:
-    """I1, I2, I3, I6, I7 of threads that are edited: reads and the end show a state that the edits can have made."""
+    """I1, I2, I3, I6, I7 for edited threads: reads and the final state are states that the edits can have made."""
     found = []
     for thread, h in history.threads.items():
         if thread.startswith(EDITED):
@@ -203,7 +203,7 @@ def _edited(thread: str, h: ThreadHistory, final: list[str] | None) -> list[Viol
                 )
                 after = {shown}
         else:
-            # An erasure begins with a deletion, whatever becomes of the rest.
+            # An erasure begins with a deletion, which may have happened even if the erasure was rejected.
             after = {_edit(s, op) for s in before} if op.outcome != "rejected" or op.kind == "erase" else set()
             after |= before if not op.ok else set()
         states.append(after)
@@ -212,7 +212,7 @@ def _edited(thread: str, h: ThreadHistory, final: list[str] | None) -> list[Viol
         low = bisect_left(ends, r.began) if r.level in FRESH else 0
         allowed = set().union(*states[low : bisect_right(begins, r.ended) + 1])
         names = tuple(r.names) if r.names is not None else None
-        # A thread whose messages are all deleted is not a deleted thread, but shows the same.
+        # A thread without messages reads like a deleted thread.
         if (names or None) not in {s or None for s in allowed}:
             what = f"{r.process} read {r.level} at {r.began:.3f}: {names}"
             found.append(Violation("edits", thread, f"{what}, possible: {sorted(map(str, allowed))[:4]}"))
@@ -230,7 +230,7 @@ def _edit(state: tuple[str, ...] | None, op: Op) -> tuple[str, ...] | None:
 
 
 def watermarks(history: History, final: Final) -> list[Violation]:
-    """I4: terms, cursors, watermarks and the log's end never go back, and nothing is flushed that is not in the log."""
+    """I4: terms, cursors, watermarks and the log's end never go back, and no cursor is beyond the log's end."""
     found = []
     most: dict[str, tuple[int, ...]] = {}
     for s in sorted(history.samples, key=lambda s: s.t):
@@ -248,7 +248,7 @@ def watermarks(history: History, final: Final) -> list[Violation]:
 
 
 def settled_before_commit(history: History, final: Final) -> list[Violation]:
-    """I5: what is said to be needed no more is committed."""
+    """I5: positions below the settled floor are committed."""
     return [
         Violation("settled before commit", None, f"partition {p} is settled to {seq}, committed to {s.cursors[p][1]}")
         for s in history.samples
@@ -258,7 +258,7 @@ def settled_before_commit(history: History, final: Final) -> list[Violation]:
 
 
 def quarantine(history: History, final: Final) -> list[Violation]:
-    """I8: what was no entry is in quarantine, byte for byte, and nothing of threads that had none."""
+    """I8: all poison is in quarantine byte for byte, and no entry of threads without poison."""
     found = []
     for p in history.poisons:
         parked = final.quarantined.get(p.seq)
@@ -275,7 +275,7 @@ def quarantine(history: History, final: Final) -> list[Violation]:
 
 
 def slow_recovery(history: History, final: Final, *, limit_s: float = 10.0) -> list[Violation]:
-    """I10: after each heal, flushing goes on by itself."""
+    """I10: flushing resumes by itself after each heal."""
     return [
         Violation("slow recovery", None, f"after {', '.join(r.kinds)} flushing went on after {r.flushing_s} s")
         for r in history.recoveries
@@ -294,7 +294,7 @@ def unbounded(history: History, final: Final, *, log_bytes: int, rss_bytes: int)
 
 
 def dishonest(history: History, final: Final, *, deadline_s: float) -> list[Violation]:
-    """I11: a call that fails raises a documented error, within its time unless its process was stopped meanwhile."""
+    """I11: a failing call raises a documented error, and in time unless its process was stopped meanwhile."""
     found = []
     stops: list[tuple[str, float, float]] = []
     begun: dict[tuple[str, str], float] = {}
@@ -316,7 +316,7 @@ def dishonest(history: History, final: Final, *, deadline_s: float) -> list[Viol
 
 Checker = Callable[[History, Final], list[Violation]]
 
-#: Those that need nothing but a history and its end.
+#: The checkers that need only the history and the final state.
 CHECKERS: tuple[Checker, ...] = (
     lost, duplicated, phantom, reordered, not_a_past_state, stale, flicker, edits, watermarks, settled_before_commit,
     quarantine,

@@ -1,8 +1,8 @@
 """The rules that a history of LangGraph's checkpoints must keep, besides those of `chaos.checkers`.
 
-Threads that do not fork tell their history in one channel (`chaos.graphs`): the rules of threads of messages hold for
-them as they are. These here look at rows, which threads that fork have as well: every checkpoint and every write by its
-key. Which rows a thread has that is deleted now and then (`edited`), the other rules say, and which its copies have.
+Threads that do not fork record their history in one channel (`chaos.graphs`), so the rules for threads of messages
+apply to them. The rules here look at rows, which forked threads have too: every checkpoint and every write, by key.
+`lost_edits` and `wrong_copies` check the rows of `edited` threads, which are also deleted from, and of their copies.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from chaos.checkers import FRESH, Checker, Violation
 from chaos.graphs import FIRST, LAST
 from chaos.history import COPIED, EDITED, Final, History, Op, Saved, Saving, Shown, ThreadHistory
 
-#: Namespace and id of a checkpoint, and the task and channel of a write on top of it.
+#: Namespace and id of a checkpoint, and task and channel of a write on it.
 WriteKey = tuple[str, str, str, str]
-#: What takes some of a thread's checkpoints: `_goes` says which.
+#: Operations that remove some of a thread's checkpoints: `_goes` says which.
 _TAKES = ("prune", "runs")
 
 
 @dataclass
 class _Rows:
-    """What was tried of one thread."""
+    """The rows that a thread's writers tried to save."""
 
     puts: dict[tuple[str, str], Op]
     writes: dict[WriteKey, list[Op]]
@@ -49,9 +49,9 @@ class _Rows:
 
 
 def _parked(thread: str, history: History, final: Final) -> list[Op]:
-    """Acknowledged writes that are in quarantine behind poison, in order.
+    """Return the acknowledged writes that are in quarantine behind poison, in order.
 
-    With Postgres away nobody knows that poison is poison, and writers go on behind it.
+    While Postgres is away, writers do not learn of the poison and go on behind it.
     """
     if not final.quarantined:
         return []
@@ -61,7 +61,7 @@ def _parked(thread: str, history: History, final: Final) -> list[Op]:
 
 
 def _or_parked(check: Checker) -> Checker:
-    """The rule for threads that do not fork, with what is in quarantine behind what is in Postgres."""
+    """Apply a rule for threads that do not fork, with the thread's quarantined names appended to those in Postgres."""
 
     def checked(history: History, final: Final) -> list[Violation]:
         parked = {thread: _parked(thread, history, final) for thread in history.threads}
@@ -74,21 +74,21 @@ def _or_parked(check: Checker) -> Checker:
 
 
 def _source(thread: ThreadHistory) -> Op | None:
-    """How the thread was copied, if it is a copy."""
+    """Return the operation that made the thread, if it is a copy."""
     return next((op for op in thread.ops if op.kind == "copy"), None)
 
 
 def _tried(history: History, thread: ThreadHistory) -> tuple[_Rows, ThreadHistory]:
-    """The rows that a thread may have, and the thread to which they were written: of a copy, its source."""
+    """Return the rows that a thread may have, and the thread they were written to: for a copy, its source."""
     copied = _source(thread)
     of = history.threads[copied.saving.id] if copied is not None and copied.saving is not None else thread
     return _Rows.of(of), of
 
 
 def _bereft(thread: ThreadHistory, until: float = math.inf) -> set[tuple[str, str]]:
-    """Checkpoints that may have lost their parents by this time: these were to be pruned, or deleted with their run.
+    """Return the checkpoints that may have lost their parents by this time, to a prune or a run's deletion.
 
-    Once that is done, they have to name none: `orphans` says so.
+    After that they must name no parent, which `orphans` checks.
     """
     tried = [op.saving for op in thread.ops if op.kind in _TAKES and op.outcome != "rejected" and op.began <= until]
     bereft = set()
@@ -115,14 +115,14 @@ def lost_rows(history: History, final: Final) -> list[Violation]:
             saved = final.checkpoints.get((thread, ns, id_))
             there = saved is not None and any((task, channel) == write[:2] for write in saved.writes)
             acked = [op for op in ops if op.ok and op not in parked]
-            # Writes on top of a checkpoint that is not there cannot be read: that one is told of already.
+            # Writes on a missing checkpoint cannot be read; the checkpoint is reported already.
             if acked and saved is not None and not there:
                 found.append(Violation("lost row", thread, f"{channel} of {task!r} on {id_} at {acked[0].seq}"))
     return found
 
 
 def wrong_rows(history: History, final: Final) -> list[Violation]:
-    """I2, I6: what is read, at any time, is what was tried by then: contents, parents, each write once, in order."""
+    """I2, I6: every read shows only what was tried by then: contents, parents, and each write once and in order."""
     found = []
     for thread, h in history.threads.items():
         rows, of = _tried(history, h)
@@ -176,13 +176,13 @@ def _index(channel: str) -> int:
 
 
 def unknown_threads(history: History, final: Final) -> list[Violation]:
-    """I2: nothing is there of a thread that nobody wrote to."""
+    """I2: no thread has rows that nobody wrote to."""
     threads = {thread for thread, _, _ in final.checkpoints} - history.threads.keys()
     return [Violation("phantom row", thread, "nobody wrote to it") for thread in sorted(threads)]
 
 
 def orphans(history: History, final: Final) -> list[Violation]:
-    """I3: a checkpoint that is there has its parent there: that one was acknowledged or read before."""
+    """I3: every checkpoint's parent exists, because it was acknowledged or read before."""
     return [
         Violation("orphan", thread, f"checkpoint {ns!r} {id_}: its parent {saved.parent} is not there")
         for (thread, ns, id_), saved in final.checkpoints.items()
@@ -191,7 +191,7 @@ def orphans(history: History, final: Final) -> list[Violation]:
 
 
 def stale_rows(history: History, final: Final) -> list[Violation]:
-    """I7: a fresh read shows the newest checkpoint, or the one asked for, and all that was written on top by then."""
+    """I7: a fresh read shows the newest checkpoint, or the requested one, and all writes acknowledged on it by then."""
     found = []
     for thread, h, rows in _kept(history):
         newest: dict[str, tuple[list[float], list[str]]] = {}
@@ -222,7 +222,7 @@ def stale_rows(history: History, final: Final) -> list[Violation]:
 
 
 def flickering_rows(history: History, final: Final) -> list[Violation]:
-    """I2, I7: a newest checkpoint that a fresh read has shown, no later one lacks."""
+    """I2, I7: no fresh read shows an older newest checkpoint than an earlier one did."""
     found = []
     for thread, h, _ in _kept(history):
         for ns in {shown.ns for shown in h.shown}:
@@ -238,7 +238,7 @@ def flickering_rows(history: History, final: Final) -> list[Violation]:
 
 
 def wrong_lists(history: History, final: Final) -> list[Violation]:
-    """I2, I6, I7: a list shows what was acknowledged before it began, once, newest first, and nothing untried."""
+    """I2, I6, I7: a list shows once and newest first all that was acknowledged before it began, and nothing untried."""
     found = []
     for thread, h, rows in _kept(history):
         for listed in h.listed:
@@ -257,7 +257,7 @@ def wrong_lists(history: History, final: Final) -> list[Violation]:
 
 
 def contested(history: History, final: Final) -> list[Violation]:
-    """I3: of several writes of one key the first one stands, or the last one, as LangGraph has it for the channel."""
+    """I3: of several writes with one key the first wins, or the last, as LangGraph defines for the channel."""
     found = []
     for thread, h, rows in _kept(history):
         for (ns, id_, task, channel), ops in rows.writes.items():
@@ -277,14 +277,14 @@ def contested(history: History, final: Final) -> list[Violation]:
 def _wrong_winner(
     thread: str, where: str, ops: Sequence[Op], name: str, at: float, *, first: bool
 ) -> Iterator[Violation]:
-    """`at`: when those that had been acknowledged by then count."""
+    """Yield a violation if another write had to win. `at`: only writes acknowledged before count."""
     winner = next((op for op in ops if op.names[0] == name), None)
     if winner is None:
-        return  # a phantom
+        return  # reported as a phantom
     for op in ops:
         if op is winner or not op.ok or op.ended >= at:
             continue
-        # What was tried without an answer may have taken effect earlier; what was never answered, at any time.
+        # A try without an answer may have taken effect earlier; a write that was never answered, at any time.
         if first:
             beaten = op.ended < winner.began or (winner.ok and not winner.tried and op.seq < winner.seq)
         else:
@@ -296,7 +296,7 @@ def _wrong_winner(
 
 
 def revived(history: History, final: Final) -> list[Violation]:
-    """I2, I6: what was pruned or deleted with its run, no list shows later, and nothing of it is there at the end."""
+    """I2, I6: checkpoints that were pruned or deleted with their run appear in no later list and not at the end."""
     found = []
     for thread, h in history.threads.items():
         for op in h.ops:
@@ -312,7 +312,7 @@ def revived(history: History, final: Final) -> list[Violation]:
 
 
 def _goes(key: tuple[str, str], gone: Saving, thread: ThreadHistory) -> bool:
-    """Whether a prune or the deletion of a run takes this checkpoint."""
+    """True when a prune, or the deletion of a run, removes this checkpoint."""
     if gone.task == "prune":
         return key[0] == gone.ns and key[1] < gone.id
     saved = (op.saving for op in thread.ops if op.saving is not None and not op.saving.task)
@@ -320,7 +320,7 @@ def _goes(key: tuple[str, str], gone: Saving, thread: ThreadHistory) -> bool:
 
 
 def _left(thread: ThreadHistory, until: float = math.inf) -> _Rows:
-    """The rows that an edited thread must have by this time: acknowledged, and nothing was tried that takes them."""
+    """Return the rows that an edited thread must have by this time: acknowledged, and not covered by any removal."""
     had = _Rows({}, {})
     for done in thread.ops:
         if done.began > until:
@@ -343,7 +343,7 @@ def _left(thread: ThreadHistory, until: float = math.inf) -> _Rows:
 
 
 def lost_edits(history: History, final: Final) -> list[Violation]:
-    """I1, I6: of a thread that is edited, what nothing has deleted is there at the end."""
+    """I1, I6: an edited thread still has all rows that nothing removed."""
     found = []
     parked = {entry.thread for entry in final.quarantined.values()}
     for thread, h in history.threads.items():
@@ -359,7 +359,7 @@ def lost_edits(history: History, final: Final) -> list[Violation]:
 
 
 def wrong_copies(history: History, final: Final) -> list[Violation]:
-    """I1, I2: a copy has the checkpoints and writes that its source had, all of them and no others."""
+    """I1, I2: a copy has exactly the checkpoints and writes that its source had."""
     found = []
     for thread, h in history.threads.items():
         op = _source(h)
@@ -378,7 +378,7 @@ def wrong_copies(history: History, final: Final) -> list[Violation]:
 
 
 def not_erased(history: History, final: Final) -> list[Violation]:
-    """What an acknowledged erasure covers, the log does not have at the end."""
+    """The log holds no entry covered by an acknowledged erasure."""
     return [Violation("not erased", found.thread, f"the log has {found.seq}") for found in history.remains]
 
 

@@ -1,8 +1,8 @@
 """A process that saves and reads LangGraph's checkpoints: a writer, a reader, a flusher, or all. See `chaos.process`.
 
-A thread of which the name begins with `own` or `edited` is written by one process, which also deletes, erases and
-prunes `edited` ones, deletes runs of them, and copies them to `copied` ones; `forked` ones by all of them at the same
-time, so that they fork; with an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
+One process writes each `own` and `edited` thread. It also deletes, erases and prunes its `edited` threads, deletes
+their runs, and copies them to `copied` threads. With an odd seed all processes write `forked` threads at the same time,
+which then fork; with an even seed `shared` threads, which must not fork: `on_conflict="reject"`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from chaos.history import COPIED, EDITED, FORKED, OWN, SHARED, Listed, Read, Sav
 from chaos.process import RETRY_PAUSE_S, Options, Reader, Worker, started
 from langgraph_savers import config
 
-#: How many steps a thread gets before its writers turn to a new one.
+#: How many steps a thread gets before its writers start a new one.
 _LENGTH = 40
 _SHARED_LENGTH = 60
-#: What takes more than one entry, or waits behind one: when it raises, some of it may be done.
+#: Operations of several entries, or that wait for one: when they raise, a part may be done.
 _IN_PARTS = ("erase", "prune", "runs", "copy")
 
-#: The receipt of the write that the task has just done: LangGraph's interface has no place for one.
+#: The receipt of the task's last write: LangGraph's interface does not return it.
 _receipt: ContextVar[Receipt] = ContextVar("receipt")
 
 
 class Savers:
-    """One saver, and for a reader one of each consistency level."""
+    """One saver; a reader has one for each consistency level."""
 
     def __init__(self, savers: dict[Consistency, AsyncBufferedSaver]) -> None:
         self.savers = savers
@@ -44,7 +44,7 @@ class Savers:
 
     @classmethod
     async def open(cls, options: Options) -> Savers:
-        """Connect."""
+        """Open the savers of the role."""
         levels = list(Consistency) if options.role == "reader" else [Consistency.READ_YOUR_WRITES]
         savers: dict[Consistency, AsyncBufferedSaver] = {}
         try:
@@ -57,12 +57,12 @@ class Savers:
         return cls(savers)
 
     async def aclose(self) -> None:
-        """Close them."""
+        """Close all savers."""
         for saver in self.savers.values():
             await saver.aclose()
 
     def read(self, worker: Worker, thread: str, level: Consistency, _: Receipt | None = None) -> Awaitable[object]:
-        """Read the newest checkpoint, now and then all of them."""
+        """Read the newest checkpoint, sometimes list all of them."""
         if level is Consistency.READ_YOUR_WRITES and worker.chance.random() < 0.1:
             return list_(worker, self.savers[level], thread)
         return read(worker, self.savers[level], thread, level)
@@ -73,7 +73,7 @@ async def _saver(options: Options, level: Consistency) -> AsyncBufferedSaver:
     saver = await AsyncBufferedSaver.open(
         store,
         nats=options.nats,
-        # A prune, a copy or a list waits for more than one flush, all within a call's time.
+        # A prune, a copy or a list waits for several flushes within one call's time.
         config=dataclasses.replace(options.config, flush_timeout_s=4.0),
         consistency=level,
         on_conflict="allow" if options.seed % 2 else "reject",
@@ -97,7 +97,7 @@ async def read(
     ns: str = "",
     asked: str | None = None,
 ) -> Position | None:
-    """Read and record the newest checkpoint, or the one that is asked for; None: it failed."""
+    """Read and record the newest checkpoint, or the requested one. Returns None when the read fails."""
     began = time.monotonic()
     try:
         found = await saver.aget_tuple(config(thread, asked, ns))
@@ -147,7 +147,7 @@ class Writer:
     # --- one write --------------------------------------------------------------------------------------------
 
     async def _put(self, thread: str, at: Position, kind: str = "put", run: str = "") -> Position | None:
-        """Save the next checkpoint; None: not known to be saved."""
+        """Save the next checkpoint. Returns None if it may not be saved."""
         name = self._worker.new_name()
         step = at.next(name, self._saver.get_next_version, self._chance, run)
         id_ = step.checkpoint["id"]
@@ -165,7 +165,7 @@ class Writer:
     async def _put_writes(
         self, thread: str, at: Position, task: str, channels: tuple[str, ...] = FIRST, kind: str = "writes"
     ) -> Position | None:
-        """Save what a task has written on top of a checkpoint; None: not known to be saved."""
+        """Save a task's writes on a checkpoint. Returns None if they may not be saved."""
         name, id_ = self._worker.new_name(), at.id
         assert id_ is not None
 
@@ -187,7 +187,7 @@ class Writer:
         saving: Callable[[int], Saving] | None = None,
     ) -> bool:
         async def call(_: str | None) -> Receipt:
-            _receipt.set(Receipt(thread, 0, 0, 0))  # a copy or prune of nothing writes nothing
+            _receipt.set(Receipt(thread, 0, 0, 0))  # an empty copy or prune writes nothing
             await save()
             return _receipt.get()
 
@@ -201,7 +201,7 @@ class Writer:
     # --- threads ----------------------------------------------------------------------------------------------
 
     async def _own(self, slot: int) -> None:
-        """Threads that only we write to: steps, and what tasks write in between."""
+        """Write threads that only this process writes: checkpoints, and tasks' writes in between."""
         for generation in range(10**9):
             thread = f"{OWN}-{self._worker.name}-{slot}-{generation}"
             at: Position | None = Position()
@@ -222,7 +222,7 @@ class Writer:
                     await read(self._worker, self._saver, thread, asked=self._chance.choice((None, *past)))
 
     async def _share(self, slot: int) -> None:
-        """Threads that every writer goes on with as it has read them; who comes second is rejected."""
+        """Write threads that every writer continues from what it has read; the second of two writers is rejected."""
         generation = 0
         while not self._stopping:
             thread = f"{SHARED}-{slot}-{generation}"
@@ -235,7 +235,7 @@ class Writer:
             generation += at is not None and at.step >= _SHARED_LENGTH
 
     async def _fork(self, slot: int) -> None:
-        """Threads that every writer goes on with as it has read them; what they save stands side by side."""
+        """Write threads that every writer continues from what it has read; concurrent checkpoints become branches."""
         generation = count = 0
         while not self._stopping:
             thread, ns = f"{FORKED}-{slot}-{generation}", self._chance.choice(("", "", "inner:1"))
@@ -250,7 +250,7 @@ class Writer:
                 continue
             count += 1
             tasks = [self._put_writes(thread, after, f"{self._worker.name} {count} {part}") for part in "ab"]
-            if before.id is not None:  # a task that several workers have taken
+            if before.id is not None:  # a task that several workers run
                 channels = self._chance.choice((FIRST, LAST))
                 tasks.append(self._put_writes(thread, before, f"contested {channels[0]}", channels))
             await asyncio.gather(*tasks)
@@ -258,11 +258,11 @@ class Writer:
                 await read(self._worker, self._saver, thread, ns=ns, asked=after.id)
 
     async def _edit(self, slot: int) -> None:
-        """Threads that are also deleted, erased, pruned and copied. Their states are known after every step."""
+        """Write threads that are also deleted, erased, pruned and copied. Their states are known after every step."""
         for generation in range(10**9):
             thread = f"{EDITED}-{self._worker.name}-{slot}-{generation}"
             at: Position | None = Position()
-            #: Each saves some checkpoints in a row; a copy has them, too, so that what it has is not deleted here.
+            #: Each run saves consecutive checkpoints. Runs that a copy shares are not deleted here.
             runs = [f"{thread} 0"]
             for n in range(1, _LENGTH + 1):
                 if self._stopping or at is None:
@@ -278,7 +278,7 @@ class Writer:
                 await self._worker.pause(0.1)
 
     async def _remove_or_copy(self, thread: str, at: Position, runs: list[str]) -> Position | None:
-        """Something that is done with all of the thread; None: it is not known to be done."""
+        """Do one operation on the whole thread. Returns None if it may not be done."""
         saver, me = self._saver, self._worker.name
         what = self._chance.choice(("delete", "erase", *["prune"] * 4, *["copy"] * 4, *["runs"] * 8))
         if what == "erase":
@@ -297,7 +297,7 @@ class Writer:
         if what == "runs":
             if len(runs) < 2:
                 return at
-            # Not the last one, which may have saved what we go on with.
+            # Keep the last run, which may have saved the current checkpoint.
             run = runs.pop(self._chance.randrange(len(runs) - 1))
 
             def gone(op: int) -> Saving:
@@ -321,7 +321,7 @@ class Writer:
 
 
 async def live(worker: Worker, savers: Savers) -> None:
-    """Do what the role says."""
+    """Play the role until told to stop."""
     if worker.options.role in ("writer", "all"):
         await Writer(worker, savers.saver).run()
     elif worker.options.role == "reader":

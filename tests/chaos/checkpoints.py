@@ -1,4 +1,4 @@
-"""Chaos on LangGraph's checkpoints: what is read at the end, by LangGraph's own saver."""
+"""Chaos on LangGraph's checkpoints; LangGraph's own saver reads the final state."""
 
 from __future__ import annotations
 

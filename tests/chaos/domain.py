@@ -1,4 +1,4 @@
-"""What a domain brings to a chaos run: the rest (servers, faults, processes, schedule) is the same for all."""
+"""The parts of a chaos run that depend on what is stored; servers, faults, processes and schedule are common."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from bufstore import BufferConfig
 from chaos.checkers import Checker
 from chaos.history import Final, History, ParkedEntry, Recorder
 
-#: Modules that have a `DOMAIN`.
+#: Modules that define a `DOMAIN`.
 NAMES = ("threads", "lanes", "checkpoints")
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Functions of one domain. The tables of the buffer itself stand in the schema that the site names."""
+    """The functions of one domain. The buffer's tables are in the schema that the site names."""
 
     #: The module that a worker process runs.
     worker: str
-    #: Opens what the supervisor looks with: Postgres, NATS, configuration.
+    #: Opens the supervisor's store from the addresses of Postgres and NATS and a configuration.
     open: Callable[[str, str, BufferConfig], Awaitable[Any]]
-    #: Reads some of what is there at the end, and records it.
+    #: Reads a part of the final state, and records the reads.
     read_back: Callable[[Any, History, random.Random, Recorder], Awaitable[None]]
-    #: What Postgres holds at the end, of its address and what is in quarantine.
+    #: Returns the final state of Postgres, given its address and the quarantined entries.
     final: Callable[[str, dict[int, ParkedEntry]], Awaitable[Final]]
     checkers: tuple[Checker, ...]
     #: LogConfig.lanes.
@@ -34,7 +34,7 @@ class Domain:
 
 
 def domain(name: str) -> Domain:
-    """The domain of this name."""
+    """Return the domain of this name."""
     if name not in NAMES:
         raise SystemExit(f"no such domain: {name}; there are {', '.join(NAMES)}")
     found: Domain = import_module(f"chaos.{name}").DOMAIN

@@ -1,7 +1,7 @@
-"""The kinds of fault: each an async context, inject at its beginning, heal at its end, and what it touches.
+"""The kinds of fault: each an async context that injects at its beginning and heals at its end.
 
-Faults that touch the same thing are not injected at the same time. A fault gets the site and a random source of its
-own, so that the seed alone decides whom it hits. `yield` gives what to note of it, once it is in effect.
+Faults that touch the same thing are not injected together. Each gets the site and its own random source, so that the
+seed alone decides what it hits. The fault yields a note for the record once it is in effect.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Kind:
     #: Kinds that share a word exclude each other.
     touches: frozenset[str]
     inject: Inject
-    #: Whether it is injected with no other fault, because what follows is measured.
+    #: Injected without any other fault, because its effect is measured.
     alone: bool = False
-    #: Whether it can be done on this site.
+    #: True when the fault can be injected on this site.
     possible: Callable[[Site], bool] = lambda _: True
 
 
@@ -76,7 +76,7 @@ def _killing(role: str, *, alone: bool) -> None:
 
 
 async def _kill_and_measure(site: Site, process: Process) -> Process:
-    """Kill a flusher, another one if this one has no partition; measure how long its partitions are not flushed."""
+    """Kill a flusher that owns partitions, and measure how long they are not flushed."""
     before = {p: seq for p, (_, seq) in (await site.persist(site.cursors)).items()}
     owners = await site.persist(site.owners)
 
@@ -89,7 +89,7 @@ async def _kill_and_measure(site: Site, process: Process) -> Process:
     missing = owned(process)
     await process.kill()
     killed = time.monotonic()
-    await asyncio.sleep(0.5)  # so that something is there that it cannot have flushed
+    await asyncio.sleep(0.5)  # leaves time for entries that it cannot have flushed
     ends = await site.persist(site.ends)
 
     async def flushed() -> bool:
@@ -109,7 +109,7 @@ def _stopping(role: str) -> None:
         process = _one(site, chance, role)
         process.send(signal.SIGSTOP)
         if role == "flusher":
-            await asyncio.sleep(LEASE_S + 1)  # long enough that another takes over, and this one wakes up as a zombie
+            await asyncio.sleep(LEASE_S + 1)  # another owner takes over, and this one wakes up as a zombie
         try:
             yield process.name
         finally:
@@ -123,7 +123,7 @@ for _role in ("writer", "flusher", "reader", "all"):
 
 @_kind("clock steps", "clock")
 async def _clock(site: Site, chance: random.Random) -> AsyncIterator[str]:
-    # One that has just begun has no handler yet, and the signal would end it.
+    # A process that has just started has no handler yet, and the signal would end it.
     chosen = [p for p in site.processes if chance.random() < 0.7 and site.started(p) is not None]
     for process in chosen:
         process.send(signal.SIGUSR1)
@@ -170,7 +170,7 @@ _serving("postgres")
 
 
 def _network(name: str, server: str, begin: Callable[[Site, random.Random, str], None]) -> None:
-    """A fault of the proxies of one server: of the clients', the flushers', or both."""
+    """Register a fault of one server's proxies: the clients', the flushers', or both."""
 
     @_kind(name, f"net {server}")
     async def fault(site: Site, chance: random.Random) -> AsyncIterator[str]:
@@ -221,7 +221,7 @@ _network("publish acks lost", "nats", _drop_replies)
 _network("replies to COMMIT lost", "postgres", _drop_replies)
 
 
-# --- what the servers hold ----------------------------------------------------------------------------------------
+# --- the servers' data --------------------------------------------------------------------------------------------
 
 
 @_kind("stream full", "nats")
@@ -264,7 +264,7 @@ async def _consumers(site: Site, chance: random.Random) -> AsyncIterator[str]:
     stream = site.one_of(chance).stream
     names = (await site.persist(lambda: site.api(f"CONSUMER.NAMES.{stream}"))).get("consumers") or []
     for name in names:
-        with contextlib.suppress(RuntimeError):  # its owner was faster
+        with contextlib.suppress(RuntimeError):  # its owner has deleted it already
             await site.api(f"CONSUMER.DELETE.{stream}.{name}")
     yield f"{stream}: {len(names)} consumers"
 
@@ -279,7 +279,7 @@ async def _bucket(site: Site, chance: random.Random) -> AsyncIterator[str]:
 
 @_kind("flushed entries purged", "nats")
 async def _purged(site: Site, chance: random.Random) -> AsyncIterator[str]:
-    """Like an operator who makes room: only what was flushed long enough ago may go, below the cursor."""
+    """Purge as an operator may: only groups below the cursor that were flushed longer ago than the failover window."""
     lane = site.one_of(chance)
     old = [c for t, c in site.cursor_past if t < time.monotonic() - FAILOVER_WINDOW_S]
     ours = [old[-1][p] for p in map(lane.partition, range(PARTITIONS)) if p in old[-1]] if old else []
@@ -319,7 +319,7 @@ def _no_entry(chance: random.Random) -> tuple[bytes, str | None]:
             (garbage, "1.00000000.AAAA"),
             (body[:-3], header),  # truncated
             (body, "9" + header[1:]),  # of a later release
-            (body, header),  # readable, up to its payload
+            (body, header),  # readable up to its payload
         ]
     )
 

@@ -1,9 +1,9 @@
-"""The graphs of a chaos run: what a checkpoint holds, and how it is told in the history.
+"""The graphs of a chaos run: the contents of a checkpoint, and how the history records them.
 
-Channel `log` is a list of names: each checkpoint adds its own name behind its parent's names and what tasks have
-written on top of the parent. So the newest checkpoint of a thread that does not fork tells its whole history, in order.
-`last` stands in the checkpoint's row, `log` and `pad` in blobs; `pad` changes now and then only, so that checkpoints
-name values that came with earlier ones.
+Channel `log` is a list of names: each checkpoint appends its own name to its parent's names and the names that tasks
+wrote on the parent. So the newest checkpoint of a thread that does not fork shows its whole history, in order. `last`
+is stored in the checkpoint's row, `log` and `pad` in blobs. `pad` changes rarely, so that checkpoints refer to values
+saved with earlier ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from langgraph.checkpoint.base.id import uuid6
 from chaos.history import Saved
 from langgraph_savers import checkpoint
 
-#: A task's writes of which the first counts, and of which the last counts.
+#: Channels of tasks' writes where the first write wins, and those where the last wins.
 FIRST, LAST = ("log", "extra"), ("__resume__",)
 _PAD_BYTES = (10, 200, 200, 5000)
 
 
 @dataclass(frozen=True)
 class Position:
-    """The newest checkpoint of a namespace as somebody knows it, with what tasks have written on top of it."""
+    """The newest known checkpoint of a namespace, with the names that tasks wrote on it."""
 
     ns: str = ""
     id: str | None = None
@@ -39,11 +39,11 @@ class Position:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that it stands for."""
+        """All names of the checkpoint and of the writes on it."""
         return (*(self.values or {}).get("log", ()), *self.pending)
 
     def next(self, name: str, version: Callable[[str | None, None], str], chance: random.Random, run: str = "") -> Step:
-        """The next checkpoint."""
+        """Return the step that saves the next checkpoint."""
         versions = dict(self.versions or {})
         changed = version(max(versions.values(), default=None), None)
         new = {"log": changed, "last": changed}
@@ -57,13 +57,13 @@ class Position:
         return Step(made, metadata | {"run_id": run} if run else metadata, new, self.id, after)
 
     def with_pending(self, name: str) -> Position:
-        """Behind a task's writes."""
+        """Return the position after a task's write."""
         return replace(self, pending=(*self.pending, name))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A checkpoint that is to be saved."""
+    """A checkpoint to be saved."""
 
     checkpoint: Checkpoint
     metadata: CheckpointMetadata
@@ -78,19 +78,19 @@ class Step:
 
 
 def content_of(checkpoint: Any, metadata: Any) -> str:
-    """What a checkpoint holds, in few characters."""
+    """Return a short digest of a checkpoint's contents."""
     parts = [checkpoint["channel_values"], checkpoint["channel_versions"], metadata.get("step"), metadata.get("source")]
     return hashlib.sha1(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def key_of(found: CheckpointTuple) -> tuple[str, str]:
-    """Namespace and id."""
+    """Return namespace and id."""
     named = found.config["configurable"]
     return named["checkpoint_ns"], named["checkpoint_id"]
 
 
 def position_of(found: CheckpointTuple | None, ns: str = "") -> Position:
-    """What a read shows."""
+    """Return the position that a read shows."""
     if found is None:
         return Position(ns)
     pending = tuple(value for _, channel, value in found.pending_writes or () if channel == "log")
@@ -99,7 +99,7 @@ def position_of(found: CheckpointTuple | None, ns: str = "") -> Position:
 
 
 def saved_of(found: CheckpointTuple) -> Saved:
-    """What a read shows, as it is recorded."""
+    """Return a read checkpoint as the history records it."""
     parent = found.parent_config["configurable"]["checkpoint_id"] if found.parent_config is not None else None
     writes = tuple((task, channel, str(value)) for task, channel, value in found.pending_writes or ())
     return Saved(parent, content_of(found.checkpoint, found.metadata), writes)

@@ -1,9 +1,8 @@
-"""What happened in a chaos run: one JSON line per event, each process its own file, and the whole read back.
+"""The events of a chaos run: one JSON line per event, a file per process, and the code that reads them all back.
 
-A line is written with one system call before (`Begin`) and after (`End`) what it tells of, so a SIGKILL loses none.
-Times are of the monotonic clock, which all processes of a machine share. The workload is made to be checked: each name
-is written once in the whole run, a message is a name, and a thread's messages show the order in which writes took
-effect.
+A line is written with one system call before (`Begin`) and after (`End`) the event, so a SIGKILL loses none. Times come
+from the monotonic clock, which all processes of a machine share. The workload is made to be checked: each name is
+written once in the whole run, a message is a name, and a thread's messages show the order in which writes took effect.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-#: The first word of a thread's id says what is done with it.
+#: The first word of a thread's id says how it is used.
 SHARED, OWN, WHOLE, EDITED, FORKED, COPIED = "shared", "own", "whole", "edited", "forked", "copied"
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all lines."""
+    """Base of all events."""
 
 
 class Started(_Event, tag="started"):
@@ -31,19 +30,18 @@ class Started(_Event, tag="started"):
     t: float
     process: str
     pid: int
-    #: The names of its flushers, one for each lane, as Postgres knows them; empty without a flusher.
+    #: The names of its flushers in Postgres, one for each lane; empty without a flusher.
     members: tuple[str, ...]
 
 
 class Begin(_Event, tag="begin"):
-    """A write begins: `names` are the new ones that it adds (or those that it removes)."""
+    """A write begins. `names`: the new names that it adds, or those that it removes."""
 
     t: float
     process: str
     op: int
     thread: str
-    #: append, whole, retry; add, remove, drop, erase, saw, prune, runs in threads that are edited; copy in one that is
-    #: one.
+    #: append, whole, retry; in edited threads add, remove, drop, erase, saw, prune, runs; in copies copy.
     kind: str
     names: tuple[str, ...]
 
@@ -56,12 +54,12 @@ class End(_Event, tag="end"):
     op: int
     outcome: str
     seq: int = 0
-    #: An earlier try of the same may have taken effect, too.
+    #: True when an earlier try of the same write may have taken effect too.
     tried: bool = False
 
 
 class Read(_Event, tag="read"):
-    """A read and what it showed; `names` None: no such thread."""
+    """A read and its result; `names` is None when the thread does not exist."""
 
     process: str
     thread: str
@@ -73,22 +71,22 @@ class Read(_Event, tag="read"):
 
 
 class Saving(_Event, tag="saving"):
-    """What a write saves of a graph, told before it begins: a checkpoint, or what a task has written on top of one.
+    """What a write saves of a graph, recorded before it begins: a checkpoint, or a task's writes on one.
 
-    Also which checkpoint a prune leaves, which thread is copied (`id`), and which run is deleted (`run`): that has no
-    channels.
+    Also the checkpoint that a prune keeps, the thread that is copied (`id`), or the run that is deleted (`run`); these
+    have no channels.
     """
 
     process: str
     op: int
     ns: str
     id: str
-    #: Of a checkpoint.
+    #: For a checkpoint: its parent and a digest of its contents.
     parent: str | None = None
     content: str = ""
-    #: The one that a checkpoint is of, or of which all checkpoints are deleted.
+    #: The run of a checkpoint, or the run whose checkpoints are deleted.
     run: str = ""
-    #: Of a task's writes; they have one name, on all of these channels.
+    #: For a task's writes: the task, and the channels, which all get the same name.
     task: str = ""
     channels: tuple[str, ...] = ()
 
@@ -98,12 +96,12 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
 
     parent: str | None
     content: str
-    #: What tasks have written: task, channel, name.
+    #: Tasks' writes: task, channel, name.
     writes: tuple[tuple[str, str, str], ...]
 
 
 class Shown(_Event, tag="shown"):
-    """A read of a checkpoint: of the newest of its namespace, or of the one that was asked for."""
+    """A read of a namespace's newest checkpoint, or of the requested one."""
 
     process: str
     thread: str
@@ -112,13 +110,13 @@ class Shown(_Event, tag="shown"):
     ended: float
     ns: str
     asked: str | None
-    #: None: there is none.
+    #: None when there is no checkpoint.
     id: str | None = None
     saved: Saved | None = None
 
 
 class Listed(_Event, tag="listed"):
-    """A list of a thread's checkpoints: namespaces and ids."""
+    """A list of a thread's checkpoints, as namespaces and ids."""
 
     process: str
     thread: str
@@ -128,7 +126,7 @@ class Listed(_Event, tag="listed"):
 
 
 class Remains(_Event, tag="remains"):
-    """An entry of an erased thread that the log still has at the end."""
+    """An entry of an erased thread that is still in the log at the end."""
 
     thread: str
     seq: int
@@ -146,7 +144,7 @@ class Failed(_Event, tag="failed"):
 
 
 class Fault(_Event, tag="fault"):
-    """A fault is about to begin ("begin"), has begun ("inject"), or is over ("heal")."""
+    """A fault is about to begin ("begin"), is in effect ("inject"), or is over ("heal")."""
 
     t: float
     kind: str
@@ -155,7 +153,7 @@ class Fault(_Event, tag="fault"):
 
 
 class Poison(_Event, tag="poison"):
-    """Something was published that is no entry."""
+    """Poison was published."""
 
     t: float
     thread: str | None
@@ -164,30 +162,30 @@ class Poison(_Event, tag="poison"):
 
 
 class Sample(_Event, tag="sample"):
-    """Seen from outside, in this order: what is settled, the cursors and watermarks, the log's end."""
+    """An outside view, taken in this order: settled floors, cursors and watermarks, the log's end."""
 
     t: float
-    #: Per partition, below which position nothing is needed any more.
+    #: By partition, the position below which no entry is needed.
     settled: dict[int, int]
-    #: Per partition, term and position.
+    #: By partition, term and position.
     cursors: dict[int, tuple[int, int]]
     watermarks: dict[str, int]
     end: int
     log_bytes: int
-    #: Memory of the processes.
+    #: Resident memory in bytes, by process.
     rss: dict[str, int]
-    #: Whose log it is; partitions are numbered on over the lanes.
+    #: The lane of the log; partitions are numbered across all lanes.
     lane: int = 0
 
 
 class Recovery(_Event, tag="recovery"):
-    """How long after the heal of a phase things went on; None: not within the time that was waited."""
+    """How many seconds after a phase's heal the system recovered; None: not within the time waited."""
 
     t: float
     kinds: tuple[str, ...]
     #: Until every partition with a backlog had moved.
     flushing_s: float | None
-    #: Until everything that was in the log at the heal was flushed.
+    #: Until all entries in the log at the heal were flushed.
     caught_up_s: float | None
 
 
@@ -204,7 +202,7 @@ class Recorder:
         self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def write(self, event: Event) -> None:
-        """Append; what is returned from is not lost with the process."""
+        """Append an event; it survives a kill once this returns."""
         os.write(self._file, _encoder.encode(event) + b"\n")
 
     def close(self) -> None:
@@ -213,7 +211,7 @@ class Recorder:
 
 
 def load(paths: Iterable[Path]) -> History:
-    """The history that these files tell."""
+    """Return the history in these files."""
 
     def events() -> Iterable[Event]:
         for path in paths:
@@ -227,7 +225,7 @@ def load(paths: Iterable[Path]) -> History:
 
 @dataclass
 class Op:
-    """A write, from its beginning to its end, if it had one."""
+    """A write, from its beginning to its end, if it has one."""
 
     process: str
     thread: str
@@ -239,18 +237,18 @@ class Op:
     outcome: str = "unknown"
     seq: int = 0
     tried: bool = False
-    #: Of a graph's thread.
+    #: For a write of a graph's thread.
     saving: Saving | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether it was acknowledged."""
+        """True when the write was acknowledged."""
         return self.outcome == "ok"
 
 
 @dataclass
 class ThreadHistory:
-    """What was done with a thread, and what was seen of it."""
+    """The writes and reads of a thread."""
 
     ops: list[Op] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
@@ -260,7 +258,7 @@ class ThreadHistory:
 
 @dataclass
 class History:
-    """A whole run."""
+    """The events of a whole run."""
 
     threads: dict[str, ThreadHistory] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
@@ -273,7 +271,7 @@ class History:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> History:
-        """The history of these events; those of one process in their order."""
+        """Return the history of these events, which are in order for each process."""
         self = cls()
         open_: dict[tuple[str, int], Op] = {}
         saving: dict[tuple[str, int], Saving] = {}
@@ -312,12 +310,12 @@ class History:
 
     @property
     def acknowledged(self) -> int:
-        """How many writes were acknowledged; a read in between and a retry of an old one are none."""
+        """How many new writes were acknowledged, without the reads ("saw") and retries recorded as writes."""
         return sum(o.ok and o.kind not in ("saw", "retry") for t in self.threads.values() for o in t.ops)
 
 
 class ParkedEntry(msgspec.Struct, frozen=True):
-    """An entry in quarantine at the end."""
+    """An entry that is in quarantine at the end."""
 
     thread: str | None
     body: bytes
@@ -325,9 +323,9 @@ class ParkedEntry(msgspec.Struct, frozen=True):
 
 @dataclass
 class Final:
-    """What Postgres holds when everything is flushed."""
+    """The contents of Postgres once everything is flushed."""
 
     messages: dict[str, list[str]]
     quarantined: dict[int, ParkedEntry] = field(default_factory=dict)
-    #: Of graphs: by thread, namespace and id.
+    #: For graphs: by thread, namespace and id.
     checkpoints: dict[tuple[str, str, str], Saved] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Chaos on threads of messages, with several lanes: the same rules, and faults that hit the log of one of them."""
+"""Chaos on threads of messages with several lanes: the same rules, and faults that hit one lane's log."""
 
 from __future__ import annotations
 

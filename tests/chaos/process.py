@@ -1,8 +1,8 @@
-"""What every process of a chaos run has, whatever its domain: when to stop, what is recorded, and how it begins.
+"""The common part of all processes of a chaos run: start, recording, writes and stop.
 
-`chaos.run` starts and kills the processes. Writers write names that nobody has written before, each once: an unknown
-outcome is retried until it is known, as the documentation says. Readers are handed receipts of others' writes over a
-datagram socket. Everything that is done and seen is recorded; what it means is for the checkers to say.
+`chaos.run` starts and kills the processes. Writers write each name once in the whole run, and retry an unknown outcome
+until it is known, as the documentation says. Readers receive other processes' receipts over a datagram socket. All
+calls and results are recorded; the checkers judge them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from bufstore.buffer.buffer import Buffer
 from chaos.history import Begin, End, Event, Failed, Recorder, Started
 
 _READS_AT_ONCE = 8
-#: Pauses between reads of one task, and between tries of a call that failed.
+#: Seconds between a task's reads, and between tries of a call that failed.
 _READ_PAUSE_S = 0.05
 RETRY_PAUSE_S = 0.05
-#: How long outcomes are still looked for when the process is to stop.
+#: How long a stopping process still resolves outcomes, in seconds.
 _STOP_S = 15.0
 
-#: Reads and records: thread, level, receipt.
+#: Reads and records, given a thread, a level and a receipt.
 ReadOnce = Callable[[str, Consistency, Receipt | None], Awaitable[object]]
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What a process is told."""
+    """The options of a process."""
 
     name: str
     role: str
@@ -59,23 +59,23 @@ class Options(msgspec.Struct, frozen=True):
     log: dict[str, Any]
     buffer: dict[str, Any]
     history: str
-    #: Where the readers listen, and where this process does.
+    #: The sockets of the readers, and that of this process.
     readers: tuple[str, ...]
     socket: str = ""
-    #: How many threads are written to at the same time, and how many of them together with others.
+    #: How many threads are written at the same time, and how many of these are shared with other writers.
     slots: int = 64
     shared: int = 8
-    #: How long after its answer an acknowledged write is repeated.
+    #: Seconds between the answer of a write and its late repetition.
     late_retry_s: float = 8.0
 
     @property
     def config(self) -> BufferConfig:
-        """Of the buffer; with a flusher if the role has one."""
+        """The buffer's configuration; with a flusher if the role has one."""
         return BufferConfig(log=LogConfig(**self.log), flusher=self.role in ("flusher", "all"), **self.buffer)
 
 
 class Store(Protocol):
-    """What a domain opens: a buffer with its face."""
+    """The store that a domain opens."""
 
     buffer: Buffer[Any, Any, Any]
 
@@ -88,12 +88,12 @@ S = TypeVar("S", bound=Store)
 
 
 def buffers_of(store: Store) -> Sequence[Buffer[Any, Any, Any]]:
-    """One for each lane."""
+    """Return the buffers, one for each lane."""
     return store.lanes.all if isinstance(store, BufferedThreadStore) else (store.buffer,)
 
 
 class Worker:
-    """What all roles have: the recorder, names, how to write, when to stop."""
+    """The common part of all roles: the recorder, names, writes, and when to stop."""
 
     def __init__(self, options: Options, recorder: Recorder) -> None:
         self.options = options
@@ -113,12 +113,12 @@ class Worker:
         self.stop_at = time.monotonic() + _STOP_S
 
     def close(self) -> None:
-        """Close what it has open."""
+        """Close socket and recorder."""
         self._hand_over.close()
         self.recorder.close()
 
     async def pause(self, seconds: float) -> None:
-        """Sleep, or until stopped."""
+        """Sleep, or return when told to stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
@@ -130,7 +130,7 @@ class Worker:
         self.recorder.write(Failed(self.name, call, began, time.monotonic(), name, str(error)))
 
     def new_name(self) -> str:
-        """A name that nobody has written."""
+        """Return a name that no process has written."""
         self._names += 1
         return f"{self.name}:{self._names}"
 
@@ -148,11 +148,11 @@ class Worker:
         about: Callable[[int], Event] | None = None,
         in_parts: bool = False,
     ) -> Receipt | None:
-        """Do `call` with an idempotency key, or none, until its outcome is known.
+        """Do `call`, with an idempotency key or without, until its outcome is known.
 
-        `heal` instead when the thread is broken. None if it did not succeed within `tries`, or before the end, or when
-        it raised one of `gives_up`. `about`: what is recorded of it besides, by its number. `in_parts`: a call
-        that raises, whatever it says, may have done some of it.
+        When the thread is broken, do `heal` instead. Returns None if it did not succeed within `tries` or before the
+        end, or raised one of `gives_up`. `about`: makes an additional event from the write's number. `in_parts`: a call
+        that raises, with whatever error, may have done a part.
         """
         self.ops += 1
         op, write = self.ops, self.recorder.write
@@ -185,12 +185,12 @@ class Worker:
         if self.chance.random() < 0.1:
             data = msgspec.json.encode(receipt)
             for reader in self.options.readers:
-                with contextlib.suppress(OSError):  # it is away, or has enough to do
+                with contextlib.suppress(OSError):  # it is away or busy
                     self._hand_over.sendto(data, reader)
 
 
 class Reader:
-    """Reads what others have written."""
+    """Reads what other processes have written."""
 
     def __init__(self, worker: Worker, read: ReadOnce) -> None:
         self._worker, self._read_once = worker, read
@@ -222,7 +222,7 @@ class Reader:
                 continue
             receipt = self._receipts[-1] if chance.random() < 0.5 else chance.choice(self._receipts)
             level = chance.choices(levels, [{"strong": 1, "eventual": 3}.get(level.value, 6) for level in levels])[0]
-            # At the Eventual level a receipt makes a read wait for its flush: now and then only.
+            # At the Eventual level a read with a receipt waits for its flush, so few reads get one.
             handed = receipt if chance.random() < (0.2 if level is Consistency.EVENTUAL else 0.7) else None
             await self._read_once(receipt.thread_id, level, handed)
 
@@ -232,11 +232,11 @@ async def main(
     open_: Callable[[Options], Awaitable[S]],
     live: Callable[[Worker, S], Awaitable[None]],
 ) -> None:
-    """Open the store, however long that takes, and do what the role says until SIGTERM."""
+    """Open the store, retrying until it succeeds, and play the role until SIGTERM."""
     recorder = Recorder(Path(options.history))
     loop, opening = asyncio.get_running_loop(), asyncio.current_task()
     assert opening is not None
-    loop.add_signal_handler(signal.SIGTERM, opening.cancel)  # told to end before it has begun
+    loop.add_signal_handler(signal.SIGTERM, opening.cancel)  # for a SIGTERM before the store is open
     store = None
     while store is None:
         began = time.monotonic()
@@ -264,18 +264,18 @@ _true_time = time.time
 
 
 def _step_clock(chance: random.Random) -> None:
-    """The wall clock jumps, for everybody in this process who asks Python for it."""
+    """Make the wall clock jump, for all code of this process that asks Python for the time."""
     offset = chance.choice((-7200.0, -60.0, 60.0, 7200.0))
     time.time = lambda: _true_time() + offset
 
 
 def started(open_: Callable[[Options], Awaitable[S]], live: Callable[[Worker, S], Awaitable[None]]) -> None:
-    """What a module of processes does when it is run."""
+    """Run a worker module as a process."""
     logging.basicConfig(level=logging.INFO, format="%(created).3f %(levelname)s %(name)s: %(message)s")
     logging.getLogger("psycopg").setLevel(logging.ERROR)
     told = msgspec.json.decode(sys.argv[1], type=Options)
     factory = None
-    if told.seed % 2:  # half of the runs on the faster loop, if it is there
+    if told.seed % 2:  # half of the runs use the faster loop, if it is installed
         with contextlib.suppress(ModuleNotFoundError):
             import uvloop
 

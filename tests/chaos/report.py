@@ -1,4 +1,4 @@
-"""What a chaos run says at its end."""
+"""The report of a chaos run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from chaos.checkers import Violation
 from chaos.history import Final, History, load
 from chaos.site import BUFFER, LEASE_S, LOG, Site
 
-#: Longest time of a call: reading, appending, waiting for Postgres, and what two busy cores add.
+#: Longest time of a call: reading, appending, waiting for Postgres, and the delay of two busy cores.
 _DEADLINE_S = BUFFER["append_timeout_s"] + BUFFER["read_timeout_s"] + 8
 _RSS_BYTES = 1 << 30
 _SHOWN = 20
-#: So long after the kill of a writer the others are looked at.
+#: How long other processes are watched after the kill of a writer, in seconds.
 _AFTER_KILL_S = 3.0
 
 
 @dataclass
 class Report:
-    """The verdict, and what it rests on."""
+    """The verdict and its evidence."""
 
     seed: int
     seconds: float
@@ -34,7 +34,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True when no rule is broken."""
         return not self.violations
 
     @property
@@ -47,7 +47,7 @@ class Report:
         return kinds
 
     def text(self) -> str:
-        """In lines, for a person."""
+        """Return the report for people, in lines."""
         h = self.history
         acked = sorted(o.ended for t in h.threads.values() for o in t.ops if o.ok)
         reads = Counter(r.level for t in h.threads.values() for r in t.reads)
@@ -82,7 +82,7 @@ class Report:
         return self._gaps_after("kill writer", _AFTER_KILL_S)
 
     def _gaps_after(self, kind: str, seconds: float) -> list[float]:
-        """The longest time without an acknowledgement of any process that was not killed, after each such kill."""
+        """Return, for each such kill, the longest time without an acknowledgement of the other processes."""
         kills = [f for f in self.history.faults if f.kind == kind and f.what == "inject"]
         begins = [f for f in self.history.faults if f.kind == kind and f.what == "begin"]
         gaps = []
@@ -114,7 +114,7 @@ def judge(
     seconds: float,
     recovery_s: float,
 ) -> Report:
-    """Load the history, ask all checkers."""
+    """Load the history and apply all checkers."""
     history = load(sorted(site.folder.glob("*.jsonl")))
     found = [v for check in site.domain.checkers for v in check(history, final)]
     found += checkers.slow_recovery(history, final, limit_s=recovery_s)
@@ -132,7 +132,7 @@ def judge(
 
 
 def _secrets(site: Site) -> list[Violation]:
-    """I12: no log line and no error's text holds a password."""
+    """I12: no log line and no error contains a password."""
     secrets = [urlsplit(url).password for url in (site.servers.nats.url, site.servers.postgres.dsn)]
     return [
         Violation("secret", None, f"a password stands in {path.name}")

@@ -2,9 +2,9 @@
 
     python -m chaos.run --seconds 60 --seed 1        (or: make chaos SECONDS=60 SEED=1)
 
-The seed decides which kinds of fault come when, whom they hit and how long they last; what the processes make of it is
-up to the machine. After every phase all is healed and the time is taken until flushing goes on. At the end everything
-is flushed, Postgres is read, and the checkers judge. The folder with the history stays when something is wrong.
+The seed decides which kinds of fault come when, what they hit and how long they last; how the processes react depends
+on the machine. After every phase all is healed, and the time until flushing resumes is measured. At the end everything
+is flushed, Postgres is read, and the checkers judge. The folder with the history stays when a rule is broken.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from helpers import eventually
 
 _SAMPLE_S = 0.3
 _POLL_S = 0.1
-#: How long flushing is waited for after a heal.
+#: How long the supervisor waits for flushing after a heal, in seconds.
 _RECOVERY_WAIT_S = 30.0
 _STOP_S = 60.0
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Faults at the same time, and the calm after them."""
+    """Faults that happen at the same time, and the calm after them."""
 
     kinds: tuple[Kind, ...]
-    #: Decides whom the faults hit.
+    #: Decides what the faults hit.
     salt: int
     hold_s: float
     calm_s: float
 
 
 def schedule(seed: int, kinds: Sequence[Kind]) -> Iterator[Phase]:
-    """Phases without end: every kind comes once before one comes again; a third of the phases combines two or three."""
+    """Yield phases for ever: every kind comes once before any comes again; many phases combine two or three."""
     chance = random.Random(seed)
     deck: list[Kind] = []
     while True:
@@ -78,15 +78,15 @@ class Supervisor:
     site: Site
     seconds: float
     kinds: Sequence[Kind]
-    #: Ends after so many phases, if it is not over before.
+    #: The run ends after this many phases at the latest.
     phases_max: int
-    #: Processes that ended by themselves, or not when told to.
+    #: Processes that ended by themselves, or did not end when told to.
     crashes: list[str] = field(default_factory=list)
-    #: True once nothing is disturbed or watched any more.
+    #: True once the supervisor no longer injects or watches.
     over: bool = False
 
     async def run(self) -> Verification | BufstoreError:
-        """Start, disturb, drain; what the self-check says at the end."""
+        """Start, inject faults and drain; return the result of the self-check."""
         site = self.site
         await asyncio.gather(*(p.start() for p in site.processes))
         await self._wait_until_ready()
@@ -98,7 +98,7 @@ class Supervisor:
                 if time.monotonic() > end:
                     break
         finally:
-            # A flag besides: asyncio.wait_for of Python 3.11, which the clients use, may swallow a cancellation.
+            # A flag is needed too: asyncio.wait_for of Python 3.11, which the clients use, may swallow a cancellation.
             self.over = True
             for task in watching:
                 task.cancel()
@@ -151,7 +151,7 @@ class Supervisor:
     async def _sample(self) -> None:
         while not self.over:
             await asyncio.sleep(_SAMPLE_S)
-            with contextlib.suppress(Exception):  # a server is away: nothing is seen then
+            with contextlib.suppress(Exception):  # a server is away, so there is no sample
                 await self.site.sample()
 
     async def _watch(self) -> None:
@@ -163,7 +163,7 @@ class Supervisor:
                     await p.start()
 
     async def _drain(self) -> Verification | BufstoreError:
-        """Stop the processes as one should, flush what is left, look at everything."""
+        """Stop the processes properly, flush the rest, and verify everything."""
         site = self.site
         for roles in (("writer", "reader", "all"), ("flusher",)):
             ending = [p for p in site.processes if p.role in roles]
@@ -180,7 +180,7 @@ class Supervisor:
             return e
 
     async def final(self) -> Final:
-        """What Postgres holds."""
+        """Return the final contents of Postgres."""
         parked: dict[int, ParkedEntry] = {}
         async with self.site.store(flusher=False) as store:
             for lane, buffer in zip(self.site.lanes, buffers_of(store), strict=True):
@@ -210,7 +210,7 @@ async def run(
     recovery_s: float = 10.0,
     on: str = "threads",
 ) -> Report:
-    """One seed, from start to verdict; `recovery_s`: how long flushing may stay away after a heal; `on`: a domain."""
+    """Run one seed and judge it. `recovery_s`: how long flushing may pause after a heal. `on`: the domain."""
     async with _small_disk(folder, seconds) as disk, Site(folder, seed, disk, domain(on)) as site:
         unknown = [name for name in kinds if name not in KINDS]
         if unknown:
@@ -228,7 +228,7 @@ async def run(
 
 @contextlib.asynccontextmanager
 async def _small_disk(folder: Path, seconds: float) -> AsyncIterator[Path | None]:
-    """A file system with little room, if we may make one."""
+    """Mount a small file system, if that is allowed."""
     path = folder / "small"
     path.mkdir()
     size = f"size={64 + int(1.5 * seconds)}m,mode=711"
@@ -243,14 +243,14 @@ async def _small_disk(folder: Path, seconds: float) -> AsyncIterator[Path | None
 
 
 def new_folder(seed: int) -> Path:
-    """Where a run keeps its history."""
+    """Make the folder for a run's history."""
     folder = Path(tempfile.mkdtemp(prefix=f"bufstore-chaos-{seed}-"))
-    folder.chmod(0o711)  # Postgres' account has to pass
+    folder.chmod(0o711)  # Postgres' account must be able to enter
     return folder
 
 
 def main() -> int:
-    """The command line; 1 when something is wrong."""
+    """Run the command line; returns 1 when a rule is broken."""
     parser = argparse.ArgumentParser(prog="chaos", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)

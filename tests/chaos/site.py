@@ -1,4 +1,4 @@
-"""Where a chaos run takes place: real servers, fault proxies before them, processes, and a way around the proxies."""
+"""The environment of a chaos run: real servers, fault proxies, processes, and a way around the proxies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fault_proxy.proxy import FaultProxy
 
 SCHEMA = "chaos"
 PARTITIONS = 8
-#: The processes of a run: name, role, threads written to at once.
+#: The processes of a run: name, role, and number of threads written at once.
 PROCESSES = (
     ("w1", "writer", 64),
     ("w2", "writer", 64),
@@ -48,7 +48,7 @@ PROCESSES = (
     ("r1", "reader", 0),
     ("a1", "all", 32),
 )
-#: A window that is short enough that entries leave the log, and lookups miss, within a run.
+#: Short windows, so that entries leave the log, and lookups miss, within a run.
 LOG = {
     "stream": "CHAOS",
     "bucket": "chaos-hot",
@@ -69,7 +69,7 @@ FAILOVER_WINDOW_S: float = LOG["failover_window_s"]  # type: ignore[assignment]
 
 
 class Process:
-    """A worker process, started anew whenever it was killed: each life has a name of its own."""
+    """A worker process that is restarted after each kill; each of its lives has its own name."""
 
     def __init__(self, site: Site, name: str, role: str, slots: int) -> None:
         self._site = site
@@ -78,7 +78,7 @@ class Process:
         self._slots = slots
         self._lives = 0
         self._process: asyncio.subprocess.Process | None = None
-        #: Whether it shall run: one that ends then has failed.
+        #: True while it should run: a process that ends then has crashed.
         self.wanted = False
 
     @property
@@ -121,22 +121,22 @@ class Process:
         self.wanted = True
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process runs."""
         with contextlib.suppress(ProcessLookupError):
             if self._process is not None and self._process.returncode is None:
                 self._process.send_signal(number)
 
     async def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL and wait."""
         self.wanted = False
         self.send(signal.SIGKILL)
         if self._process is not None:
             await self._process.wait()
 
     async def end(self, timeout_s: float) -> bool:
-        """SIGTERM, then SIGKILL; whether it ended by itself, without an error."""
+        """Send SIGTERM, then SIGKILL. Returns True if it ended in time and without an error."""
         self.wanted = False
-        # One that has just begun has no handler yet.
+        # A process that has just started has no handler yet.
         clean = (0,) if self._site.started(self) is not None else (0, -signal.SIGTERM)
         self.send(signal.SIGCONT)
         self.send(signal.SIGTERM)
@@ -150,7 +150,7 @@ class Process:
 
 
 class Lane:
-    """One log and its ledger, past the proxies. Partitions and positions are numbered on over the lanes."""
+    """One log and its ledger, past the proxies. Partitions and positions are numbered across all lanes."""
 
     def __init__(self, site: Site, number: int, config: BufferConfig) -> None:
         self._site = site
@@ -161,26 +161,26 @@ class Lane:
         self.subjects = Subjects(config.log.subject, PARTITIONS)
 
     def partition(self, number: int) -> int:
-        """The number of a partition among those of all lanes."""
+        """Return a partition's number across all lanes."""
         return self.number * PARTITIONS + number
 
     def position(self, seq: int) -> int:
-        """What stands for a position among those of all lanes."""
+        """Return a position's number across all lanes."""
         return (self.number << 52) + seq
 
     async def cursors(self) -> dict[int, tuple[int, int]]:
-        """Per partition, term and position in this log."""
+        """Return each partition's term and position in this log."""
         rows = await self._site.sql(f"SELECT partition, term, cursor_seq FROM {self.schema}.buffer_partitions")
         return {self.partition(p): (term, seq) for p, term, seq in rows}
 
     async def owners(self) -> dict[int, str]:
-        """Per partition, its owner."""
+        """Return each partition's owner."""
         rows = await self._site.sql(f"SELECT partition, owner FROM {self.schema}.buffer_partitions")
         return {self.partition(p): owner for p, owner in rows}
 
     @contextlib.asynccontextmanager
     async def log(self) -> AsyncIterator[Log]:
-        """The log, past the proxies, as a process finds it that has just begun."""
+        """Open the log past the proxies, as a new process does."""
         session = NatsSession(as_nats_config(self._site.servers.nats.url), self._config, "chaos")
         await session.open()
         try:
@@ -190,30 +190,30 @@ class Lane:
             await session.aclose()
 
     async def ends(self) -> dict[int, int]:
-        """Per partition, the position of its last entry in the log; of those that are flushed long since, none."""
+        """Return the position of each partition's last entry in the log; partitions flushed long ago have none."""
         async with self.log() as log:
             found = await log.ends([self.subjects.of_partition(p) for p in range(PARTITIONS)], 3.0)
         return {self.partition(p): end for p, end in enumerate(found) if end}
 
     async def settled(self) -> dict[int, int]:
-        """Per partition, below which position nothing is needed any more, as its owners have said."""
+        """Return the position below which each partition needs no entry, as its owners have reported."""
         settled = {}
         for p in range(PARTITIONS):
             body = {"last_by_subj": f"$KV.{self.bucket}.floor.{p}"}
-            with contextlib.suppress(RuntimeError):  # nobody has said anything yet
+            with contextlib.suppress(RuntimeError):  # no owner has reported yet
                 found = (await self._site.api(f"STREAM.MSG.GET.KV_{self.bucket}", body))["message"]
                 settled[self.partition(p)] = max(map(int, base64.b64decode(found["data"]).split(b",")))
         return settled
 
 
 class Site:
-    """Everything that a run needs, while in its ``async with`` block. Faults use it; so does the supervisor."""
+    """All resources of a run, within an ``async with`` block. Used by the faults and the supervisor."""
 
     def __init__(self, folder: Path, seed: int, small_disk: Path | None, domain: Domain) -> None:
         self.folder = folder
         self.seed = seed
         self.domain = domain
-        #: A small file system that holds the tables, or None where none can be made.
+        #: A small file system for the tables, or None where none can be mounted.
         self.small_disk = small_disk
         self.servers = Servers()
         self.recorder = Recorder(folder / "supervisor.jsonl")
@@ -221,9 +221,9 @@ class Site:
         self.lanes = [Lane(self, number, config) for number, config in enumerate(lane_configs(self.config))]
         self.processes = [Process(self, *p) for p in PROCESSES]
         self.proxies: dict[str, FaultProxy] = {}
-        #: For each kill of a flusher: how long its partitions were not flushed.
+        #: For each kill of a flusher, how many seconds its partitions were not flushed.
         self.flusher_kills: list[float] = []
-        #: Cursors of before, and when they were seen.
+        #: Past cursors, and when they were read.
         self.cursor_past: list[tuple[float, dict[int, tuple[int, int]]]] = []
         self._client: Client | None = None
         self._database: psycopg.AsyncConnection[Any] | None = None
@@ -250,7 +250,7 @@ class Site:
                 await self.sql("ALTER ROLE CURRENT_USER SET default_tablespace = small")
             async with self.store(flusher=False):
                 pass  # makes stream, bucket and tables
-            # So that late retries come after it.
+            # A short duplicate window, so that late retries come after it.
             for lane in self.lanes:
                 info = await self.api(f"STREAM.INFO.{lane.stream}")
                 await self.api(f"STREAM.UPDATE.{lane.stream}", info["config"] | {"duplicate_window": 2_000_000_000})
@@ -263,11 +263,11 @@ class Site:
         self.recorder.close()
 
     def through(self, url: str, proxy: str) -> str:
-        """The URL with the port of a proxy."""
+        """Return the URL with a proxy's port."""
         return url.replace(f":{urlsplit(url).port}", f":{self.proxies[proxy].port}")
 
     def started(self, process: Process) -> Started | None:
-        """What a process said when it was ready, if it is."""
+        """Return the process's event of its start, or None if it is not ready."""
         path = self.folder / f"{process.name}.jsonl"
         if not path.exists():
             return None
@@ -276,7 +276,7 @@ class Site:
         return msgspec.json.decode(first, type=Started) if first.endswith(b"\n") else None
 
     def store(self, *, flusher: bool) -> contextlib.AbstractAsyncContextManager[Store]:
-        """A store of the supervisor's own, past the proxies."""
+        """Open a store for the supervisor, past the proxies."""
 
         @contextlib.asynccontextmanager
         async def opened() -> Any:
@@ -290,7 +290,7 @@ class Site:
         return opened()
 
     def note(self, kind: str, what: str, detail: str = "") -> None:
-        """Record a fault's begin or end."""
+        """Record the begin or end of a fault."""
         self.recorder.write(Fault(time.monotonic(), kind, what, detail))
 
     # --- past the proxies -------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Site:
             await self._database.close()
 
     async def client(self) -> Client:
-        """A connection to NATS."""
+        """Return a connection to NATS."""
 
         async def quiet(_: Exception) -> None:
             pass
@@ -315,7 +315,7 @@ class Site:
         return self._client
 
     async def api(self, verb: str, body: Any = None, timeout_s: float = 3.0) -> dict[str, Any]:
-        """A request to the JetStream API. Raises RuntimeError when it is refused."""
+        """Send a request to the JetStream API. Raises RuntimeError when it is refused."""
         client = await self.client()
         payload = json.dumps(body).encode() if body is not None else b""
         answer = await client.request(f"$JS.API.{verb}", payload, timeout=timeout_s)
@@ -325,7 +325,7 @@ class Site:
         return result
 
     async def sql(self, query: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Rows of a query."""
+        """Return the rows of a query."""
         async with self._database_lock:
             if self._database is None or self._database.closed:
                 self._database = await psycopg.AsyncConnection.connect(
@@ -336,7 +336,7 @@ class Site:
                 return await cursor.fetchall() if cursor.description else []
 
     async def persist(self, work: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
-        """Do it again until it works: servers may be away."""
+        """Repeat the work until it succeeds: servers may be away."""
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
@@ -345,38 +345,38 @@ class Site:
                     await asyncio.sleep(0.1)
 
     async def cursors(self) -> dict[int, tuple[int, int]]:
-        """Per partition, term and position."""
+        """Return each partition's term and position."""
         return {p: at for lane in self.lanes for p, at in (await lane.cursors()).items()}
 
     async def owners(self) -> dict[int, str]:
-        """Per partition, its owner."""
+        """Return each partition's owner."""
         return {p: owner for lane in self.lanes for p, owner in (await lane.owners()).items()}
 
     async def ends(self) -> dict[int, int]:
-        """Per partition, the position of its last entry in the log; of those that are flushed long since, none."""
+        """Return the position of each partition's last entry in the log; partitions flushed long ago have none."""
         return {p: end for lane in self.lanes for p, end in (await lane.ends()).items()}
 
     def one_of(self, chance: random.Random) -> Lane:
-        """A lane for a fault of a log."""
-        # Without several, nothing is drawn: what a seed decides stays as it was.
+        """Return a lane for a fault of its log."""
+        # With one lane nothing is drawn, so that seeds decide as they did before lanes existed.
         return chance.choice(self.lanes) if len(self.lanes) > 1 else self.lanes[0]
 
     async def publish(self, thread: str, body: bytes, header: str | None) -> None:
-        """Put an entry into the thread's log that is none, and record it."""
+        """Publish and record a malformed entry on the thread's log."""
         lane = self.lanes[lane_of(thread, self.config.log)]
         async with lane.log() as log:
             seq = await log.publish(Outgoing(lane.subjects.of(thread), body, header), 3.0)
         self.recorder.write(Poison(time.monotonic(), thread, lane.position(seq), body))
 
     async def publish_among_groups(self, lane: Lane, body: bytes) -> None:
-        """Put something among the groups that is none, and record it."""
+        """Publish and record a malformed group."""
         client = await self.client()
         ack = json.loads((await client.request(lane.subjects.groups, body, timeout=3)).data)
         if ack.get("seq"):
             self.recorder.write(Poison(time.monotonic(), None, lane.position(first_place(ack["seq"])), body))
 
     async def sample(self) -> None:
-        """Look, and record what is seen: what is settled before cursors, cursors before the log's end."""
+        """Record a sample: first what is settled, then the cursors, then the log's end."""
         rss = {}
         for process in self.processes:
             with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""A short chaos run: real processes and servers, a few kinds of fault, every rule checked."""
+"""Short chaos runs: real processes and servers, a few kinds of fault, every rule checked."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SHORT = (
     "stop all",
     "stop postgres",
 )
-#: One whose first two phases are short and combine many of these kinds.
+#: A seed whose first two phases are short and combine many of these kinds.
 _SEED = 769
 
 
 async def short_run(seed: int, kinds: Sequence[str], least: int, on: str = "threads") -> Report:
-    """Two phases of a seed, with so many faults at least: nothing is wrong. Its folder stays when something is."""
+    """Run two phases of a seed with at least `least` faults; no rule may be broken. The folder stays when one is."""
     folder = new_folder(seed)
-    # How long things take is not judged here: the machine may be busy with other tests.
+    # Recovery times are not judged here, because the machine may be busy with other tests.
     report = await run(seed, 30, folder, kinds, phases=2, recovery_s=30.0, on=on)
     assert report.ok, f"{report.text()}\nhistory: {folder}"
     assert len(report.injected) >= least
@@ -60,7 +60,7 @@ async def test_a_short_run_on_two_lanes_loses_nothing() -> None:
     assert {p for sample in report.history.samples for p in sample.cursors} == set(range(16))
 
 
-#: The same for LangGraph's checkpoints, with workers that write to the same threads side by side.
+#: The same for LangGraph's checkpoints, with workers that write to the same threads.
 _SEED_OF_GRAPHS = 1137
 _SHORT_OF_GRAPHS = (
     "cut postgres",

@@ -1,4 +1,4 @@
-"""Each checker is shown a history that breaks its rule, and finds it; clean ones pass all."""
+"""Each checker finds the violation in a history that breaks its rule; clean histories pass all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ E = "edited-1"
 
 
 class Tale:
-    """Events, told one after the other; each takes a second unless it says otherwise."""
+    """Builds a history, event by event; an event takes one second unless given otherwise."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -42,7 +42,7 @@ class Tale:
         self._ops = 0
 
     def write(self, *names: str, seq: int = 0, outcome: str = "ok", kind: str = "append", thread: str = T) -> Tale:
-        """A write by w."""
+        """Add a write by process w."""
         op = self.begin(*names, kind=kind, thread=thread)
         return self.end(op, seq, outcome)
 
@@ -78,7 +78,7 @@ def sample(t: float, cursor: int = 5, floor: int = 5, **fields: Any) -> Sample:
 
 
 def told(tale: Tale, final: Sequence[str] | None, thread: str = T, **rest: Any) -> list[str]:
-    """The rules that the tale breaks."""
+    """Return the rules that the history breaks."""
     end = Final({} if final is None else {thread: list(final)}, **rest)
     history = History.of(tale.events)
     return [v.rule for check in checkers.CHECKERS for v in check(history, end)]
@@ -236,7 +236,7 @@ def test_calls_that_end_late_or_strangely_are_found() -> None:
 
 @given(st.randoms(use_true_random=False))
 def test_what_a_correct_store_does_passes_and_its_damage_does_not(chance: random.Random) -> None:
-    """Two writers at a time, reads that may show anything that the promise allows; then one message is lost."""
+    """Two concurrent writers, and reads that show anything the promise allows; then one message is lost."""
     tale, log, stored, open_ = Tale(), list[str](), 0, dict[str, tuple[int, str]]()
     for n in range(chance.randint(2, 30)):
         by = chance.choice("vw")

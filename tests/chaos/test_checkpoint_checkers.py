@@ -1,4 +1,4 @@
-"""Each rule of LangGraph's checkpoints is shown a history that breaks it, and finds it; clean ones pass all."""
+"""Each rule for LangGraph's checkpoints finds a history that breaks it; clean histories pass all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Key = tuple[str, str, str]
 
 
 class Tale:
-    """Events and what is in Postgres at the end, told one after the other; each takes a second."""
+    """Builds a history and the final contents of Postgres, event by event; each event takes one second."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -77,7 +77,7 @@ class Tale:
     def read(
         self, id_: str | None, saved: Saved | None = None, *, level: str = "strong", asked: str | None = None
     ) -> Tale:
-        """A read; without `saved`, of the checkpoint as it is now."""
+        """Add a read; without `saved`, it shows the checkpoint as it is now."""
         self.now += 1
         shown = saved or (self.final[T, "", id_] if id_ is not None else None)
         self.events.append(Shown("r", T, level, self.now, self.now + 0.5, "", asked, id_, shown))
@@ -91,7 +91,7 @@ class Tale:
         return self
 
     def ends_with(self, id_: str, saved: Saved | None) -> Tale:
-        """Something else is in Postgres than what was saved."""
+        """Replace a checkpoint in the final contents by `saved`."""
         if saved is None:
             del self.final[T, "", id_]
         else:
@@ -99,7 +99,7 @@ class Tale:
         return self
 
     def broken(self) -> set[str]:
-        """The rules that the tale breaks."""
+        """Return the rules that the history breaks."""
         final = Final({}, self.quarantined, self.final)
         history = History.of(self.events)
         return {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)}
@@ -115,7 +115,7 @@ def clean() -> Tale:
         .read("2")
         .read("1", asked="1")
         .read("1", level="eventual")
-        .put("3", "1", seq=4)  # beside 2
+        .put("3", "1", seq=4)  # a sibling of 2
         .writes("1", "b", "contested", seq=5)
         .writes("1", "c", "contested", seq=6)
         .writes("1", "d", "asked", channels=LAST, seq=7)
@@ -208,9 +208,9 @@ def test_a_bad_history_of_checkpoints_is_found(what: str) -> None:
 
 
 def _pruned_and_copied(source: dict[str, Saved], copy: dict[str, Saved], *listed: str) -> set[str]:
-    """The rules that are broken when a thread of 1, 2 (with a write on top) and 3 is pruned to 2 and copied before 3.
+    """Return the rules broken when a thread of 1, 2 (with a write on it) and 3 is pruned to 2 and copied before 3.
 
-    It ends with `source`, its copy with `copy`; a list behind all that shows these.
+    `source` and `copy` are their final rows; `listed` is what a later list shows.
     """
     edited, copied = "edited-1", "copied-edited-1"
     savings = [
@@ -235,7 +235,7 @@ def _pruned_and_copied(source: dict[str, Saved], copy: dict[str, Saved], *listed
 
 
 def _run_deleted(ends: dict[str, Saved], *listed: str, outcome: str = "ok") -> set[str]:
-    """The rules that are broken when 1 and 2 (of a run, with a write on 2) are deleted; 3 of another stands behind."""
+    """Return the rules broken when run "gone" (1 and 2, with a write on 2) is deleted; 3 and 4 are of another run."""
     thread = "edited-1"
     savings = [
         ("add", ("a",), Saving("w", 1, "", "1", None, "of 1", run="gone")),
@@ -308,7 +308,7 @@ def test_what_is_parked_behind_poison_is_not_lost_and_anything_else_is() -> None
     tale.events.append(Poison(tale.now, T, 11, b"x"))
     tale.quarantined = {11: ParkedEntry(T, b"x"), 12: ParkedEntry(T, b"y")}
     assert tale.broken() == set()
-    tale.events.pop()  # nothing was wrong with the thread
+    tale.events.pop()  # without poison in the thread
     assert "quarantine" in tale.broken()
 
 
@@ -335,7 +335,7 @@ def test_what_had_no_answer_may_have_taken_effect_at_any_time() -> None:
     unknown.end(op, outcome="unknown").writes("1", "b", channels=LAST, seq=3)
     assert unknown.broken() == set()
     assert unknown.ends_with("1", _writes(("t", LAST[0], "a"))).broken() == set()
-    # The first try of a write that was repeated may have been the first one of its key.
+    # The first try of a repeated write may have been the key's first write.
     tried = Tale().put("1", seq=1)
     op = tried.begin(Saving("w", 0, "", "1", task="t", channels=FIRST), "a")
     other = tried.begin(Saving("v", 0, "", "1", task="t", channels=FIRST), "b", by="v")
@@ -346,7 +346,7 @@ def test_what_had_no_answer_may_have_taken_effect_at_any_time() -> None:
 
 @given(st.randoms(use_true_random=False))
 def test_what_a_correct_saver_does_passes_and_its_damage_does_not(chance: random.Random) -> None:
-    """Checkpoints behind any that was read, writes on top of any; then one row is damaged."""
+    """Checkpoints and writes on any existing checkpoint; then one row is damaged."""
     tale = Tale().put("00", seq=1)
     for n in range(1, chance.randint(2, 25)):
         saved = sorted(id_ for _, _, id_ in tale.final)

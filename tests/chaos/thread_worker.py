@@ -19,7 +19,7 @@ from bufstore import (
 from chaos.history import EDITED, OWN, SHARED, WHOLE, Begin, End, Read
 from chaos.process import RETRY_PAUSE_S, Options, Reader, Worker, started
 
-#: How many messages a thread gets before its writer turns to a new one.
+#: How many messages a thread gets before its writers start a new one.
 _LENGTH = 40
 _SHARED_LENGTH = 150
 
@@ -27,7 +27,7 @@ _SHARED_LENGTH = 150
 async def read(
     worker: Worker, store: BufferedThreadStore, thread: str, level: Consistency, receipt: Receipt | None = None
 ) -> tuple[str, ...] | None:
-    """Read and record; what was seen, or None."""
+    """Read and record. Returns the names, or None when the read fails or the thread does not exist."""
     began = time.monotonic()
     try:
         found = await store.load_messages(thread, consistency=level, at_least=receipt)
@@ -61,7 +61,7 @@ class Writer:
     # --- threads ----------------------------------------------------------------------------------------------
 
     async def _own(self, slot: int) -> None:
-        """Threads that only we write to, by appending or with the whole list each time."""
+        """Write threads that only this process writes, by appending or with the whole list each time."""
         whole = slot % 3 == 0
         for generation in range(10**9):
             thread = f"{WHOLE if whole else OWN}-{self._worker.name}-{slot}-{generation}"
@@ -79,7 +79,7 @@ class Writer:
                     return self._store.checkpoint(run.thread_id, all_, run, idempotency_key=key)
 
                 last = n == _LENGTH - 1
-                # The last one has a key from the start: it is repeated much later.
+                # The last append has a key from the start, because it is repeated much later.
                 key = f"key of {name}" if last and not whole else None
                 receipt = await self._worker.write(
                     thread, "whole" if whole else "append", [name], save if whole else append, save, key
@@ -97,16 +97,16 @@ class Writer:
     async def _repeat(
         self, thread: str, name: str, key: str, append: Callable[[str | None], Awaitable[Receipt]]
     ) -> None:
-        """The same call with the same key, long after it was answered."""
+        """Repeat a call with its key, long after it was answered."""
         await self._worker.pause(self._worker.options.late_retry_s)
         if not self._worker.stopping.is_set():
-            # Few tries: a poisoned thread stays closed to appends, as nobody heals it any more.
+            # Few tries: a poisoned thread refuses appends, and nobody heals it any more.
             await self._worker.write(thread, "retry", [name], append, key=key, tries=5)
 
     async def _together(self, slot: int) -> None:
-        """Threads that every writer appends to.
+        """Append to threads that every writer appends to.
 
-        So many that a key may have left the ring of the last 16 before it is used again.
+        They get so many appends that a key may have left the ring of the last 16 before it is used again.
         """
         generation = 0
         while not self._worker.stopping.is_set():
@@ -121,7 +121,7 @@ class Writer:
                 generation += 1
 
     async def _edit(self, slot: int) -> None:
-        """Threads whose messages, and themselves, are also deleted. Their states are known after every step."""
+        """Write threads that are deleted too, as are messages of theirs. Their states are known after every step."""
         for generation in range(10**9):
             thread = f"{EDITED}-{self._worker.name}-{slot}-{generation}"
             state: list[str] = []
@@ -132,11 +132,11 @@ class Writer:
                 await self._worker.pause(0.1)
 
     async def _edit_once(self, thread: str, state: list[str]) -> list[str] | None:
-        """One edit; what the thread then holds, or None when that cannot be found out."""
+        """Do one edit. Returns the thread's messages, or None when they cannot be determined."""
         kind = self._chance.choices(("add", "remove", "drop"), (6, 2 if state else 0, 0.5 if state else 0))[0]
         names = [self._worker.new_name()] if kind == "add" else self._chance.sample(state, min(2, len(state)))
         if kind == "drop":
-            # Given up, a deletion may be carried out by whoever deletes next: repeated until it is known.
+            # Repeated until its outcome is known: the next deletion by any process may carry out one that was given up.
             return [] if await self._worker.write(thread, kind, [], self._deletion(thread)) is not None else None
 
         async def edit(_: str | None) -> Receipt:
@@ -148,7 +148,7 @@ class Writer:
             if kind == "add":
                 return [*state, *names]
             return [n for n in state if n not in names]
-        # An edit has no key. Behind an entry that stands, what was sent before it either stands or never will.
+        # An edit has no key. Once a later entry is stored, an earlier call is either stored or never will be.
         fence, run = self._worker.new_name(), self._run(thread)
         receipt = await self._worker.write(
             thread,
@@ -181,7 +181,7 @@ class Writer:
             except NotFound:
                 if not maybe:
                     raise
-                return Receipt(thread, 0, 0, 0)  # the one before has done it
+                return Receipt(thread, 0, 0, 0)  # an earlier try has deleted it
 
         return delete
 
@@ -190,13 +190,13 @@ class Writer:
 
 
 async def opened(options: Options) -> BufferedThreadStore:
-    """The store of a process."""
+    """Open a process's store."""
     inner = PostgresThreadStore(options.postgres, schema=options.schema, pool_size=4)
     return await BufferedThreadStore.open(inner, nats=options.nats, config=options.config)
 
 
 async def live(worker: Worker, store: BufferedThreadStore) -> None:
-    """Do what the role says."""
+    """Play the role until told to stop."""
     if worker.options.role in ("writer", "all"):
         await Writer(worker, store).run()
     elif worker.options.role == "reader":

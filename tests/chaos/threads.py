@@ -1,4 +1,4 @@
-"""Chaos on threads of messages: what is read at the end."""
+"""Chaos on threads of messages; reads the final state."""
 
 from __future__ import annotations
 
