@@ -1,4 +1,4 @@
-"""The history of a DeltaChannel: read many ancestors at a time, it is what LangGraph gathers one at a time."""
+"""The history of a DeltaChannel: reading many ancestors at a time gives what LangGraph gathers one at a time."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def place(request: pytest.FixtureRequest) -> Place:
     return Place(request.getfixturevalue("servers") if request.param == "servers" else None)
 
 
-#: A None that is stored counts as a value, as it does one ancestor at a time; LangGraph's saver for Postgres passes it.
+#: A stored None counts as a value, as when ancestors are read one at a time; LangGraph's saver for Postgres skips it.
 _NONE = [None]
 
 
 def _value(chance: random.Random, step: int, others: list[Any]) -> Any:
-    """A value in a blob, one in the row, a snapshot, and others."""
+    """Return a value stored in a blob, one stored in the row, a snapshot, or one of the others."""
     return chance.choice([[f"value {step}"], f"inline {step}", _DeltaSnapshot([f"snapshot {step}"]), *others])
 
 
 async def _grow(
     saver: AsyncBufferedSaver, thread_id: str, chance: random.Random, ns: str, others: list[Any]
 ) -> list[Any]:
-    """Checkpoints that fork now and then, with some channels stored and others only written to."""
+    """Save checkpoints that fork now and then; some channels are stored, others only written to."""
     places: list[Any] = [config(thread_id, ns=ns)]
     versions: list[dict[str, Any]] = [{}]
     for step in range(_STEPS):
@@ -62,7 +62,7 @@ async def _one_at_a_time(saver: AsyncBufferedSaver, at: Any, channels: list[str]
 
 
 def _flush_between(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch, likely: float = 1.0) -> None:
-    """Flush all when a read has seen the tail, and is about to ask the store for what the tail does not have."""
+    """Flush everything between a read's look at the tail and its query to the store."""
     store, chance = saver.engine._store, random.Random(11)
 
     def behind_a_flush(ask: Any) -> Any:
@@ -108,12 +108,12 @@ async def test_it_is_what_one_ancestor_after_the_other_tells(
 async def test_a_flush_during_the_read_takes_nothing_from_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, history: str
 ) -> None:
-    """What it moves is neither in the tail that was read before, nor behind the ancestor that is asked for then."""
+    """The flush moves entries which are neither in the tail that was read nor behind the ancestor asked for then."""
     async with place.saver(flush=0.0, history=history) as saver:
         at, changed = config(fresh()), dict[str, Any]()
         for step in range(6):
             changed = {"a": str(step)}
-            # A value that is written anew, with writes behind it: leaving out history takes it, too.
+            # Step 4 stores the value again, with later writes: leaving out history drops this value too.
             at = await saver.aput(at, checkpoint(changed, {"a": [step]} if step == 4 else {}), META, changed)  # type: ignore[arg-type]
             await saver.aput_writes(at, [("a", f"write {step}"), ("b", f"write {step}")], "task")
             if step == 1:
@@ -159,7 +159,7 @@ async def test_a_long_history_is_a_question_or_two(servers: Servers, monkeypatch
 
 
 async def test_only_the_ancestors_rows_are_looked_at(servers: Servers) -> None:
-    """Also in tables that nobody has analyzed; at the thread's writes once then, not for each ancestor."""
+    """Tables without statistics are included. The thread's writes are then scanned once, not for each ancestor."""
     place, thread_id, limit, steps = Place(servers), fresh(), 5, 200
     async with place.saver() as saver:
         at: Any = config(thread_id)
@@ -190,7 +190,7 @@ async def test_only_the_ancestors_rows_are_looked_at(servers: Servers) -> None:
 async def test_it_goes_one_by_one_where_the_store_does_not_answer(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as each ancestor is remembered or can be read."""
+    """This works as long as each ancestor is remembered or readable from the log."""
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:
         await diary(saver).ainvoke({"entries": ["first"]}, config(thread_id))

@@ -1,4 +1,4 @@
-"""Several processes at the same threads: what one deletes, leaves out or does not know costs no other a value."""
+"""Several processes on the same threads: what one deletes, leaves out or does not know takes no value from another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 
 async def two(stack: AsyncExitStack, **options: Any) -> tuple[AsyncBufferedSaver, AsyncBufferedSaver]:
-    """Two processes that flush nothing by themselves."""
+    """Open two processes that flush nothing by themselves."""
     place = Place(None)
     place.log = dataclasses.replace(place.log, failover_window_s=2.0)  # an erasure waits for it
     options = {"retain_after_flush_s": 2.0} | options
@@ -45,7 +45,7 @@ async def put(saver: AsyncBufferedSaver, at: Any, versions: Any, held: Any, new:
 
 @pytest.mark.parametrize("real", [False, True])
 async def test_behind_a_deletion_the_newest_that_is_left_is_read(servers: Servers, real: bool) -> None:
-    """Postgres was asked for the newest only, which the tail deletes: the next run would have begun with nothing."""
+    """Postgres was once asked for the newest only, which the tail deletes: the next run would have started empty."""
     place, t = Place(servers if real else None), fresh()
     async with place.saver(flush=0) as one, place.saver(flush=0) as other:
         first = await put(one, config(t), {"a": "1"}, {"a": [1]}, {"a": "1"}, run_id="r1")
@@ -60,7 +60,7 @@ async def test_behind_a_deletion_the_newest_that_is_left_is_read(servers: Server
 
 @pytest.mark.parametrize("history", ["run", "latest", "all"])
 async def test_a_fork_has_what_its_parent_held_though_that_was_left_out(stack: AsyncExitStack, history: str) -> None:
-    """Another process saved on the same parent, and both went in one flush: the parent goes, with what it brought."""
+    """Another process saved on the same parent, and one flush had both: the parent goes, with the values it brought."""
     (one, other), t = await two(stack, history=history), fresh()
     parent = await put(one, config(t), {"x": "1", "y": "1"}, {"x": ["X"], "y": ["Y"]}, {"x": "1", "y": "1"})
     await other.aget_tuple(parent)
@@ -88,7 +88,7 @@ async def test_checkpoints_that_are_saved_side_by_side_each_have_all(stack: Asyn
 
 
 async def test_a_worker_whose_graph_lacks_a_channel_hides_its_value_from_nobody(stack: AsyncExitStack) -> None:
-    """As in a rolling deployment; LangGraph keeps the channel's version."""
+    """This happens in a rolling deployment. LangGraph keeps the channel's version."""
     (one, other), t = await two(stack), fresh()
     first = await put(one, config(t), {"old": "1", "y": "1"}, {"old": ["O"], "y": ["Y"]}, {"old": "1", "y": "1"})
     await put(one, first, {"old": "2", "y": "1"}, {"old": ["O2"], "y": ["Y"]}, {"old": "2"})
@@ -106,7 +106,7 @@ async def test_a_worker_whose_graph_lacks_a_channel_hides_its_value_from_nobody(
 
 
 async def test_a_worker_that_has_read_nothing_keeps_house_all_the_same(stack: AsyncExitStack) -> None:
-    """Where two workers may not write to a thread: nobody does meanwhile."""
+    """Two workers may not write to a thread here, but no other writes meanwhile."""
     (one, other), threads = await two(stack, on_conflict="reject"), [fresh() for _ in range(5)]
     for t in threads:
         first = await put(one, config(t), {"a": "1"}, {"a": [1]}, {"a": "1"}, run_id=f"{t}1")
@@ -128,7 +128,7 @@ async def test_a_worker_that_has_read_nothing_keeps_house_all_the_same(stack: As
 async def test_a_copy_of_a_thread_that_is_pruned_meanwhile_has_all_values(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page of a list was read by several statements, each of its own moment."""
+    """A page of a list was once read by several statements with a snapshot each."""
     place, t, target = Place(servers), fresh(), fresh()
     async with place.saver() as one, place.saver() as other:
         first = await put(one, config(t), {"a": "1"}, {"a": [1]}, {"a": "1"})

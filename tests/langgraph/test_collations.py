@@ -1,4 +1,4 @@
-"""What a thread's newest checkpoint is does not depend on the language of the database."""
+"""The order of a thread's checkpoints does not depend on the database's collation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from langgraph_savers import Place, checkpoint, config
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 LANGUAGES = ["cs_CZ", "da_DK", "cy_GB"]
-#: In the order in which they are made.
+#: In the order in which the checkpoints are made.
 IDS = [f"1f0{n}000-0000-6000-8000-000000000000" for n in ("99", "aa", "ab", "dd", "de")]
 
 
 @pytest.fixture(scope="module")
 def locales() -> Iterator[Servers]:
-    """Servers whose Postgres knows Czech, Danish and Welsh."""
+    """Servers whose Postgres has Czech, Danish and Welsh locales."""
     folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)  # the server may run under an account of its own
+    folder.chmod(0o755)  # the server may run under another account
     with pytest.MonkeyPatch.context() as patch:
         for name in LANGUAGES:
             if shutil.which("localedef"):
@@ -44,7 +44,7 @@ def locales() -> Iterator[Servers]:
 
 @pytest.mark.parametrize("name", LANGUAGES)
 async def test_the_newest_checkpoint_is_the_newest_in_every_language(locales: Servers, name: str) -> None:
-    """In Czech digits come behind letters, in Danish "aa" behind all others, in Welsh "dd" behind "df"."""
+    """Czech sorts digits after letters, Danish "aa" after all other letters, Welsh "dd" after "df"."""
     place, thread_id = Place(locales), fresh()
     made = f"CREATE DATABASE {name.lower()} TEMPLATE template0 LC_COLLATE '{name}.UTF-8' LC_CTYPE '{name}.UTF-8'"
     await query(place.dsn, made)

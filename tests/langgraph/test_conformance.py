@@ -1,4 +1,4 @@
-"""LangGraph's own conformance suite, in full, however often what is written is flushed."""
+"""LangGraph's own conformance suite, in full, with more and less frequent flushes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bufstore.langgraph import AsyncBufferedSaver
 from langgraph_savers import Place
 from thorough import seldom
 
-#: Its tests by capability, as of langgraph-checkpoint-conformance 0.0.2.
+#: The number of its tests by capability, as of langgraph-checkpoint-conformance 0.0.2.
 TESTS = {
     "put": 17,
     "put_writes": 10,

@@ -1,4 +1,4 @@
-"""A process that is killed at a crash point: nothing that was acknowledged is lost, doubled or torn."""
+"""A process is killed at a crash point: no acknowledged checkpoint is lost, doubled or torn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from langgraph_savers import Place
 from langgraph_worker import STEPS, THREADS, acknowledged
 from thorough import FACTOR
 
-#: Where a crash is between two things that must be one; `make thorough` tries some more.
+#: Points where a crash falls between two steps that must be atomic; `make thorough` tries more.
 _POINTS = (
     Failpoint.PUBLISH_ACKED,
     Failpoint.FLUSH_APPLIED,
@@ -61,7 +61,7 @@ async def _sweep(servers: Servers, point: Failpoint, history: Path, chance: rand
                 assert not written or found[id_].pending_writes == [("task", "a", id_)]
                 parent = found[id_].parent_config
                 assert parent is None or parent["configurable"]["checkpoint_id"] in found
-            # One line without forks: each began where the last one that was read had ended.
+            # The checkpoints form one line without forks: each was saved on the last one that was read.
             parents = [i.parent_config and i.parent_config["configurable"]["checkpoint_id"] for i in found.values()]
             assert len(set(parents)) == len(parents)
 

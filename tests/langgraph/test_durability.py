@@ -1,4 +1,4 @@
-"""durability="async": LangGraph runs on while its writes wait; how much waits in the saver is bounded, and how long."""
+"""With durability="async", LangGraph runs on while its writes wait; how much waits, and how long, is bounded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _State(TypedDict, total=False):
 
 @pytest.fixture
 async def proxy(servers: Servers) -> AsyncIterator[FaultProxy]:
-    """Before NATS."""
+    """A fault proxy in front of NATS."""
     async with FaultProxy("127.0.0.1", servers.nats.port, protocol="nats") as running:
         yield running
 
@@ -54,7 +54,7 @@ def _counter(saver: AsyncBufferedSaver, on_step: Callable[[int], None]) -> Any:
 
 
 def _watched(saver: AsyncBufferedSaver) -> list[int]:
-    """How much waited for the log after each arrival."""
+    """Return a list that collects the bytes waiting for the log after each arrival."""
     backlog, seen = saver.engine.backlog, [0]
     backlog.bytes_max = _MAX
     enter = backlog.enter

@@ -26,7 +26,7 @@ META: Any = {"source": "loop", "step": 1, "parents": {}}
 
 
 async def command(place: Place, *arguments: str, code: int | None = 0) -> Any:
-    """What `bufstore … --json` says. `code`: None for any."""
+    """Return the result of `bufstore … --json`. `code`: the expected exit code; None for any."""
     environment = {
         **os.environ,
         "BUFSTORE_NATS": place.nats,
@@ -101,7 +101,7 @@ async def test_what_is_in_quarantine_is_listed_and_replayed(servers: Servers) ->
 
 @pytest.mark.long
 async def test_what_stands_behind_an_outdated_entry_is_shown_and_given_up(servers: Servers) -> None:
-    """Once written where others had gone on meanwhile: no replay may apply it, and the thread goes on without it."""
+    """The entry was written after others had moved on: no replay may apply it, and the thread goes on without it."""
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:
 
@@ -171,7 +171,7 @@ async def test_a_log_that_lost_its_end_is_repaired(servers: Servers) -> None:
         await saver.force_flush()
     async with place.saver(flusher=False) as saver:
         await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
-    # Postgres goes back: to before the first entry.
+    # Restore Postgres to a state before the first entry.
     for table in ("checkpoints", "checkpoint_blobs"):
         await query(place.dsn, f"DELETE FROM {place.schema}.{table}")
     await query(place.dsn, f"DELETE FROM {place.schema}_b.buffer_threads")

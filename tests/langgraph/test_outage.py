@@ -1,4 +1,4 @@
-"""A run lives through an outage of Postgres: its reads, too, do without it."""
+"""Runs go on through an outage of Postgres, and so do their reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def place(own: Servers) -> Iterator[Place]:
 
 
 async def test_postgres_goes_in_the_middle_of_a_run(own: Servers, place: Place) -> None:
-    """An old thread, which the log shows only in part: the subgraph reads in the outage what it never read before."""
+    """The log shows a part of an old thread. In the outage the subgraph reads a namespace never read before."""
     thread_id = fresh()
     async with place.plain() as plain:
         await query(place.dsn, f"CREATE SCHEMA {place.schema}")
@@ -94,7 +94,7 @@ async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own:
 
 @pytest.mark.long
 async def test_a_thread_that_was_wrongly_assumed_to_be_new_forks_and_loses_nothing(own: Servers, place: Place) -> None:
-    """Neither the log nor this process knows that it is older."""
+    """Neither the log nor this process knows that the thread is older."""
     thread_id = fresh()
     put = checkpoint({"a": "1"}, {"a": [1]})
     metadata: Any = {"source": "loop", "step": 0, "parents": {}}
@@ -115,9 +115,9 @@ async def test_a_thread_that_was_wrongly_assumed_to_be_new_forks_and_loses_nothi
         assert (added.checkpoint, added.parent_config) == (put, None)
 
 
-@pytest.mark.long  # as long as the log shows it
+@pytest.mark.long  # as long as the log shows the thread
 async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: Servers, place: Place) -> None:
-    """It has never read it; but the run that began here has carried all values into the log."""
+    """The other process never read the thread, but the run that began here has put all its values into the log."""
     thread_id = fresh()
     async with place.plain() as plain:
         await query(place.dsn, f"CREATE SCHEMA {place.schema}")
@@ -133,7 +133,7 @@ async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: S
         assert done["said"][: len(before["said"])] == before["said"]
         after = await assistant(other).ainvoke({"said": ["user: third"]}, config(thread_id))
         assert after["turns"] == 3
-        # What only Postgres can tell stays that: an older checkpoint, a namespace that the log does not show.
+        # An older checkpoint, and a namespace that the log does not show, still need Postgres.
         with pytest.raises((StoreUnavailable, ReadNotFresh)):
             await other.aget_tuple(config(thread_id, ns="research:none"))
         own.postgres.start()
@@ -142,7 +142,7 @@ async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: S
 
 
 async def test_what_a_deletion_leaves_is_read_from_the_log(own: Servers, place: Place) -> None:
-    """What was read before is the checkpoint that was deleted, and nothing else is remembered."""
+    """The saver remembers only the checkpoint that it read before, which is then deleted."""
     thread_id, metadata = fresh(), {"source": "loop", "step": 0, "parents": {}}
     async with place.saver(flush=0, read_timeout_s=3.0) as saver:
         at = config(thread_id)

@@ -1,4 +1,4 @@
-"""The example, killed and resumed with Postgres away in between; and the saver as LangGraph's server opens it."""
+"""The example program, killed and resumed while Postgres is away; and the saver as LangGraph's server opens it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a read asks Postgres for, and that it shows what waits there."""
+"""How many queries a read sends to Postgres, and that it shows entries which wait there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _said(found: Any) -> str:
 
 @pytest.mark.parametrize("level", [Consistency.READ_YOUR_WRITES, Consistency.EVENTUAL])
 async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what this process does not remember."""
+    """For checkpoints that this process does not remember."""
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:
         at = await _put(saver, thread_id, "flushed")
@@ -50,7 +50,7 @@ async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, m
 async def test_a_thread_that_a_read_has_found_nowhere_is_not_looked_up_again(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And somebody who has begun it meanwhile is not overwritten."""
+    """A thread that another process began meanwhile is not overwritten either."""
     place = Place(servers)
     async with place.saver() as saver, place.saver() as other:
         await _put(saver, fresh(), "so that the end of the log is known")
@@ -68,7 +68,7 @@ async def test_a_thread_that_a_read_has_found_nowhere_is_not_looked_up_again(
 
 
 async def test_what_waits_in_postgres_is_read(servers: Servers) -> None:
-    """A locked row delays its thread; its entries wait in a table of the buffer, and the log forgets them."""
+    """A locked row delays its thread; its entries wait in a table of the buffer, and the log purges them."""
     place, thread_id, beside = Place(servers), fresh(), fresh()
     place.log = dataclasses.replace(place.log, partitions=1, failover_window_s=2.0)
     buffer = f"{place.schema}_b"
@@ -128,7 +128,7 @@ async def test_a_process_goes_on_with_what_it_knows_until_another_writes(
 
 
 async def test_what_another_flusher_parks_is_soon_known(servers: Servers) -> None:
-    """Nobody writes to the thread any more: its last entry in the log stays that of this process."""
+    """Nobody writes to the thread any more, so its last entry in the log remains this process's."""
     place, thread_id = Place(servers), fresh()
     async with place.saver(flusher=False) as writer, place.saver(flush_interval_s=3600.0) as flusher:
         assert await writer.aget_tuple(config(thread_id)) is None

@@ -1,4 +1,4 @@
-"""What LangGraph's conformance suite does not ask: order, conflicts, wrong values, blocking calls, many callers."""
+"""Behaviour that LangGraph's suite does not test: order, conflicts, wrong values, blocking calls, many callers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_the_first_write_of_an_index_counts_and_the_last_of_a_special_chan
     await saver.aput_writes(at, [], "nothing")
     found = await saver.aget_tuple(at)
     assert found is not None
-    # In a call with other channels beside it, a special channel's first write counts, too.
+    # When a call has other channels too, a special channel's first write wins as well.
     assert sorted(found.pending_writes or ()) == [
         ("other", "__error__", 1),
         ("other", "a", 1),
@@ -98,7 +98,7 @@ async def test_a_fork_finds_the_values_of_its_branch(saver: AsyncBufferedSaver) 
 
 @pytest.mark.parametrize("how", ["prune", "delete_for_runs", "prune_idle"])
 async def test_a_fork_beside_a_prune_keeps_its_values(place: Place, how: str) -> None:
-    """Another worker goes on behind an older checkpoint, whose values it names, while what is to go is looked for."""
+    """Another worker continues from an older checkpoint, whose values it uses, while the prune looks for candidates."""
     thread_id, meta = fresh(), {**META, "run_id": "first"}
     async with place.saver() as one, place.saver() as other:
         base = await other.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), meta, {"a": "1"})  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ async def test_a_fork_beside_a_prune_keeps_its_values(place: Place, how: str) ->
         store: Any = one.engine._store
         outlines = store.outlines
 
-        looks = 2 if how == "prune" else 1  # the first one asks for something else
+        looks = 2 if how == "prune" else 1  # a prune's first look has another purpose
 
         async def looked(of: str) -> Any:
             nonlocal looks
@@ -139,7 +139,7 @@ async def test_a_large_value_comes_back(saver: AsyncBufferedSaver) -> None:
 
 
 async def test_a_thread_whose_state_is_larger_than_an_entry_is_copied(place: Place) -> None:
-    """Each checkpoint has brought one value, and all of them belong to the newest."""
+    """Each checkpoint added one value, and the newest has all of them."""
     source, target = fresh(), fresh()
     place.log = dataclasses.replace(place.log, max_entry_bytes=64 << 10)
     values: dict[str, Any] = {}
@@ -217,7 +217,7 @@ async def test_what_a_row_cannot_hold_is_refused_at_once(saver: AsyncBufferedSav
 
 @pytest.mark.parametrize("wrong", ["a\0b", "\ud800", 5], ids=["NUL", "surrogate", "no str"])
 async def test_a_parent_that_no_row_could_have_is_refused_at_once(saver: AsyncBufferedSaver, wrong: Any) -> None:
-    """Acknowledged, it would be poison: the thread would go into quarantine, with all that follows."""
+    """If acknowledged, it would be poison: the thread would go into quarantine, with all later entries."""
     thread_id = fresh()
     with pytest.raises(InvalidId):
         await _put(saver, config(thread_id, wrong), {"a": [1]})
@@ -235,7 +235,7 @@ async def test_a_parent_that_no_row_could_have_is_refused_at_once(saver: AsyncBu
 
 @pytest.mark.parametrize("wrong", ["", "a\0b", "\ud800", "x" * 1025], ids=["empty", "NUL", "surrogate", "long"])
 async def test_no_method_takes_an_id_that_no_thread_could_have(saver: AsyncBufferedSaver, wrong: str) -> None:
-    """A deletion of such a thread could never be flushed, and whoever flushes the whole log would wait for it."""
+    """Such a deletion could never be flushed, and every flush of the whole log would wait for it."""
     at = await _put(saver, config(fresh()), {"a": [1]})
     good = at["configurable"]["thread_id"]
     for work in (
@@ -276,7 +276,7 @@ async def test_all_levels_show_what_they_promise(place: Place) -> None:
 
 
 async def test_poison_parks_its_thread_until_it_is_replayed(servers: Servers) -> None:
-    """A later checkpoint names what only the parked one carries: it must not go past it."""
+    """A later checkpoint uses values that only the parked one has, so it must not be applied before it."""
     place, bad, good = Place(servers), fresh(), fresh()
     async with place.saver() as saver:
         at = await saver.aput(config(bad), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
@@ -308,7 +308,7 @@ async def test_poison_parks_its_thread_until_it_is_replayed(servers: Servers) ->
 
 
 async def test_deleting_runs_tells_of_what_only_the_quarantine_has(servers: Servers) -> None:
-    """All else of them is deleted. What is parked would come back with a replay, so it is not said to be gone."""
+    """All other checkpoints of them are deleted. A replay would restore the parked one, so the call raises."""
     place, bad, good, meta = Place(servers), fresh(), fresh(), {**META, "run_id": "over"}
     async with place.saver() as saver:
         constraint = f"{place.schema}.checkpoint_blobs ADD CONSTRAINT no CHECK (version <> '2')"
@@ -341,7 +341,7 @@ async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Pla
         found = await careful.aget_tuple(config(thread_id))
         assert found is not None
         assert found.config == first
-        # Its own writes, side by side, are no conflict.
+        # The process's own concurrent writes are no conflict.
         await asyncio.gather(*(careful.aput_writes(first, [("a", n)], f"task {n}") for n in range(20)))
         await _put(careful, first, {"a": [3]})
         fork = await _put(one, at, {"a": [4]})
@@ -352,7 +352,7 @@ async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Pla
 
 
 async def test_a_thread_that_is_looked_up_again_knows_its_own_last_write(place: Place) -> None:
-    """As after a lost connection: nobody else has written, so nothing is refused."""
+    """The look-up happens after a lost connection. No other process has written, so nothing is refused."""
     thread_id = fresh()
     async with place.saver(on_conflict="reject") as careful, place.saver() as other:
         forget = careful.engine.buffer.appender.forget
@@ -464,13 +464,13 @@ def _use(saver: BufferedSaver) -> None:
 
 
 class Channel(enum.StrEnum):
-    """A name of a channel, as graphs have it."""
+    """A channel's name as an enum, as graphs have it."""
 
     FOO = "foo"
 
 
 async def test_a_member_of_an_enum_names_its_channel() -> None:
-    """What LangGraph's own saver stores for it."""
+    """The name is stored as LangGraph's own saver stores it."""
     async with Place(None).saver() as saver:
         at = await saver.aput(config("t"), checkpoint({"foo": "1"}, {"foo": [0]}), {"source": "loop"}, {"foo": "1"})
         await saver.aput_writes(at, [(Channel.FOO, 1)], "task")

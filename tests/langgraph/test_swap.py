@@ -1,4 +1,4 @@
-"""The same tables as LangGraph's own saver: either takes over what the other has written."""
+"""Our saver and LangGraph's own use the same tables, and each continues what the other has written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from langgraph_savers import Place, checkpoint, config
 
 @pytest.fixture
 async def place(servers: Servers) -> Place:
-    """Tables that LangGraph's own saver has made."""
+    """Tables made by LangGraph's own saver."""
     place = Place(servers)
     await query(place.dsn, f"CREATE SCHEMA {place.schema}")
     async with place.plain() as plain:
@@ -50,7 +50,7 @@ async def test_a_graph_interrupted_there_is_resumed_here_and_the_other_way_round
     async with place.plain() as plain:
         again = await _approve(plain, second)
         assert again == resumed
-        # Both go on where the other has ended.
+        # Each saver continues where the other has ended.
         assert (await _say(plain, first))["turns"] == 2
     async with place.saver() as ours:
         assert (await _approve(ours, first))["approved"] == "yes"
@@ -100,7 +100,7 @@ async def test_rows_are_byte_for_byte_those_of_the_other(place: Place) -> None:
 
 @pytest.mark.parametrize(("history", "checkpoints"), [("all", 17), ("run", 9), ("latest", 5)])
 async def test_less_history_is_written_and_a_graph_goes_on_there(place: Place, history: str, checkpoints: int) -> None:
-    """Two turns, each flushed at once: the root's newest checkpoint of each flush, and those of the subgraphs."""
+    """Two turns, each flushed at once: each flush keeps the newest checkpoint of the root and of the subgraphs."""
     thread_id, count = fresh(), f"SELECT count(*) FROM {place.schema}.checkpoints"
     async with place.saver(flush=0.0, history=history) as ours:
         for what in (_say, _approve, _say):
@@ -124,7 +124,7 @@ async def test_tables_that_we_make_are_those_that_they_make(place: Place, server
     async with ours.saver():
         pass
     async with ours.plain() as plain:
-        await plain.setup()  # finds nothing left to do
+        await plain.setup()  # finds nothing to migrate
 
     async def shape(of: Place) -> list[Any]:
         columns = await query(
