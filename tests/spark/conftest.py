@@ -1,4 +1,4 @@
-"""One Spark session for all tests of a run."""
+"""Fixtures for tests with Spark: one session for all tests of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from thorough import seldom
 
 @contextmanager
 def _environment_as_it_was() -> Iterator[None]:
-    """Whoever starts Spark tells Spark's own processes where Java and Python are, and so all that come after it."""
+    """Restore the environment: a start of Spark sets variables that tell its processes where Java and Python are."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -44,8 +44,8 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open() -> Iterator[None]:
-    """A process keeps what it opened, for the next task of a job. Each test is another job: together they would have
-    all connections that Postgres takes, and the next one would wait for a minute.
+    """Close what a job opened: a process keeps it for the job's next task, but each test is another job. Together the
+    tests would take all connections of Postgres, and the next test would wait for a minute.
     """
     yield
     process_loop.loop().run(_close_all())
@@ -62,7 +62,7 @@ async def _close_all() -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two cores, four attempts of a task, a JVM that starts quickly."""
+    """A session with two cores, four attempts per task, and a JVM that starts quickly."""
     tables = {"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("tables"))}
     with _environment_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,13 +82,13 @@ def config(deployment: Deployment) -> SinkConfig:
 def _cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with three_servers(tmp_path_factory.mktemp("cluster")) as running:
         url = f"nats://all:all@127.0.0.1:{running[0].port}"
-        with ThreadPoolExecutor(1) as pool:  # a loop of its own, beside that of the tests
+        with ThreadPoolExecutor(1) as pool:  # its own event loop, because the tests' loop is running
             pool.submit(asyncio.run, _whole(url)).result(90)
         yield url
 
 
 async def _whole(url: str) -> None:
-    """Wait until all three servers take part: a stream of three replicas can be made."""
+    """Wait until all three servers take part, so that a stream of three replicas can be made."""
 
     async def made() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A job in a process of its own: `python -m spark.job_process <what> <settings as JSON>`; prints JSON."""
+"""Runs a job in a process of its own: `python -m spark.job_process <job> <settings as JSON>`; prints JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ warnings.simplefilter("ignore")
 
 
 def killed(settings: dict[str, Any]) -> None:
-    """A driver that is killed when batch 1 is in the log, and before Spark has noted it."""
+    """Kill the driver once batch 1 is in the log, before Spark has noted it."""
     write = checkpoint_sink(SinkConfig(**settings["sink"]))
 
     def write_and_die(df: Any, batch_id: int) -> None:
@@ -51,7 +51,7 @@ def killed(settings: dict[str, Any]) -> None:
 
 
 def killed_within(settings: dict[str, Any]) -> None:
-    """A driver that is killed within batch 1, when one row of its first task is in the log. The task writes no more."""
+    """Kill the driver within batch 1, when one row of its first task is in the log. The task writes no more."""
     from bufstore.spark.sink import foreach_batch
 
     driver = os.getpid()
@@ -59,12 +59,12 @@ def killed_within(settings: dict[str, Any]) -> None:
     def task_that_stops(config: Any, batch_id: int, *arguments: Any) -> Any:
         import threading
 
-        from bufstore.spark.sink import foreach_batch  # that of the worker, where nothing is replaced yet
+        from bufstore.spark.sink import foreach_batch  # the worker's own module, in which nothing is replaced yet
 
         parts_of = foreach_batch.parts_of
 
         def first_row(*arguments: Any) -> Any:
-            # A part, here a row, is taken when all before it is durable.
+            # A part, here a row, is taken only once all earlier parts are durable.
             yield next(parts_of(*arguments))
             os.kill(driver, signal.SIGKILL)
             threading.Event().wait()
@@ -75,13 +75,13 @@ def killed_within(settings: dict[str, Any]) -> None:
 
     foreach_batch._task = task_that_stops
     write = checkpoint_sink(SinkConfig(**settings["sink"], tasks=2, in_flight_bytes=1))
-    # One core: the second task begins when the first has ended.
+    # One core, so that the second task begins when the first has ended.
     spark = session("killed", "local[1,4]", **settings["spark"])
     stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write).awaitTermination(180)
 
 
 def connect(settings: dict[str, Any]) -> None:
-    """The sink, the source and the writer through Spark Connect."""
+    """Run the sink, the source and the writer through Spark Connect."""
     from pyspark.sql import SparkSession
 
     ensure_java()
@@ -107,7 +107,7 @@ def connect(settings: dict[str, Any]) -> None:
 
 
 def _jobs(spark: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """All jobs there are, one after the other; what each did."""
+    """Run all jobs, one after the other, and return their results."""
     where, path = Deployment(**{k: v for k, v in settings["sink"].items() if k != "app_id"}), settings["archive"]
     done: dict[str, Any] = {"archived": archive(spark, where, path).count > 0, "rows": tabulate(spark, path).rows}
     done["both"] = entries(spark, path, where).count()
@@ -124,7 +124,7 @@ def _jobs(spark: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def speculating(settings: dict[str, Any]) -> None:
-    """A sink of which one task's first attempt is so slow that a copy of it is started on another host."""
+    """Slow down the first attempt of one task of a sink, so that Spark starts a copy of it on another host."""
     spark = session("speculating", settings["master"], **settings["spark"])
     write = checkpoint_sink(SinkConfig(**settings["sink"]))
     slow = settings["slow"]
@@ -146,7 +146,7 @@ def speculating(settings: dict[str, Any]) -> None:
     task = foreach_batch._task
 
     def slow_task(*arguments: Any) -> Any:
-        # After its own writes: both attempts have written everything.
+        # Slowed only after its writes, so that both attempts have written everything.
         yield from slowed(task(*arguments))
 
     foreach_batch._task = slow_task
@@ -156,7 +156,7 @@ def speculating(settings: dict[str, Any]) -> None:
 
 
 def submitted(settings: dict[str, Any]) -> None:
-    """What `spark-submit` runs: the sink, on the cluster that the command names."""
+    """Run the sink under `spark-submit`, on the cluster that the command names."""
     from pyspark.sql import SparkSession
 
     spark = SparkSession.builder.getOrCreate()
@@ -165,7 +165,7 @@ def submitted(settings: dict[str, Any]) -> None:
 
 
 def rows(settings: dict[str, Any]) -> None:
-    """Rows of a task, in a worker process that knows no thread yet. A file tells that it waits."""
+    """Write a task's rows in a worker process that knows no thread yet. Creates a file once it waits."""
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -178,14 +178,14 @@ def rows(settings: dict[str, Any]) -> None:
 
 
 def sql(settings: dict[str, Any]) -> None:
-    """Statements, in a session whose servers the environment names; what they return."""
+    """Run statements in a session whose servers come from the environment, and print their rows."""
     spark = session("sql", "local[2]", **settings["spark"])
     print(json.dumps({"rows": [[list(row) for row in spark.sql(s).collect()] for s in settings["statements"]]}))
     spark.stop()
 
 
 def programs(settings: dict[str, Any]) -> None:
-    """Programs one after the other, each with a session of its own, in one JVM; how each ended and what it printed."""
+    """Run programs one after the other in one JVM, each with its own session; print exit codes and output."""
     found = []
     for name, *arguments in settings["programs"]:
         sys.argv = [name, *arguments]

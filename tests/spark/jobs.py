@@ -1,4 +1,4 @@
-"""What tests of jobs share: rows, files that a stream reads, queries, and what a deployment holds in the end."""
+"""Helpers for tests of jobs: rows, files that a stream reads, queries, and the final contents of a deployment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = "thread_id string, run_id string, delta array<string>, position bigint"
 
 
 def rows_of(threads: list[str], steps: range) -> list[dict[str, Any]]:
-    """A row a step and thread, each with one message that says which it is."""
+    """Return a row per step and thread, each with one message that names both."""
     return [
         {"thread_id": t, "run_id": f"run-{t}", "delta": [json.dumps({"n": n, "thread": t})], "position": n}
         for n in steps
@@ -30,21 +30,21 @@ def rows_of(threads: list[str], steps: range) -> list[dict[str, Any]]:
 
 
 def frame(spark: Any, rows: list[dict[str, Any]]) -> Any:
-    """The rows as a DataFrame."""
+    """Return the rows as a DataFrame."""
     return spark.createDataFrame([tuple(row.values()) for row in rows], SCHEMA)
 
 
 def put(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """A file that a stream reads."""
+    """Write a file that a stream reads."""
     folder.mkdir(exist_ok=True)
     file = folder / name
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # Spark takes files in the order of their times.
+    # Spark reads files in the order of their modification times.
     os.utime(file, (1e9 + len(list(folder.iterdir())),) * 2)
 
 
 def stream(spark: Any, folder: Path, checkpoints: Path, write: Callable[[Any, int], None]) -> Any:
-    """A query over all files there are, a file a batch, to its end."""
+    """Start a query over all existing files, one file per batch; it ends by itself."""
     df = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).json(str(folder))
     return (
         df.writeStream.foreachBatch(write)
@@ -55,24 +55,24 @@ def stream(spark: Any, folder: Path, checkpoints: Path, write: Callable[[Any, in
 
 
 async def ended(query: Any) -> None:
-    """Wait for a query's end. Raises its error."""
+    """Wait for the end of a query. Raises its error."""
     assert await asyncio.to_thread(query.awaitTermination, 180)
 
 
 def uncommit(checkpoints: Path, batch: int) -> None:
-    """As after a kill between the sink and Spark's own note: the batch comes again, with the same id."""
+    """Remove Spark's commit of a batch, as if killed before it: the batch comes again with the same id."""
     (checkpoints / "commits" / str(batch)).unlink()
     (checkpoints / "commits" / f".{batch}.crc").unlink(missing_ok=True)
 
 
 async def prepared(deployment: Deployment) -> None:
-    """The log exists."""
+    """Make the log."""
     async with deployment.store():
         pass
 
 
 async def held(deployment: Deployment, threads: list[str]) -> dict[str, list[Any]]:
-    """The numbers of the messages that Postgres holds of each thread, once all is flushed."""
+    """Flush everything, and return the numbers of each thread's messages in Postgres."""
     async with deployment.store() as store:
         await store.force_flush_all()
         return {
@@ -81,7 +81,7 @@ async def held(deployment: Deployment, threads: list[str]) -> dict[str, list[Any
 
 
 def settings_of(deployment: Deployment) -> dict[str, Any]:
-    """What a SinkConfig needs, as JSON can hold it."""
+    """Return the settings of a SinkConfig as JSON values."""
     servers = deployment.servers
     return {
         "nats": servers.nats.url,
@@ -93,12 +93,12 @@ def settings_of(deployment: Deployment) -> dict[str, Any]:
 
 
 def where(deployment: Deployment) -> Where:
-    """What a job is told of the deployment."""
+    """Return the deployment as jobs take it."""
     return Where(**settings_of(deployment))
 
 
 async def write(deployment: Deployment, threads: list[str], steps: range) -> None:
-    """Into the log only."""
+    """Write to the log only."""
     async with deployment.store(flusher=False) as store:
         for row in rows_of(threads, steps):
             run = Run(run_id=row["run_id"], thread_id=row["thread_id"], agent_id="planner")
@@ -106,7 +106,7 @@ async def write(deployment: Deployment, threads: list[str], steps: range) -> Non
 
 
 async def write_together(deployment: Deployment, threads: list[str], steps: range) -> None:
-    """The same, all threads at the same time: a group holds entries of many."""
+    """Write all threads at the same time, so that a group holds entries of many."""
     async with deployment.store(flusher=False) as store:
         for n in steps:
             runs = [Run(run_id=f"run-{t}", thread_id=t) for t in threads]
@@ -114,12 +114,12 @@ async def write_together(deployment: Deployment, threads: list[str], steps: rang
 
 
 async def purge(deployment: Deployment, below: int) -> None:
-    """Remove the messages below this sequence from the log, as flushers do it; but they are not asked."""
+    """Purge the log below this sequence, as flushers do, but without asking them."""
     await _ask(deployment, "PURGE", {"seq": below})
 
 
 async def delete(deployment: Deployment, sequence: int) -> None:
-    """Remove one message of the log, and tell nobody."""
+    """Remove one message of the log without telling any process."""
     await _ask(deployment, "MSG.DELETE", {"seq": sequence})
 
 
@@ -132,31 +132,31 @@ async def _ask(deployment: Deployment, verb: str, body: dict[str, Any]) -> None:
 
 
 async def in_postgres(deployment: Deployment, threads: list[str]) -> dict[str, list[int] | None]:
-    """The numbers of the messages that Postgres holds of each thread now."""
+    """Return the numbers of each thread's messages in Postgres now."""
     async with deployment.inner() as store:
         found = {t: await store.load_messages(t) for t in threads}
     return {t: [m["n"] for m in messages] if messages is not None else None for t, messages in found.items()}
 
 
 def read_options(deployment: Deployment, **more: Any) -> dict[str, str]:
-    """Options of format("threadlog")."""
+    """Return options of format("threadlog")."""
     return read_options_of(settings_of(deployment), **more)
 
 
 def read_options_of(settings: dict[str, Any], **more: Any) -> dict[str, str]:
-    """The same of settings."""
+    """Return the same options for settings."""
     found = {"natsUrl": settings["nats"], "stream": settings["stream"], "numPartitions": 2} | more
     return {name: str(value) for name, value in found.items()}
 
 
 def write_options(deployment: Deployment, **more: Any) -> dict[str, str]:
-    """Options of format("bufstore"), to write."""
+    """Return options of format("bufstore") for writing."""
     found = settings_of(deployment)
     masked = {"natsUrl": found.pop("nats"), "postgresUrl": found.pop("postgres")}
     return masked | found | {name: str(value) for name, value in more.items()}
 
 
-#: A JVM that starts quickly and says little.
+#: Settings of a JVM that starts quickly and logs little.
 QUICK = {
     "spark.sql.shuffle.partitions": "2",
     "spark.driver.extraJavaOptions": JAVA_OPTIONS,
@@ -168,7 +168,7 @@ _TIMEOUT_S = 400
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a process with Spark; each Java in it, also that of a master and a worker, starts quickly."""
+    """Return the environment of a process with Spark, in which every Java starts quickly."""
     tests = Path(__file__).parents[1]
     paths = [str(tests), *[p for p in sys.path if p and Path(p).is_dir()]]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "SPARK_LOCAL_IP": "127.0.0.1", "JDK_JAVA_OPTIONS": JAVA_OPTIONS}
@@ -176,7 +176,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 async def job(what: str, env: dict[str, str], **settings: Any) -> tuple[int, dict[str, Any]]:
-    """The exit code of a job in a process of its own, and what it printed last."""
+    """Run a job in a process of its own; return its exit code and the JSON it printed last."""
     command = [sys.executable, "-m", "spark.job_process", what, json.dumps({"spark": QUICK} | settings)]
     process = await asyncio.create_subprocess_exec(
         *command, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -1,7 +1,6 @@
-"""A large batch through the sink: `python sink_memory_job.py <settings as JSON>`; prints JSON.
+"""Writes a large batch through the sink: `python sink_memory_job.py <settings as JSON>`; prints JSON.
 
-All rows are in one batch of Arrow, which Spark hands to one worker; what that worker has had at most is asked of it
-afterwards.
+All rows are in one Arrow batch, which Spark gives to one worker; afterwards that worker reports its peak memory.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def looked(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def workers() -> dict[int, int]:
-    """What each worker process that is there has had at most, MiB."""
+    """Return the peak memory of each existing worker process, in MiB."""
     found = spark.range(0, 4, 1, 4).mapInArrow(looked, "pid long, mib long").collect()
     return {row.pid: row.mib for row in found}
 
 
 def batch(count: int, name: str) -> Any:
-    # Texts that differ, of this length.
+    # Different texts of this length.
     text = f"repeat(sha2(cast(id as string), 256), {text_bytes >> 6})"
     return spark.range(count).selectExpr(
         f"concat('{name}-', id % 100) thread_id",

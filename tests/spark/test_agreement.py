@@ -1,4 +1,4 @@
-"""Jobs keep to what the log says: where it is flushed to, and what may be purged."""
+"""Jobs follow the log's settings: where it is flushed to, and what may be purged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sink(deployment: Deployment, **options: Any) -> SinkConfig:
 @pytest.mark.long  # thirty seconds
 @pytest.mark.parametrize("archiving", [True, *seldom(False)])
 async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: Any, *, archiving: bool) -> None:
-    """A log that is nearly full, and a row that somebody holds while the drain waits for it."""
+    """The log is nearly full, and a thread's row is locked while the drain waits for it."""
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0, archive=archiving)
     held_up = fresh("held")
     async with deployment.store() as store:
@@ -51,7 +51,7 @@ async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: An
                 return sum(lag > 0 for lag in (await store.lag()).values()) <= 1
 
             await eventually(flushed, 60)
-            # As long as two looks of the retention, and the window.
+            # Long enough for two checks of the retention, and for the failover window.
             if archiving:
                 await asyncio.sleep(3)
                 assert not await purged()

@@ -1,4 +1,4 @@
-"""Who may write a batch under an app id; without Spark."""
+"""Which query may write a batch under an app id; without Spark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_an_app_id_is_not_renamed_in_the_middle_of_a_batch(config: SinkCon
         app = await begin(old, "run 1", batch_id)
     await asyncio.to_thread(app.done, 2, 1, RowCounts())
     with pytest.raises(ConfigError, match="its rows would be written again"):
-        await begin(new, "run 2", 2)  # done for the sink, and not for Spark
+        await begin(new, "run 2", 2)  # the sink has finished it, and Spark has not
     await begin(old, "run 2", 2)
     await begin(new, "run 3", 3)
 
@@ -40,7 +40,7 @@ async def test_a_query_may_have_two_sinks(config: SinkConfig) -> None:
 
 
 async def test_a_batch_that_ends_is_noted_though_its_beginning_was_not(config: SinkConfig) -> None:
-    """It began while Postgres was away."""
+    """The batch began while Postgres was away."""
     app = await begin(config, "run 1", 0)
     await asyncio.to_thread(app.stopped, 3, b"settled")
     later = AppId(config)
@@ -75,9 +75,9 @@ async def test_an_earlier_run_that_ends_late_takes_nothing_from_a_later_one(conf
     await asyncio.to_thread(late.stopped, 5, b"settled")
     held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 2"), 5)
     assert (held.planned, held.done, held.settled) == (7, True, None), "what is done stays done"
-    await asyncio.to_thread(late.done, 6, 1, RowCounts())  # it went on while Postgres was away
+    await asyncio.to_thread(late.done, 6, 1, RowCounts())  # the earlier run went on while Postgres was away
     await asyncio.to_thread(now.begin, Query("query", "run 2"), 6)
     held = await asyncio.to_thread(AppId(config).begin, Query("query", "run 2"), 6)
     assert (held.planned, held.done) == (None, False)
     await asyncio.to_thread(late.done, 6, 1, RowCounts())
-    await begin(replace(config, app_id=fresh("second sink")), "run 2", 6)  # of the same run: not taken for a new name
+    await begin(replace(config, app_id=fresh("second sink")), "run 2", 6)  # a second sink of one run is no renamed one

@@ -1,4 +1,4 @@
-"""Days in an archive's table: the folders of its rows, and how far back what is known of a thread is looked for."""
+"""Days in an archive's table: the folders of its rows, and how far back a thread's earlier state is looked up."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Stored(NamedTuple):
 
     thread_id: str
     at: datetime
-    #: Its own number, and that of the entry that it builds on.
+    #: The entry's id, and the id of the entry that it builds on.
     id: int
     prev_id: int = 0
     sound: bool = True
 
 
 def put(spark: Any, path: Path, start: int, stored: Sequence[Stored]) -> None:
-    """A range of an archive."""
+    """Write a range of an archive."""
     rows = []
     for seq, one in enumerate(stored, start):
         run = Run(run_id="r", thread_id=one.thread_id)
@@ -60,7 +60,7 @@ def put(spark: Any, path: Path, start: int, stored: Sequence[Stored]) -> None:
 
 @pytest.fixture
 def far_east(spark: Any) -> Iterator[None]:
-    """The session has the time of a place where it is tomorrow at noon."""
+    """Set the session to a time zone in which it is already tomorrow at noon."""
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
     yield
@@ -86,7 +86,7 @@ async def test_a_table_has_a_folder_for_each_day_of_utc(spark: Any, tmp_path: Pa
 
 @pytest.mark.long
 async def test_what_is_known_of_a_thread_is_looked_for_in_seven_days(spark: Any, tmp_path: Path) -> None:
-    """Two threads begin with an entry that cannot be applied, and then have one that builds on it."""
+    """Two threads begin with an entry that cannot be applied, followed later by one that builds on it."""
     week = timedelta(days=7)
     earlier = [
         Stored("before", NOON - week - timedelta(seconds=1), 1, sound=False),

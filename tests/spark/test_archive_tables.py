@@ -1,4 +1,4 @@
-"""The table of an archive: what people query is what was written, once, with and without the log behind it."""
+"""The table of an archive holds each written entry once, with and without the log behind it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ async def test_archive_and_log_are_one_table(spark: Any, deployment: Deployment,
     assert (done.rows, done.parts) == (15, 1)
     assert (await asyncio.to_thread(tabulate, spark, path)).rows == 0
 
-    text = secrets.token_hex(1_000_000)  # in parts
+    text = secrets.token_hex(1_000_000)  # stored in parts
     async with deployment.store() as store:
         await store.checkpoint(big, [{"n": 0, "role": "user", "content": text}], run_of(big))
         done_run = Run(run_id="last", thread_id=several[0], agent_id="other", status=RunStatus.DONE, steps=4)
         await store.checkpoint(several[0], [{"n": 0}, {"n": 9}], done_run)
         await store.delete_thread(several[1])
     await asyncio.to_thread(archive, spark, where(deployment), path)
-    await write(deployment, several[2:3], range(3, 5))  # and this is not archived yet
+    await write(deployment, several[2:3], range(3, 5))  # not archived yet
 
     async def check() -> None:
         both = (await asyncio.to_thread(entries, spark, path, where(deployment))).cache()
@@ -78,7 +78,7 @@ async def test_archive_and_log_are_one_table(spark: Any, deployment: Deployment,
     assert done.rows == 3
     await check()
 
-    # Neighbours become one part and one range, and what they were made of goes.
+    # Neighbours become one part and one range, and their sources are removed.
     before = await rows(spark, path)
     done = await asyncio.to_thread(compact, spark, path)
     assert (done.parts, done.ranges) == (1, 1)
@@ -103,7 +103,7 @@ async def test_only_what_a_manifest_names_counts_and_only_once(
     await asyncio.to_thread(tabulate, spark, path)
     before = await rows(spark, path)
     assert len(before) == 6
-    # Another run that began at the same time, and one that died before its manifest.
+    # A run that began at the same time, and a run that died before its manifest.
     monkeypatch.setattr(tables_job, "_parts_of", lambda *_: [])
     await write_together(deployment, several, range(2, 3))
     await asyncio.to_thread(archive, spark, where(deployment), path)
@@ -145,7 +145,7 @@ async def test_what_is_old_expires_and_nothing_else(spark: Any, deployment: Depl
     assert await asyncio.to_thread(partial(expire, before=late, ranges=True), spark, path) == 1
     assert len(await rows(spark, path)) == 6, "the last part and the last range stay"
     assert not list((tmp_path / "archive" / "ranges").glob(f"{first.start:020d}-*"))
-    # The archive goes on, and the log may not have lost what is in neither.
+    # The archive grows. Then the log loses entries that are in neither, which must be noticed.
     await write_together(deployment, several, range(4, 6))
     assert len(await rows(spark, path, deployment)) == 12
     await purge(deployment, (await asyncio.to_thread(tabulate, spark, path)).end + 1)

@@ -1,4 +1,4 @@
-"""Archives that are written at the same time, die half-way, overlap, or are of an earlier version: nothing is lost."""
+"""No entry is lost when archives are written at the same time, die half-way, overlap, or are of an earlier version."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from spark.jobs import held, in_postgres, prepared, purge, read_options, where, 
 
 
 async def archived(deployment: Deployment) -> int:
-    """Up to where flushers may purge."""
+    """Return the position up to which flushers may purge."""
     ledger = PostgresLedger(deployment.servers.postgres.dsn, MemoryThreadStore(), schema=deployment.name)
     await ledger.open()
     try:
@@ -41,7 +41,7 @@ async def archived(deployment: Deployment) -> int:
 
 
 async def come_back(spark: Any, deployment: Deployment, path: Path, threads: list[str]) -> Any:
-    """What the archive holds of the threads, by a restore into an empty Postgres."""
+    """Restore the archive into an empty Postgres, and return the threads' messages."""
     elsewhere = Deployment(deployment.servers)
     report = await asyncio.to_thread(restore, spark, str(path), where(elsewhere))
     assert report.refused == 0, report.reasons
@@ -49,14 +49,14 @@ async def come_back(spark: Any, deployment: Deployment, path: Path, threads: lis
 
 
 def jobs_of_a_check(spark: Any, path: str, manifests: list[Manifest]) -> int:
-    """How many jobs of Spark it takes to look whether ranges are what their manifests say."""
+    """Return how many jobs of Spark it takes to compare ranges with their manifests."""
     context, group = spark.sparkContext, secrets.token_hex(4)
     context.setJobGroup(group, "check")
     check_ranges(spark, path, manifests)
     return len(context.statusTracker().getJobIdsForGroup(group))
 
 
-@pytest.mark.long  # several archives, one while another is held up
+@pytest.mark.long  # several archives, one of them delayed
 async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faster(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +68,7 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     read = archive_job._read
 
     def overtaken(*args: Any, **kwargs: Any) -> Any:
-        """While this run has looked and not read, another one does all, and what it has is purged."""
+        """Another run archives all of it before this run reads, and the entries are purged."""
         monkeypatch.setattr(archive_job, "_read", read)
         report = archive(spark, where(deployment), str(path))
         assert report.count == 10
@@ -86,7 +86,7 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
 
 @pytest.mark.long  # many folders
 async def test_folders_are_listed_by_as_many_tasks_as_there_are_cores(spark: Any, tmp_path: Path) -> None:
-    """Spark begins a task for each, of which an archive has many, where there are more than this many."""
+    """Above a threshold Spark would start one task per folder, and an archive has many folders."""
     folders, threshold = 9, "spark.sql.sources.parallelPartitionDiscovery.threshold"
     for n in range(folders):
         folder = tmp_path / "manifests" / str(n)
@@ -120,9 +120,9 @@ async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
     threads, path = [fresh() for _ in range(3)], str(tmp_path / "archive")
     await write(deployment, threads, range(3))
     first = await asyncio.to_thread(archive, spark, where(deployment), path)
-    await asyncio.to_thread(archive, spark, where(deployment), path, start=first.start + 2)  # held by it
+    await asyncio.to_thread(archive, spark, where(deployment), path, start=first.start + 2)  # inside the first
     await write(deployment, threads, range(3, 5))
-    await asyncio.to_thread(archive, spark, where(deployment), path, start=first.end - 3)  # overlaps it
+    await asyncio.to_thread(archive, spark, where(deployment), path, start=first.end - 3)  # overlaps the first
     await write(deployment, threads, range(5, 6))
     last = await asyncio.to_thread(archive, spark, where(deployment), path)
     assert last.count == 3, "it goes on behind the furthest"
@@ -137,15 +137,15 @@ async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
 async def test_small_ranges_become_one_and_come_back_as_they_were(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when a run that merges dies, two merge at once, one archives meanwhile, or what they replaced is removed."""
+    """This holds when a merge dies, two merge at once, one archives meanwhile, or the replaced ranges are removed."""
     several, big, path = [fresh() for _ in range(3)], fresh(), tmp_path / "archive"
     archived_ = partial(asyncio.to_thread, archive, spark, where(deployment), str(path))
     merged = partial(asyncio.to_thread, compact, spark, str(path))
     await write(deployment, several, range(2))
     first = await archived_()
-    await archived_(start=first.end - 1)  # overlaps it
+    await archived_(start=first.end - 1)  # overlaps the first
     async with deployment.store(flusher=False) as store:
-        await store.checkpoint(big, [{"n": 0, "text": secrets.token_hex(1_000_000)}], run_of(big))  # in parts
+        await store.checkpoint(big, [{"n": 0, "text": secrets.token_hex(1_000_000)}], run_of(big))  # stored in parts
     await archived_()
     await write(deployment, several, range(2, 4))
     await archived_()
@@ -163,7 +163,7 @@ async def test_small_ranges_become_one_and_come_back_as_they_were(
     assert (await merged()).ranges == 1, "these two are neighbours, too"
     assert len(manifests_of(spark, str(path))) == 1
     for part in (path / "ranges" / before[0].name).rglob("*.parquet"):
-        part.write_bytes(b"changed")  # of what does not count any more
+        part.write_bytes(b"changed")  # the replaced range no longer counts
     assert await come_back(spark, deployment, path, [*several, big]) == everything
     assert await asyncio.to_thread(expire, spark, str(path)) == 0, "somebody may be reading"
     assert await asyncio.to_thread(partial(expire, grace=timedelta(0)), spark, str(path)) == 4 + 2
@@ -205,7 +205,7 @@ async def test_some_threads_come_back_as_they_were_at_a_time(
 
 
 async def messages_of(deployment: Deployment) -> list[dict[str, Any]]:
-    """The messages of the log, as an archive has them."""
+    """Return the log's messages as an archive stores them."""
     options = read_options(deployment, form="messages", numPartitions=1)
 
     def read() -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ async def messages_of(deployment: Deployment) -> list[dict[str, Any]]:
 
 
 async def rows_by_thread(deployment: Deployment, threads: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """The entries of each thread, as a task of a restore gets them."""
+    """Return each thread's entries as a task of a restore gets them."""
     subjects = Subjects(deployment.log.subject, deployment.log.partitions)
     rows = [row for m in await messages_of(deployment) for row in archived_entries._rows(subjects, m)]
     return {
@@ -234,7 +234,7 @@ def items_of(of_thread: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, 
 async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, lost: int | None
 ) -> None:
-    """Nothing of it is applied behind an entry that is lost, in whatever portion that stands."""
+    """No entry behind a lost one is applied, whichever portion the lost one is in."""
     monkeypatch.setattr(portions, "ENTRIES_MAX", 3)
     threads = sorted([fresh(), fresh()])
     await write(deployment, threads, range(8))
@@ -257,9 +257,9 @@ async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
 async def test_a_restore_into_a_log_tells_its_other_attempt_from_somebody_else(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, faster: dict[int, int]
 ) -> None:
-    """Before one of its writes, another attempt (of a task, or of a run that is killed) has come so far.
+    """Another attempt, of a task or of a killed run, has already restored a part before one of the writes.
 
-    What somebody else writes stops a thread.
+    Entries of any other writer stop the thread.
     """
     thread, other = fresh(), fresh()
     await write(deployment, [thread, other], range(8))
@@ -327,7 +327,7 @@ async def test_two_attempts_at_a_restore_into_a_log_at_once_write_each_entry_onc
 async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a full log no new entry comes, and nothing is purged that is not noted."""
+    """A full log gets no new entry, and nothing is purged before the archive's end is noted."""
     path = str(tmp_path / "archive")
     await write(deployment, [fresh()], range(3))
     note = archive_job._note
@@ -347,7 +347,7 @@ async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(
 
 
 def into_version_1(path: Path) -> None:
-    """The archive as earlier versions wrote it: folders and manifests are named after ranges."""
+    """Rewrite the archive as version 1 had it: folders and manifests are named after ranges."""
     for folder in (path / "manifests").iterdir():
         (file,) = (f for f in folder.iterdir() if f.name.startswith("part-"))
         manifest = json.loads(file.read_text())
@@ -379,7 +379,7 @@ async def test_an_archive_of_an_earlier_version_is_gone_on_with(
 async def test_two_streams_with_the_same_numbers_do_not_come_into_one_archive(
     spark: Any, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
-    """As when log and Postgres began anew, and the folder of the archive is the old one. No entry is passed over."""
+    """Log and Postgres were made again, and the archive's folder is the old one. No entry may be skipped."""
     one, two, thread = deploy(), deploy(), fresh()
     await write(one, [thread], range(4))
     await write(two, [thread], range(10, 16))
@@ -389,7 +389,7 @@ async def test_two_streams_with_the_same_numbers_do_not_come_into_one_archive(
     for start in (None, 1):
         with pytest.raises(ConfigError, match="into another folder"):
             await asyncio.to_thread(archive, spark, where(two), str(paths[0]), start=start)
-    for kind in ("manifests", "ranges"):  # as an earlier release did
+    for kind in ("manifests", "ranges"):  # as an earlier release allowed
         for folder in list((paths[1] / kind).iterdir()):
             folder.rename(paths[0] / kind / folder.name)
     with pytest.raises(DataLoss, match="two streams that have the same numbers"):
@@ -414,14 +414,14 @@ async def test_who_says_where_to_go_on_takes_what_is_left(spark: Any, deployment
 
 
 async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[..., Deployment]) -> None:
-    """A drain is for a log that is full, and that is when the wish to keep what was flushed gives way."""
+    """Drains run when a log is full, and then flushed entries are not retained, but unarchived entries still are."""
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0, archive=True)
     deployment.verified = False
     threads = [fresh() for _ in range(32)]
     async with deployment.store(flusher=False) as store:
         for n in range(2):
             for thread in threads:
-                message = said(n) | {"more": secrets.token_hex(6000)}  # which nothing makes smaller
+                message = said(n) | {"more": secrets.token_hex(6000)}  # random, so that it cannot be compressed
                 await store.checkpoint_append(thread, [message], run_of(thread))
         assert (await store.statistics()).log_bytes > 0.7 * deployment.log.max_bytes
     settings = where(deployment)

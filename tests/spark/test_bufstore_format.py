@@ -1,4 +1,4 @@
-"""``format("bufstore")``: the declarative twin of the sink, under the same promise."""
+"""``format("bufstore")``, the declarative form of the sink, keeps the same promise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, uncom
 
 
 def save(df: Any, options: dict[str, str]) -> None:
-    # In the thread that has the session: from another one Spark does not look for Python sources when it writes.
+    # Only in the thread that has the session does Spark find Python data sources for writing.
     df.write.format("bufstore").options(**options).mode("append").save()
 
 
@@ -35,7 +35,7 @@ def streamed(spark: Any, folder: Path, **more: str) -> Any:
 async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployment) -> None:
     await prepared(deployment)
     threads = [fresh() for _ in range(4)]
-    df = frame(spark, rows_of(threads, range(5))).repartition(3)  # a thread's rows in several tasks
+    df = frame(spark, rows_of(threads, range(5))).repartition(3)  # a thread's rows are in several tasks
     for _ in range(2):
         save(df, write_options(deployment, appId="nightly", batchId=7))
     assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
@@ -49,7 +49,7 @@ async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployme
 
 
 async def test_rows_without_a_thread_do_not_hide_each_other(spark: Any, deployment: Deployment) -> None:
-    """A null and an empty id are no threads, and not the same one."""
+    """A null id and an empty id name no thread, and are kept as different rows."""
     await prepared(deployment)
     rows = rows_of([None, ""], range(3))  # type: ignore[list-item]
     save(frame(spark, rows), write_options(deployment, appId="nobody", batchId=0, badRows="quarantine"))
@@ -83,7 +83,7 @@ async def test_a_stream_whose_commit_fails_is_gone_on_with(spark: Any, deploymen
 
 
 async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment) -> None:
-    # Not above: an earlier Spark, which has no such sources, runs other tests of this file's run.
+    # Imported here, because a Spark without Python data sources runs other tests of this file.
     from bufstore.spark.sink.bufstore_format import BufstoreFormat
 
     await prepared(deployment)
@@ -113,7 +113,7 @@ async def test_rows_go_in_the_order_of_their_times(spark: Any, deployment: Deplo
 
 
 async def test_a_plan_of_a_write_shows_no_login(spark: Any, deployment: Deployment) -> None:
-    """Spark shows the options of a batch in its logical plan: in its UI if asked for, to listeners, in its logs."""
+    """Spark shows a batch's options in its logical plan: in its UI on request, to listeners, and in its logs."""
     from bufstore.spark.sink.bufstore_format import BufstoreFormat
 
     await prepared(deployment)

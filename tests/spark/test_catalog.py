@@ -1,4 +1,4 @@
-"""``CREATE TABLE … USING threadlog`` and ``USING bufstore``: tables that stay, and no login where catalogs are read."""
+"""``CREATE TABLE … USING threadlog`` and ``USING bufstore``: permanent tables, with no login in the catalog."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spark.jobs import QUICK, ended, environment, held, job, settings_of, write
 
 
 def located(deployment: Deployment, **more: str) -> str:
-    """OPTIONS of a table, whose servers somebody else names."""
+    """Return the OPTIONS of a table that does not name its servers."""
     pairs = {"stream": deployment.log.stream} | more
     return "OPTIONS (" + ", ".join(f"{name} '{value}'" for name, value in pairs.items()) + ")"
 
 
 def login_of(deployment: Deployment) -> tuple[dict[str, str], dict[str, str]]:
-    """Where the servers are, without a login and with it."""
+    """Return the servers' addresses without a login, and with it."""
     settings = settings_of(deployment)
     nats = urlsplit(settings["nats"])
     assert nats.password
@@ -32,7 +32,7 @@ def login_of(deployment: Deployment) -> tuple[dict[str, str], dict[str, str]]:
 
 
 async def test_tables_of_the_catalog(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
-    """With the log's place in the table, and the login where somebody reads it."""
+    """The table names the log, and the login is given to each read."""
     threads, log, messages = [fresh() for _ in range(3)], f"log_{deployment.name}", f"messages_{deployment.name}"
     await write(deployment, threads, range(2))
     place, login = login_of(deployment)
@@ -69,7 +69,7 @@ async def test_tables_of_the_catalog(spark: Any, deployment: Deployment, tmp_pat
 async def test_a_table_takes_its_servers_from_the_drivers_environment(
     deployment: Deployment, tmp_path: Path, lasting: bool
 ) -> None:
-    """And is there in the next session, where the catalog is Hive's."""
+    """With Hive's catalog the tables exist in the next session too."""
     thread = fresh()
     async with deployment.store(flusher=False) as store:
         await store.checkpoint(thread, [said(n) for n in range(3)], run_of(thread))
@@ -97,7 +97,7 @@ async def test_a_table_takes_its_servers_from_the_drivers_environment(
 
 @pytest.mark.long
 async def test_a_table_that_is_dropped_takes_nothing_with_it(spark: Any, deployment: Deployment) -> None:
-    """Neither of the log nor of Postgres: what is flushed, what is not, and what stands beside."""
+    """Nothing of the log or of Postgres is removed: flushed, unflushed or unrelated."""
     threads, names = [fresh() for _ in range(3)], [f"{what}_{deployment.name}" for what in ("log", "messages", "runs")]
     await write(deployment, threads, range(2))
     await held(deployment, threads)
@@ -129,7 +129,7 @@ async def test_a_table_that_is_dropped_takes_nothing_with_it(spark: Any, deploym
 
 
 async def all_there_is(deployment: Deployment) -> dict[str, Any]:
-    """What the log has, and each row in Postgres."""
+    """Return the log's state and all rows in Postgres."""
     client = await nats.connect(deployment.servers.nats.url)
     try:
         stream = json.loads((await client.request(f"$JS.API.STREAM.INFO.{deployment.log.stream}", timeout=5)).data)

@@ -1,4 +1,4 @@
-"""How many connections to Postgres a job's processes take: what an operator counts with."""
+"""The number of connections to Postgres that a job's processes take, for which operators plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark.jobs import prepared, read_options, rows_of, settings_of
 
 
 def named(deployment: Deployment) -> str:
-    """The database, under a name by which its connections are told from others."""
+    """Return the DSN with an application name that identifies its connections."""
     return make_conninfo(deployment.servers.postgres.dsn, application_name=deployment.name)
 
 

@@ -1,4 +1,4 @@
-"""Real conversations, streamed as JSON files through the sink: each checkpoint once, each message as it was."""
+"""Real conversations, streamed as JSON files through the sink: each checkpoint once, each message unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed, attempts that both write, other ways to run Spark: all the same once."""
+"""Killed processes, attempts that both write, and other ways to run Spark: each row is written once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_driver_killed_between_the_sink_and_sparks_commit(
 async def test_of_a_batch_within_which_the_driver_was_killed_no_changed_row_is_swallowed(
     spark: Any, deployment: Deployment, config: SinkConfig, tmp_path: Path
 ) -> None:
-    """One task of two has written one of its rows. That part must come again as it was; the other one may change."""
+    """One of two tasks has written one of its rows. Its part must come again unchanged; the other part may change."""
     await prepared(deployment)
     several = frame(spark, rows_of([fresh() for _ in range(40)], range(1)))
     placed = several.selectExpr("thread_id", "pmod(hash(thread_id), 2)").orderBy("thread_id").collect()
@@ -64,7 +64,7 @@ async def test_of_a_batch_within_which_the_driver_was_killed_no_changed_row_is_s
     again = checkpoint_sink(replace(config, tasks=3))
 
     def put_changed(thread: str) -> None:
-        """Another message in the thread's first row of the batch."""
+        """Change the message of the thread's first row in the batch."""
         other = [json.dumps({"n": 100, "thread": thread})]
         first = [row | {"delta": other} if (row["thread_id"], row["position"]) == (thread, 2) else row for row in rows]
         put(tmp_path / "in", "1.json", first)
@@ -110,7 +110,7 @@ def test_a_java_home_that_works_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 @asynccontextmanager
 async def standalone(folder: Path) -> AsyncIterator[str]:
-    """A cluster of a master and two workers, which are hosts of their own to it; its URL."""
+    """Start a standalone cluster of a master and two workers on different hosts; yields its URL."""
     import pyspark
 
     start = Path(pyspark.__file__).parent / "bin" / "spark-class"

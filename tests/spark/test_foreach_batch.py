@@ -1,4 +1,4 @@
-"""A stream's rows become checkpoints exactly once, whatever of it is done again."""
+"""A stream's rows become checkpoints exactly once, whatever is repeated."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
     assert await held(deployment, threads) == {t: list(range(12)) for t in threads}
     uncommit(tmp_path / "ck", 2)
     put(tmp_path / "in", "3.json", rows_of(threads, range(12, 14)))
-    # And as after one before the ledger knew that all of it was written.
+    # Make it look as if the sink had died before it noted the batch as done.
     unfinished = f'UPDATE "{deployment.name}".spark_sources SET done = false, noted_batch = NULL'
     await query(deployment.servers.postgres.dsn, unfinished)
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(14)) for t in threads}
-    # A source that cannot be replayed.
+    # A source that gives other rows for the repeated batch.
     await query(deployment.servers.postgres.dsn, unfinished)
     uncommit(tmp_path / "ck", 3)
     put(tmp_path / "in", "3.json", rows_of(threads, range(12, 15)))
@@ -94,10 +94,10 @@ async def test_tasks_that_fail_after_they_wrote_are_done_again_without_effect(
 async def test_rows_without_positions_go_in_the_order_of_their_contents_once(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:
-    """In whatever order they come, and come again: also when the driver died with some of the threads written."""
+    """The rows come in any order, and again after a driver died with some of the threads written."""
     await prepared(deployment)
     threads = [fresh() for _ in range(6)]
-    rows = rows_of(threads, range(9, -1, -1)) + rows_of(threads[:2], range(3))  # and some of them twice
+    rows = rows_of(threads, range(9, -1, -1)) + rows_of(threads[:2], range(3))  # some of the rows twice
 
     def shuffled(seed: int) -> Any:
         return frame(spark, Random(seed).sample(rows, len(rows))).drop("position").repartition(3)
@@ -111,7 +111,7 @@ async def test_rows_without_positions_go_in_the_order_of_their_contents_once(
         await asyncio.to_thread(write, shuffled(seed), 0)
         assert write.last is not None
         counts.append((write.last.counts.written, write.last.counts.repeated))
-        # As after a driver that died before it could note that all of it was written.
+        # Make it look as if the driver had died before it noted the batch as done.
         unfinished = f'UPDATE "{deployment.name}".spark_sources SET done = false, noted_batch = NULL'
         await query(deployment.servers.postgres.dsn, unfinished)
     assert counts == [(30, 36), (0, 66)]
@@ -133,7 +133,7 @@ async def test_bad_rows_end_the_batch_and_the_others_are_written(
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
 
 
-#: Where 0001-01-01 of UTC is no year of Python's, and a name that Python does not know.
+#: A zone where 0001-01-01 of UTC is before Python's first year, and a name that Python does not know.
 ZONES = ["America/Los_Angeles", "GMT-07:00"]
 
 
@@ -141,7 +141,7 @@ ZONES = ["America/Los_Angeles", "GMT-07:00"]
 async def test_rows_that_python_cannot_read_stop_no_other(
     spark: Any, deployment: Deployment, config: SinkConfig, zone: str
 ) -> None:
-    """Text that is not UTF-8, as a cast of bytes gives it, and any time of Spark's as position; both ways."""
+    """Text that is not UTF-8, made by a cast of bytes, and extreme times as positions; in the sink and the format."""
     await prepared(deployment)
     threads = [fresh() for _ in range(4)]
     bad = threads[0]
@@ -185,7 +185,7 @@ async def test_a_backfill_past_the_log_writes_each_row_once(
 ) -> None:
     threads = [fresh() for _ in range(6)]
     async with deployment.store() as store:
-        # What the log shows goes through the log, whose entries expect what is in Postgres.
+        # A thread with entries in the log is written through the log in this mode, too.
         await store.checkpoint_append(threads[0], [{"n": -1}], Run(run_id="before", thread_id=threads[0]))
     past = replace(config, mode="postgres")
     for _ in range(2):
@@ -195,7 +195,7 @@ async def test_a_backfill_past_the_log_writes_each_row_once(
     assert await held(deployment, threads) == wanted
     async with deployment.store() as store:
         assert len(await store.load_messages(threads[1]) or []) == 8
-        # Whoever writes next, through the log, builds on it; and the same source is still known there.
+        # The next writer, through the log, builds on it, and the log path still knows the same source.
         await store.checkpoint_append(
             threads[1], [{"n": 8}], Run(run_id=f"run-{threads[1]}", thread_id=threads[1], status=RunStatus.DONE)
         )
@@ -209,17 +209,17 @@ async def test_a_backfill_past_the_log_writes_each_row_once(
 async def test_what_goes_through_the_log_builds_on_what_went_past_it(
     deployment: Deployment, config: SinkConfig
 ) -> None:
-    """A process that wrote a thread in one mode, and then in the other."""
+    """A process writes a thread in one mode, then in the other."""
     await prepared(deployment)
     thread, past = fresh(), replace(config, app_id="past", mode="postgres")
     rows = rows_of([thread], range(4))
-    rows[2]["delta"] = [json.dumps({"n": 2, "id": "known"})]  # whether it is there, only the log's checks can say
+    rows[2]["delta"] = [json.dumps({"n": 2, "id": "known"})]  # only the log's checks can tell whether this id exists
     write_rows(config, 0, [rows[:1]])
     assert await held(deployment, [thread]) == {thread: [0]}
     log = loop().run(open_sink(config)).store.buffer.log
 
     async def forget() -> None:
-        """What a process does that remembers much: nothing needs these entries any more."""
+        """Forget these entries, as a process does that remembers too many."""
         log._forgetting.forget(1 + await log.end(5.0))  # type: ignore[attr-defined]
 
     loop().run(forget())
@@ -248,9 +248,9 @@ async def test_nothing_goes_past_what_waits_in_the_ledger(deployment: Deployment
             return await query(dsn, f"SELECT count(*) FROM {schema}.buffer_waiting") == [(1,)]
 
         await eventually(waits)
-        await store.aclose()  # so that nobody flushes it
+        await store.aclose()  # so that no flusher flushes it
     past = replace(config, mode="postgres")
-    await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # all is open
+    await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # opens everything
     log = loop().run(open_sink(past)).store.buffer.log
     log._forgetting.forget(1 + loop().run(log.end(5.0)))  # type: ignore[attr-defined]
     await asyncio.to_thread(write_rows, past, 1, [rows_of([thread], range(2, 3))])
@@ -260,7 +260,7 @@ async def test_nothing_goes_past_what_waits_in_the_ledger(deployment: Deployment
 
 
 async def test_two_threads_of_a_backfill_with_one_run_id(deployment: Deployment, config: SinkConfig) -> None:
-    """Postgres takes the first and refuses the second, which the log took then, and no flush could write."""
+    """Postgres accepts the first and refuses the second. The log once took the second, and no flush could write it."""
     await prepared(deployment)
     first, second = threads = sorted(fresh() for _ in range(2))
     rows = [row | {"run_id": f"run-{first}"} for row in rows_of(threads, range(1))]
@@ -281,7 +281,7 @@ async def test_others_are_told_what_went_past_the_log(deployment: Deployment, co
         await app.checkpoint_append(thread, [{"n": 0}], run)
         assert await held(deployment, [thread]) == {thread: [0]}
         past = replace(config, mode="postgres")
-        await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # all is open
+        await asyncio.to_thread(write_rows, past, 0, [rows_of([fresh()], range(1))])  # opens everything
         end = await app.buffer.log.end(5.0)
         for log in (app.buffer.log, loop().run(open_sink(past)).store.buffer.log):
             log._forgetting.forget(1 + end)  # type: ignore[attr-defined]
@@ -302,7 +302,7 @@ async def test_a_source_that_gives_other_rows_for_a_batch_is_found_out(
 ) -> None:
     await prepared(deployment)
     thread = fresh()
-    write = checkpoint_sink(config)  # called as in a notebook, where a loop runs already
+    write = checkpoint_sink(config)  # called as in a notebook, where an event loop already runs
     write(frame(spark, rows_of([thread], range(3))), 0)
     write(frame(spark, rows_of([thread], range(3))), 0)
     with pytest.raises(ConfigError, match="with other rows"):
@@ -328,7 +328,7 @@ async def test_a_thread_stops_at_its_bad_row_and_goes_on_when_it_is_mended(
 async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:
-    """Spark does not tell which query it is, and its tasks died when something was written: nothing of it was noted."""
+    """Spark does not name the query, and its tasks died after a write, so nothing of the batch was noted."""
     await prepared(deployment)
     thread = fresh()
     rows = rows_of([thread], range(3))
@@ -346,7 +346,7 @@ async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only
 async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_part_has_changed(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:
-    """A driver dies when one task of three was done; the next one has two tasks, and takes three for this batch."""
+    """A driver dies after one task of three was done. The next is set to two tasks, and uses three for this batch."""
     await prepared(deployment)
     threads = [fresh() for _ in range(12)]
     rows = rows_of(threads, range(3))
@@ -366,7 +366,7 @@ async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_pa
     ((part, planned),) = await query(
         deployment.servers.postgres.dsn, f'SELECT part, planned FROM "{deployment.name}".spark_parts'
     )
-    with pytest.raises(ConfigError, match="was begun before with other rows"):  # as when it changes after that
+    with pytest.raises(ConfigError, match="was begun before with other rows"):  # as when the rows change after it
         other = rows_of(begun, range(3, 6))
         await asyncio.to_thread(write_rows, config, 0, [other], noted=Part(part, 3, planned ^ 1))
     await asyncio.to_thread(write, frame(spark, rows[::-1]), 0)
@@ -409,7 +409,7 @@ async def test_a_batch_that_ended_with_bad_rows_goes_on_without_the_rows_in_fron
 
 
 async def test_a_parent_and_its_children_in_one_batch(spark: Any, deployment: Deployment, config: SinkConfig) -> None:
-    """Whichever task has the parent, and whichever comes first."""
+    """The tasks and the order of parents and children do not matter."""
     await prepared(deployment)
     parents, lost = [fresh() for _ in range(20)], fresh()
     rows = [(p, f"run-{p}", ['{"n": 0}'], 0, None) for p in parents]
@@ -430,7 +430,7 @@ async def test_a_parent_and_its_children_in_one_batch(spark: Any, deployment: De
 async def test_a_thread_is_deleted_behind_its_children_whichever_task_has_them(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:
-    """Families of three generations, each with its threads in two tasks; one of them keeps its last child."""
+    """Families of three generations, each with threads in both tasks; one of them keeps its last child."""
     await prepared(deployment)
     names = [fresh() for _ in range(60)]
     schema = f"{SCHEMA}, edit string"

@@ -1,4 +1,4 @@
-"""Draining, archiving, restoring: nothing lost, nothing twice, whoever else works on the same log."""
+"""Draining, archiving and restoring lose and repeat nothing, whatever else works on the same log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_dr
     assert await in_postgres(deployment, threads) == {t: list(range(10)) for t in threads}
     await write(deployment, threads, range(10, 20))
     lags: list[int] = []
-    async with deployment.store():  # its flusher gives partitions away, and takes them back
+    async with deployment.store():  # the store's flusher gives its partitions away, and takes them back
         both = (
             asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1, on_lag=lags.append),
             asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1),
@@ -73,7 +73,7 @@ async def test_what_is_archived_comes_back_into_an_empty_postgres(
     again = await asyncio.to_thread(restore, spark, path, where(elsewhere))
     assert (again.applied, again.present, again.refused) == (0, 42, 0)
     assert await in_postgres(elsewhere, threads) == {t: list(range(7)) for t in threads}
-    # A log that is made now begins above every position that the restored rows name.
+    # A new log begins above every position that the restored rows name.
     await write(elsewhere, threads, range(7, 9))
     assert await held(elsewhere, threads) == {t: list(range(9)) for t in threads}
 
@@ -97,7 +97,7 @@ async def test_an_archive_with_a_gap_or_a_changed_file_is_not_restored(
 
 
 async def test_nothing_leaves_the_log_before_it_is_archived(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
-    deployment.verified = False  # it is looked at while it purges
+    deployment.verified = False  # the log would be purged during the verification
     threads = [fresh() for _ in range(3)]
     await write(deployment, threads, range(4))
     await deployment.change(failover_window_s=1.0, archive=True)
@@ -149,7 +149,7 @@ async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployme
     elsewhere = Deployment(deployment.servers)
     with pytest.raises(NoLog):
         await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
-    await write(elsewhere, threads[:1], range(1))  # which makes it; and this thread is another one there
+    await write(elsewhere, threads[:1], range(1))  # makes the log, with another thread of this id
     dry = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log", dry_run=True)
     assert (dry.applied, dry.present, dry.refused, dry.threads) == (20, 0, 4, 6)
     assert "in the log is not among the archived entries" in dry.reasons[0]
@@ -158,7 +158,7 @@ async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployme
         assert (report.applied, report.present, report.refused) == expected
     found = await held(elsewhere, threads)
     assert found == {t: list(range(4)) for t in threads} | {threads[0]: [0]}
-    # More is archived, and comes behind what Postgres has by now.
+    # More is archived, and restored behind the entries that Postgres has by now.
     await write(deployment, threads, range(4, 7))
     await asyncio.to_thread(archive, spark, where(deployment), path)
     await asyncio.to_thread(bulk_drain, spark, where(elsewhere), tasks=2)
@@ -174,7 +174,7 @@ async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployme
 async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts stand before their group, and many threads share a group."""
+    """Parts are stored before their group, and many threads share a group."""
     path, threads, big = str(tmp_path / "archive"), [fresh() for _ in range(30)], fresh()
     text = secrets.token_hex(1_500_000)
     await write_together(deployment, threads, range(2))
@@ -196,7 +196,7 @@ async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
     monkeypatch.setattr(archive_job, "log_of", ending_within)
     first = await asyncio.to_thread(archive, spark, where(deployment), path)
     await asyncio.to_thread(tabulate, spark, path)
-    await asyncio.to_thread(archive, spark, where(deployment), path, start=parts[0])  # its first part twice
+    await asyncio.to_thread(archive, spark, where(deployment), path, start=parts[0])  # the first part is archived twice
     monkeypatch.setattr(archive_job, "log_of", log_of)
     second = await asyncio.to_thread(archive, spark, where(deployment), path)
     assert (first.end, first.count + second.count) == (parts[1], len(stored))
@@ -228,7 +228,7 @@ async def test_what_was_restored_into_postgres_goes_on_in_a_log(
     await asyncio.to_thread(restore, spark, path, where(elsewhere))
     await write(deployment, threads, range(3, 5))
     await asyncio.to_thread(archive, spark, where(deployment), path)
-    async with elsewhere.store():  # its log begins above all restored positions
+    async with elsewhere.store():  # the new log begins above all restored positions
         report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
     assert (report.applied, report.present, report.refused) == (6, 9, 0)
     assert await held(elsewhere, threads) == {t: list(range(5)) for t in threads}
@@ -236,7 +236,7 @@ async def test_what_was_restored_into_postgres_goes_on_in_a_log(
 
 
 async def test_a_drain_that_takes_too_long_says_so_once(spark: Any, deployment: Deployment) -> None:
-    """Spark would do the task again, each time for as long."""
+    """Otherwise Spark would repeat the task, each time for as long."""
     await write(deployment, [fresh()], range(1))
     async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as somebody:
         await somebody.execute(f'LOCK TABLE "{deployment.name}".threads')
@@ -247,13 +247,13 @@ async def test_a_drain_that_takes_too_long_says_so_once(spark: Any, deployment: 
 @pytest.mark.long  # ten seconds
 async def test_jobs_are_named_in_sparks_ui(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
-    archived = tmp_path / "ranges" / "archive"  # which has a folder of that name, too
+    archived = tmp_path / "ranges" / "archive"  # another folder in the path has a job's name too
     path, app_id, stream = str(archived), fresh("app"), deployment.log.stream
     sink = checkpoint_sink(SinkConfig(app_id=app_id, **settings_of(deployment)))
     context = spark.sparkContext
 
     def all_jobs() -> list[str]:
-        """Their names, and how the next one of this thread would be called."""
+        """Return the names of all jobs, and the description that this thread's next job would get."""
         context.setJobDescription("of the app")
         sink(frame(spark, rows_of([fresh()], range(3))), 5)
         archive(spark, where(deployment), path)

@@ -1,4 +1,4 @@
-"""Jobs on a store of several lanes: the sink and a drain work on all of them, what reads a log reads one."""
+"""Jobs on a store of several lanes: the sink and a drain use all lanes, readers of a log read one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_al
         assert {row["thread_id"] for row in rows} == mine
         archived = await asyncio.to_thread(archive, spark, of_lane, str(tmp_path / log.stream))
         assert archived.count > 0
-    # Each lane's own ledger has how far its archive goes, which is where its flushers look.
+    # Each lane's ledger has the position of its archive, which its flushers read.
     dsn = laned.servers.postgres.dsn
     for schema in (laned.name, f"{laned.name}_lane1"):
         assert (await query(dsn, f'SELECT position FROM "{schema}".buffer_archive'))[0][0] > 0
@@ -74,7 +74,7 @@ async def test_what_needs_one_log_says_so(
     for into in ("log", "postgres"):
         with pytest.raises(ConfigError, match="several lanes"):
             await asyncio.to_thread(restore, spark, path, where(laned), into=into)
-    # Also when the log is gone that said so.
+    # The error also comes when the log that would say so is gone.
     with pytest.raises(ConfigError, match="several lanes"):
         await asyncio.to_thread(restore, spark, path, replace(where(laned), stream="gone"))
     one = SinkConfig(app_id="query", **(settings_of(laned) | {"stream": second.stream, "bucket": second.bucket}))

@@ -1,4 +1,4 @@
-"""Rows that were set aside: each of them is kept, and comes back once; without Spark."""
+"""Rows in the sink's quarantine: each is kept, and replayed once; without Spark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spark.jobs import held, prepared, rows_of, settings_of
 
 
 async def parked(deployment: Deployment, rows: list[dict[str, Any]], *, times: int = 1) -> SinkConfig:
-    """Written by a sink that sets bad rows aside."""
+    """Write the rows through a sink that quarantines bad rows."""
     await prepared(deployment)
     config = SinkConfig(app_id="app", bad_rows="quarantine", **settings_of(deployment))
     await asyncio.to_thread(AppId(config).setup)
@@ -77,7 +77,7 @@ async def test_rows_come_back_once(deployment: Deployment) -> None:
     assert (still.code, still.json["written"], len(still.json["left"])) == (1, 0, 3)
     async with deployment.store(flusher=False) as store:
         await store.checkpoint(parent, [], run_of(parent))
-    # One that died behind its write, before it removed the row: the second row of the orphan goes first.
+    # A replay died between its write and the row's removal. The orphan's second row is replayed first.
     async with ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside, deployment.store() as store:
         before = await query(
             deployment.servers.postgres.dsn,
@@ -119,7 +119,7 @@ async def test_a_schema_may_have_any_name(deployment: Deployment) -> None:
 
 
 async def test_edits_and_whole_threads_come_back_once(deployment: Deployment) -> None:
-    """Of each kind of row one that could not be carried out when it came."""
+    """The rows are of each kind, and none could be applied when it came."""
     await prepared(deployment)
     family, edited, whole, parent = fresh("family"), fresh("edited"), fresh("whole"), fresh("parent")
     child = f"{family}-child"
@@ -165,7 +165,7 @@ async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
 
 
 class Interrupted:
-    """A store of which the log goes away before the nth append."""
+    """A store whose log goes away before the nth append."""
 
     def __init__(self, store: Any, nth: int) -> None:
         self._store, self._left = store, nth
@@ -195,7 +195,7 @@ async def set_aside(deployment: Deployment, thread_id: str, batch_id: int, *mess
 async def test_a_replay_that_is_interrupted_takes_no_refused_row_for_written(
     deployment: Deployment, restored: bool
 ) -> None:
-    """Its number went back with the transaction, and a higher one was in the log. `restored`: the sequence, too."""
+    """The row's number was rolled back while a higher one was in the log. `restored`: the sequence was reset too."""
     await parked(deployment, [])
     thread_id = fresh()
     messages = [{"id": "a", "n": n} for n in range(2)] + [{"id": "b"}, {"id": "c"}, {"id": "d"}]
@@ -227,7 +227,7 @@ async def test_a_discarded_row_is_gone(deployment: Deployment) -> None:
 async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_people(
     deployment: Deployment, what: str
 ) -> None:
-    """The driver was killed before the batch was done; the parent that a row named has come meanwhile."""
+    """The driver was killed before the batch was done, and the missing parent was made meanwhile."""
     orphan, parent = fresh(), fresh("parent")
     await prepared(deployment)
     config = SinkConfig(app_id="app", bad_rows="quarantine", **settings_of(deployment))
@@ -247,7 +247,7 @@ async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_peopl
         assert (await cli(deployment, "spark", "quarantine", what, parked_row["id"], "--json")).code == 0
     again = await tried()
     assert (again.written, again.repeated, again.bad) == (0, 1, 0)
-    failing = replace(config, bad_rows="fail")  # it leaves them to people, too, and does not end with them
+    failing = replace(config, bad_rows="fail")  # it also leaves them to people, and does not fail on them
     again = (await asyncio.to_thread(write_rows, failing, 0, [first], noted=Part(0, 1, 7))).counts
     assert (again.written, again.repeated, again.bad) == (0, 1, 0)
     await cli(deployment, "spark", "quarantine", "replay", "--all", "--json")
@@ -257,6 +257,6 @@ async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_peopl
     assert await query(dsn, left) == [(1,)]
     with pytest.raises(ConfigError):
         await asyncio.to_thread(AppId(config).begin, Query("another", "run"), 1)
-    assert await query(dsn, left) == [(1,)]  # another query's batches say nothing of this one's
+    assert await query(dsn, left) == [(1,)]  # batches of another query do not count
     await asyncio.to_thread(app.begin, query_, 1)
     assert await query(dsn, left) == [(0,)]

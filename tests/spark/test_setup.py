@@ -1,4 +1,4 @@
-"""A Java, or a clear word; and no secret where people look."""
+"""Spark needs a Java, or the error says so; and no secret is shown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_importing_bufstore_imports_no_spark() -> None:
 
 
 def test_spark_finds_the_source_without_a_driver_of_postgres() -> None:
-    """Each step of planning a read is a process that imports the source anew."""
+    """Spark plans each read in processes that import the source again."""
     code = (
         "import sys, pyspark_threadlog; assert pyspark_threadlog.DefaultSource; print(sys.modules.keys() & {'psycopg'})"
     )
@@ -72,7 +72,7 @@ async def test_whoever_signs_in_as_somebody_else_has_a_connection_of_their_own(
     ours = replace(config, nats=NatsConfig(servers=[url]))
     opened = process_loop().run(open_sink(ours))
     assert process_loop().run(open_sink(replace(ours, mode="postgres"))) is opened
-    with pytest.raises(ConfigError, match="refused the credentials"):  # instead of the connection that there is
+    with pytest.raises(ConfigError, match="refused the credentials"):  # instead of reusing the open connection
         process_loop().run(open_sink(replace(config, nats=NatsConfig(servers=[url], user="me", password="hush"))))
 
 

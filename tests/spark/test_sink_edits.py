@@ -1,4 +1,4 @@
-"""Rows that edit a thread, among its checkpoints, each once; without Spark."""
+"""Rows that edit a thread, among its checkpoints, take effect once; without Spark."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_edits_take_their_turn_and_effect_once(deployment: Deployment, mod
 
 @pytest.mark.parametrize("mode", ["log", "postgres"])
 async def test_deletions_take_their_turn_and_effect_once(deployment: Deployment, mode: Any) -> None:
-    """Also one that comes again after somebody else has written the thread anew, and one of a thread that is not."""
+    """A repeated deletion spares a thread that another writer has recreated; an unknown thread counts as deleted."""
     await prepared(deployment)
     again, gone, other, nobody = fresh(), fresh(), fresh(), fresh()
     config = SinkConfig(app_id="app", mode=mode, **settings_of(deployment))
@@ -97,7 +97,7 @@ async def test_a_deletion_says_what_happens_to_children(deployment: Deployment) 
             await store.checkpoint(parent, [], run_of(parent))
             await store.checkpoint(child, [], run_of(child, parent_thread_id=parent))
         rows = [row(parent, 0, delete_thread=how) for how, (parent, _) in names.items() if how != "both"]
-        # In the order of their ids the parent may come first: it waits for the child.
+        # In the order of ids the parent may come first: its deletion waits for the child's.
         rows += [row(t, 0, delete_thread="reject") for t in names["both"]]
         found = (await asyncio.to_thread(write_rows, config, None, [rows], judging=False)).counts
         assert (found.written, found.bad) == (4, 1), found.reasons
@@ -120,7 +120,7 @@ async def test_a_deletion_says_what_happens_to_children(deployment: Deployment) 
 async def test_a_deletion_that_was_broken_off_is_not_done_twice(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, point: Failpoint, effective: bool
 ) -> None:
-    """What somebody writes behind it stays, if it had taken effect."""
+    """Entries written behind the deletion stay, if it had taken effect."""
     thread, number = fresh(), ProducerSequence("app", 7)
 
     def fail(reached: Failpoint) -> None:
@@ -141,7 +141,7 @@ async def test_a_deletion_that_was_broken_off_is_not_done_twice(
 async def test_a_deletion_that_another_finished_was_not_done_before(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who wants a turn finishes what has begun; so of several at once all but one met their own mark."""
+    """The next deletion completes one that has begun; of concurrent deletions all but one once met their own mark."""
     thread, beside, number = fresh(), fresh(), ProducerSequence("app", 7)
     async with deployment.store() as store, deployment.store() as other:
         for one in (thread, beside):

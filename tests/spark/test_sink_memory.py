@@ -1,4 +1,4 @@
-"""A worker's memory does not depend on how Python objects blow a large batch up, nor on how long a batch is."""
+"""A worker's memory depends neither on the size of a batch as Python objects nor on the length of a batch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from conftest import Deployment
 from helpers import fresh
 from spark.jobs import QUICK, held, prepared, rows_of, settings_of
 
-#: 10 000 rows of 20 KB in one batch of Arrow.
+#: 10 000 rows of 20 KB in one Arrow batch.
 _ROWS, _TEXT_BYTES = 10_000, 20_480
 
 
 @pytest.mark.long  # 200 MB of messages
 @pytest.mark.parametrize("mode", ["log", "postgres"])
 async def test_a_large_batch_takes_little_more_than_itself(deploy: Any, mode: str) -> None:
-    """Decoded as a whole, 193 MiB took 1.3 GB."""
+    """Decoded as a whole, 193 MiB once took 1.3 GB."""
     deployment = deploy(max_bytes=1 << 30)
     await prepared(deployment)
     settings = {"where": settings_of(deployment), "mode": mode, "spark": QUICK}
@@ -42,8 +42,8 @@ async def test_a_large_batch_takes_little_more_than_itself(deploy: Any, mode: st
     found = json.loads(out.splitlines()[-1])
     batch_mib = _ROWS * _TEXT_BYTES >> 20
     assert found["same"], "another worker than the one that wrote was asked"
-    # The batch itself, as Spark hands it over, and what Python makes of pieces of 16 MiB. Much less than the batch
-    # would mean that Spark handed over several: three quarters, because what was free before is used again.
+    # The batch as Spark hands it over, and Python's objects for pieces of 16 MiB. Much less than the batch would mean
+    # that Spark handed over several batches; three quarters, because free memory is used first.
     assert batch_mib * 3 / 4 < found["after"] - found["before"] < batch_mib + 48
     async with deployment.store() as store:
         await store.force_flush_all()
@@ -52,10 +52,10 @@ async def test_a_large_batch_takes_little_more_than_itself(deploy: Any, mode: st
 
 
 class OnTheirWay:
-    """Watches what is being written: how many rows at a time, and how many bytes their messages have."""
+    """Watches the rows being written, and the bytes of their messages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        #: The most that there was at a time.
+        #: The largest numbers at one time.
         self.rows = self.bytes = 0
         write = BulkWriter.write
         rows = size = 0
@@ -77,7 +77,7 @@ class OnTheirWay:
 async def test_no_more_rows_are_on_their_way_than_may_be(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, in_flight: int
 ) -> None:
-    """A thread that has more of them than all together may be takes them in portions, and others have theirs."""
+    """A thread with more rows than the limit is written in portions, so that other threads get their share."""
     await prepared(deployment)
     threads = sorted(fresh() for _ in range(8))
     rows = sorted(rows_of(threads, range(12)), key=lambda row: (row["thread_id"], row["position"]))
@@ -92,7 +92,7 @@ async def test_no_more_rows_are_on_their_way_than_may_be(
 async def test_no_more_bytes_are_on_their_way_than_may_be(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row may be larger; then it is on its way alone."""
+    """A row larger than the limit is written alone."""
     await prepared(deployment)
     threads, bound = sorted(fresh() for _ in range(8)), 20_000
 

@@ -1,4 +1,4 @@
-"""The sink waits for servers that are away and for a full log, and asks Postgres only for what nobody else knows."""
+"""The sink waits during outages and for a full log, and asks Postgres only for what it cannot know otherwise."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from thorough import seldom
 
 
 def sink(deployment: Deployment, **options: Any) -> SinkConfig:
-    # Less than the default: a test that fails ends.
+    # Shorter than the default, so that a failing test ends.
     return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **({"outage_timeout_s": 20.0} | options))
 
 
 async def it_waits(caplog: pytest.LogCaptureFixture) -> None:
-    """Return when a sink of this process has said that it waits."""
+    """Wait until a sink of this process logs that it waits."""
 
     async def said() -> bool:
         return "waits, and fails in" in caplog.text
@@ -51,7 +51,7 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0)
     async with deployment.store(flusher=False, append_timeout_s=0.5) as store:
-        for size in (20_000, 2_000, 100):  # to the last byte
+        for size in (20_000, 2_000, 100):  # fill the log to the last byte
             with pytest.raises(LogFull):
                 for n in range(200):
                     await store.checkpoint("full", [said(n, size)], run_of("full"))
@@ -76,7 +76,7 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
 async def test_a_deletion_waits_until_somebody_flushes(
     deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only Postgres knows the children of a thread: that it cannot be asked now is an outage, and no bad row."""
+    """Only Postgres knows a thread's children: when it cannot be read, that is an outage and no bad row."""
     caplog.set_level(logging.INFO, "bufstore.spark")
     await prepared(deployment)
     thread = fresh()
@@ -126,7 +126,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 2, [both], noted=Part(0, 1, 13)))
         await eventually(written)
         assert not writing.done()
-        with pytest.raises(StoreUnavailable):  # another run must ask who has the app id
+        with pytest.raises(StoreUnavailable):  # another run must ask Postgres who has the app id
             await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, of, 2)
         await asyncio.to_thread(app.begin, of, 2)
         assert app.away
@@ -134,7 +134,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         counts = (await writing).counts
         assert counts.written == 12
         await asyncio.to_thread(app.done, 2, 13, counts)
-    # That it began was not noted, that it is done was: another run knows it again.
+    # The batch's beginning was not noted, but its end was: another run recognises the batch.
     again = await asyncio.to_thread(AppId(config).begin, of._replace(run_id="next"), 2)
     assert (again.batch_id, again.planned, again.done) == (2, 13, True)
     noted = f'SELECT batch_id, rows, waited_ms > 0 FROM "{config.schema}".spark_sources WHERE app_id = %s'
@@ -145,7 +145,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
 async def test_a_bad_row_waits_for_postgres_and_is_set_aside_once(
     own_servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also when Postgres has it and goes away before it says so. Nothing of its thread is written in front of it."""
+    """Postgres may store the row and be lost before it answers. No later row of the thread is written before."""
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = Deployment(own_servers)
     await prepared(deployment)
@@ -189,7 +189,7 @@ async def test_a_bad_row_waits_for_postgres_and_is_set_aside_once(
 async def test_a_task_that_begins_anew_waits_to_hear_which_rows_were_set_aside(
     own_servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, begun_away: bool
 ) -> None:
-    """Postgres went away behind its first try. A row that this one set aside was replayed meanwhile."""
+    """Postgres was lost after the first try. A row that this try had quarantined was replayed meanwhile."""
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = Deployment(own_servers)
     await prepared(deployment)
@@ -199,7 +199,7 @@ async def test_a_task_that_begins_anew_waits_to_hear_which_rows_were_set_aside(
     rows = [row | {"parent_thread_id": parent} for row in rows_of([orphan], range(1))]
 
     def attempt(number: int) -> RowCounts:
-        """As Spark would begin it."""
+        """Run an attempt of the task as Spark does."""
         context = SimpleNamespace(partitionId=lambda: 0, attemptNumber=lambda: number, stageId=lambda: 7)
         monkeypatch.setattr(TaskContext, "get", lambda: context)
         batch = pyarrow.RecordBatch.from_pylist([row | summed(row) for row in rows])
@@ -222,7 +222,7 @@ async def test_a_task_that_begins_anew_waits_to_hear_which_rows_were_set_aside(
     assert await held(deployment, [orphan]) == {orphan: [0]}
 
 
-@pytest.mark.long  # it rides out a restart of half a minute before it says that it waits
+@pytest.mark.long  # the worker retries for half a minute before it reports that it waits
 async def test_a_worker_process_that_starts_in_an_outage_waits_for_postgres(
     own_servers: Servers, tmp_path: Path
 ) -> None:
@@ -269,9 +269,9 @@ async def test_nats_is_waited_for(own_servers: Servers, caplog: pytest.LogCaptur
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
 
 
-@pytest.mark.long  # of servers of its own, and of tries that fail
+@pytest.mark.long  # its own servers, and tries that fail
 async def test_a_batch_waits_once_and_not_in_each_try_of_each_task(spark: Any, own_servers: Servers) -> None:
-    """Spark would begin a task that fails four times (`local[2,4]`), and has only two at a time."""
+    """Spark would start a failing task four times (`local[2,4]`), and runs only two at a time."""
     deployment = Deployment(own_servers)
     await prepared(deployment)
     threads = [fresh() for _ in range(12)]
@@ -290,11 +290,11 @@ async def test_a_batch_waits_once_and_not_in_each_try_of_each_task(spark: Any, o
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
 
 
-@pytest.mark.long  # of tries that fail
+@pytest.mark.long  # tries that fail
 async def test_a_commit_waits_as_long_as_its_option_says(
     spark: Any, own_servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That of `format("bufstore")`, which needs Postgres for each batch."""
+    """The option of `format("bufstore")`, which needs Postgres for each batch."""
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = Deployment(own_servers)
     await prepared(deployment)
@@ -320,7 +320,7 @@ async def test_a_commit_waits_as_long_as_its_option_says(
     assert await held(deployment, threads) == {t: [0, 1] for t in threads}
 
 
-@pytest.mark.long  # of three tries that fail
+@pytest.mark.long  # three tries that fail
 async def test_a_query_that_waits_for_postgres_can_be_stopped(
     spark: Any, own_servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,7 +361,7 @@ async def test_the_progress_of_a_query_tells_how_long_its_sink_waited(
     listener = ProgressListener(tell)
     spark.streams.addListener(listener)
     try:
-        own_servers.postgres.stop()  # the first batch of a query needs it
+        own_servers.postgres.stop()  # a query's first batch needs Postgres
         query = stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(sink(deployment)))
         await it_waits(caplog)
         own_servers.postgres.start()

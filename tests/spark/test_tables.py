@@ -1,4 +1,4 @@
-"""Threads, runs and messages as tables, without Spark: what the store itself answers, for random histories."""
+"""Threads, runs and messages as tables, without Spark, compared with the store's own answers for random histories."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def read(deployment: Deployment, table: str, **more: Any) -> list[dict[str
 
 
 class History:
-    """What happened to some threads."""
+    """A random history of some threads."""
 
     def __init__(self, seed: int, threads: int = 8) -> None:
         self.chance = random.Random(seed)
@@ -96,13 +96,13 @@ class History:
                     if there:
                         await store.delete_messages(thread_id, [chance.choice(there)["id"]])
                 case 9:
-                    await store.bulk.edit(edits.delete_thread(thread_id), None)  # asks for no flush
+                    await store.bulk.edit(edits.delete_thread(thread_id), None)  # needs no flush
         except NotFound:
             pass
 
 
 async def check(deployment: Deployment, store: BufferedThreadStore, history: History, **more: Any) -> None:
-    """The tables say what the store says."""
+    """Check that the tables agree with the store."""
     threads = {row["thread_id"]: row for row in await read(deployment, "threads", **more)}
     runs = {row["run_id"]: row for row in await read(deployment, "runs", **more)}
     messages: dict[str, list[dict[str, Any]]] = {}
@@ -147,7 +147,7 @@ def _plain(run: Run) -> Any:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_tables_say_what_the_store_says(deployment: Deployment, seed: int) -> None:
-    """Threads that are flushed, partly flushed, only in the log, removed, written again: each as a read shows it."""
+    """Threads that are flushed, partly flushed, only in the log, removed or recreated: each as a read shows it."""
     history = History(seed)
     for steps in (30, 20):
         async with deployment.store() as store:
@@ -183,7 +183,7 @@ async def test_threads_in_quarantine_are_shown_as_far_as_they_are_known(deployme
 
 
 async def test_wide_messages_come_as_they_are(deployment: Deployment) -> None:
-    """Larger than a message of the log, and than a batch of rows: flushed, and in parts in the log."""
+    """Messages larger than a message of the log and than a batch of rows: flushed, and in parts in the log."""
     history = History(0, threads=0)
     first, second = history.threads = [fresh(), fresh()]
     async with deployment.store() as store:
@@ -196,7 +196,7 @@ async def test_wide_messages_come_as_they_are(deployment: Deployment) -> None:
 
 
 async def test_what_waits_in_postgres_is_shown(deployment: Deployment) -> None:
-    """Somebody holds a thread's row, so that its entries wait; the cursor has passed them."""
+    """A thread's row is locked, so its entries wait in Postgres, and the cursor has passed them."""
     history = History(0, threads=0)
     held, free = history.threads = [fresh(), fresh()]
     async with deployment.store() as store:
@@ -221,7 +221,7 @@ async def waits(store: BufferedThreadStore, thread_id: str) -> int:
 
 
 async def test_a_held_position_shows_one_moment_while_everything_goes_on(deployment: Deployment) -> None:
-    """Without it, what is flushed behind a position is refused: Postgres has no earlier state of it."""
+    """Without a held position, entries flushed behind it are refused, because Postgres has no earlier state."""
     history = History(5)
     async with deployment.store() as store:
         await history.go_on(store, 20)
@@ -254,7 +254,7 @@ async def test_a_held_position_shows_one_moment_while_everything_goes_on(deploym
 async def test_a_position_that_is_held_longer_than_the_log_keeps_its_tail_is_a_loss(
     deployment: Deployment, all_of_it: bool
 ) -> None:
-    """What Postgres did not have then has left the log: no thread is shown without it."""
+    """Entries that Postgres did not have then have left the log: no thread is shown without them."""
     deployment.verified = False
     await half_flushed(deployment)
     async with deployment.store(flusher=False) as store:
@@ -274,7 +274,7 @@ async def test_a_position_that_is_held_longer_than_the_log_keeps_its_tail_is_a_l
 async def test_planning_reads_the_tail_once_and_tasks_what_was_written_since(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that are flushed, parked or go on between planning and its tasks are shown as they are then."""
+    """Threads that are flushed, written or deleted after planning are shown as the tasks find them."""
     await half_flushed(deployment)
     sequences: list[int] = []
     read_range = LogReader.read
@@ -332,9 +332,9 @@ async def test_a_tail_that_is_too_large_for_the_driver_is_read_once_by_each_task
     monkeypatch.setattr(LogReader, "read", counted)
     monkeypatch.setattr(TailPieces, "__init__", noted)
     monkeypatch.setattr(tail, "_PIECE_BYTES", 100)
-    for limit in (0, 500):  # before it is read, and while it is
+    for limit in (0, 500):  # before the tail is read, and while it is
         monkeypatch.setattr(tail, "_HANDED_BYTES", limit)
-        if limit:  # messages are larger than they are on average
+        if limit:  # messages are larger than their average
             monkeypatch.setattr(LogState, "bytes_between", lambda *_: 499)
         source = BufstoreFormat(options(deployment, "threads"))
         parts = await asyncio.to_thread(source.reader(source.schema()).partitions)
@@ -358,14 +358,14 @@ async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: 
 
 @asynccontextmanager
 async def locked(deployment: Deployment, table: str) -> AsyncIterator[None]:
-    """Nobody else may read the table, as while it is altered or rewritten."""
+    """Lock the table against all readers, as while it is altered or rewritten."""
     async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as connection:
         await connection.execute(f'LOCK TABLE "{deployment.name}"."{table}" IN ACCESS EXCLUSIVE MODE')
         yield
 
 
 async def test_a_table_is_read_where_statements_and_transactions_are_ended(deployment: Deployment) -> None:
-    """A statement lasts for as long as Spark takes its rows; here for as long as it waits for a lock."""
+    """A statement lasts as long as Spark takes its rows; here as long as it waits for a lock."""
     await half_flushed(deployment)
     dsn = deployment.servers.postgres.dsn
     settings = await query(
@@ -426,7 +426,7 @@ async def everything(deployment: Deployment, table: str, **more: Any) -> list[st
 async def test_what_is_pushed_down_is_all_that_is_read(
     deployment: Deployment, table: str, pushed: list[Any], expected: set[str]
 ) -> None:
-    """Flushed threads and threads in the log, of two agents by turns; also in a run's input, where no agent is."""
+    """Flushed and unflushed threads of two agents in turn. A run's input names the other agent and must not count."""
     await half_flushed(deployment)
     reader = PushedTableReader(table_options(options(deployment, table)))
     assert list(reader.pushFilters(pushed)) == pushed, "Spark looks again"
@@ -434,7 +434,7 @@ async def test_what_is_pushed_down_is_all_that_is_read(
 
 
 async def half_flushed(deployment: Deployment) -> None:
-    """Threads t-0 to t-11, of "ada" and "bob" by turns; the last four are not flushed."""
+    """Write threads t-0 to t-11, of "ada" and "bob" in turn; the last four are not flushed."""
     for numbers, flushed in ((range(8), True), (range(8, 12), False)):
         async with deployment.store(flusher=flushed) as store:
             for n in numbers:
@@ -446,13 +446,13 @@ async def half_flushed(deployment: Deployment) -> None:
 
 
 async def test_only_what_changed_in_a_time_is_read(deployment: Deployment) -> None:
-    """A thread that Postgres wrote long ago, and the log lately, has changed lately."""
+    """A thread whose row in Postgres is old has changed lately if the log has a recent entry."""
     await half_flushed(deployment)
     dsn, name = deployment.servers.postgres.dsn, deployment.name
     for table in ("threads", "runs"):
         await query(
             dsn, f"UPDATE \"{name}\".{table} SET updated_at = '2020-01-01Z' WHERE thread_id < 't-4'"
-        )  # t-10, too
+        )  # as text: t-10 would match, but is not flushed
     async with deployment.store(flusher=False) as store:
         await store.checkpoint_append("t-0", [said(2)], run_of("t-0", agent_id="ada"))
     old, lately = {"t-1", "t-2", "t-3"}, {f"t-{n}" for n in range(12)} - {"t-1", "t-2", "t-3"}
@@ -467,7 +467,7 @@ async def test_only_what_changed_in_a_time_is_read(deployment: Deployment) -> No
 async def test_postgres_reads_no_more_than_is_asked_for(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And sends no more, where it reads all runs to find those of an agent."""
+    """The source sends only the agent's rows, although it reads all runs to find them."""
     async with deployment.store() as store:
         for n in range(100):
             run = run_of(f"t-{n:03}", agent_id="ada" if n % 10 == 0 else "bob")
@@ -483,7 +483,7 @@ async def test_postgres_reads_no_more_than_is_asked_for(
     async def read_by(**more: Any) -> int:
         before = await fetched()
         rows = await read(deployment, "messages", **more)
-        # A session tells the statistics when it ends.
+        # A session reports its statistics when it ends.
         return await eventually(lambda: told(fetched, before, len(rows)))
 
     assert await read_by(threads='["t-007", "t-070"]', numPartitions=1) == 100
@@ -508,7 +508,7 @@ async def test_postgres_reads_no_more_than_is_asked_for(
 
 
 async def test_a_read_that_is_broken_off_leaves_no_transaction(deployment: Deployment) -> None:
-    """As by a LIMIT, which takes the first rows."""
+    """A LIMIT breaks a read off like this, because it takes only the first rows."""
     async with deployment.store() as store:
         for n in range(3):
             await store.checkpoint(f"t-{n}", [said(i) for i in range(2000)], run_of(f"t-{n}"))

@@ -1,4 +1,4 @@
-"""Threads, runs and messages as tables of Spark: DataFrames, SQL, filters that are pushed down, plans."""
+"""Threads, runs and messages as tables of Spark: DataFrames, SQL, pushed-down filters, plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 async def written(deployment: Deployment) -> None:
-    """Ten threads of two agents with three messages each, half of them only in the log."""
+    """Write ten threads of two agents with three messages each, half of them only to the log."""
     for numbers, flushed in ((range(5), True), (range(5, 10), False)):
         async with deployment.store(flusher=flushed) as store:
             for n in numbers:
@@ -57,7 +57,7 @@ async def test_views_of_sql_push_their_filters_down(spark: Any, deployment: Depl
     given = ", ".join(f"{name} '{value}'" for name, value in options(deployment, "messages").items())
 
     def ask(query: str) -> tuple[int, int]:
-        """The answer, and how many rows came out of the source."""
+        """Return the size of the answer, and how many rows the source gave."""
         spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW said USING bufstore OPTIONS ({given})")
         found = spark.sql(query)
         answer = len(found.collect())

@@ -1,4 +1,4 @@
-"""The log as a source: each entry once, whatever is read again, and nothing that is gone goes unnoticed."""
+"""The log as a source: each entry once, whatever is read again, and every loss is noticed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_entries_come_decoded_and_each_once(spark: Any, either: Deployment
     await written(either, threads, range(6))
     big = fresh()
     async with either.store(flusher=False) as store:
-        # An oversize entry: several messages, of which a range may begin or end in the middle.
+        # An oversize entry takes several messages, and a range may begin or end among them.
         await store.checkpoint(big, [{"n": 0, "text": "x" * 3_000_000}], Run(run_id="big", thread_id=big))
     rows = await collected(read(spark, either, numPartitions=7))
     assert steps_of(rows) == {t: list(range(6)) for t in threads} | {big: [0]}
@@ -96,7 +96,7 @@ async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
     first, last = rows[50].position, rows[90].position
     some = await collected(read(spark, deployment, startingPosition=first, endingPosition=last, numPartitions=3))
     assert sorted(r.position for r in some) == [r.position for r in rows[50:90]]
-    # A micro-batch ends at a group's end, however few rows it may have.
+    # A micro-batch ends at a group's end, however small its limit.
     options = {"startingPosition": first, "maxMessagesPerTrigger": 1}
     running = query(spark, deployment, tmp_path, **options)
     await ended(running)
@@ -108,7 +108,7 @@ async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
 
 @pytest.mark.long
 async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
-    """Its parts stand before its group, on a subject of their own."""
+    """The entry's parts are stored before its group, on another subject."""
     deployment.verified = False
     big, small = fresh(), fresh()
     await written(deployment, [small], range(1))
@@ -127,7 +127,7 @@ async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Dep
         await collected(read(spark, deployment, **at))
     (torn, _) = await collected(read(spark, deployment, failOnDataLoss=False, **at))
     assert (torn.thread_id, torn.cause) == (big, f"part {min(parts)} of a large entry is missing")
-    # As an erasure that was interrupted: it says what goes, and then removes the parts first.
+    # Imitate an interrupted erasure, which announces what it removes, and then removes the parts first.
     client = await nats.connect(deployment.servers.nats.url)
     await client.jetstream().publish(f"{deployment.name}.erased.0", str(min(parts)).encode())
     await client.close()
@@ -172,7 +172,7 @@ async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment,
 async def test_a_batch_begins_at_the_first_entry_and_a_stream_behind_the_last(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
-    """Where nobody says where to begin. A stream that has begun goes on from there, also if there was nothing yet."""
+    """The reads name no start. A stream that has started goes on from there, even if the log was empty then."""
     thread = fresh()
     await written(deployment, [thread], range(3))
     assert steps_of(await collected(read(spark, deployment))) == {thread: [0, 1, 2]}
@@ -204,9 +204,9 @@ async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
     assert len(kept) == 20 + 3
 
 
-@pytest.mark.long  # on servers of its own
+@pytest.mark.long  # its own servers
 async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
-    """Readers who want to be sure ask the leader; then a partition gets its first message."""
+    """Strong reads make the leader prove that it leads. Then a partition gets its first message."""
     subjects = Subjects(replicated.name, replicated.log.partitions)
     early, late = (next(t for t in iter(fresh, None) if subjects.partition(t) == p) for p in (0, 1))
     await written(replicated, [early], range(2))
@@ -218,7 +218,7 @@ async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployme
     await ended(query(spark, replicated, tmp_path))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert steps_of(rows) == {early: [0, 1], late: [0, 1]}
-    # And what is purged unread is one.
+    # A purge of unread messages is a loss.
     replicated.verified = False
     await written(replicated, [late], range(2, 5))
     await purge(replicated, max(group_of(row.position) for row in rows) + 3)
@@ -271,7 +271,7 @@ async def test_what_was_erased_on_purpose_is_no_loss(
     await written(deployment, [gone, kept], range(2, 4))
     async with deployment.store() as store:
         await store.force_flush_all()
-        # All of the log's beginning, up to behind what was read, and something within.
+        # The erasure removes the log's beginning, up to beyond the read position, and an entry further on.
         assert (await store.erase(gone)).log_messages == 4
     await ended(query(spark, deployment, tmp_path))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
@@ -280,7 +280,7 @@ async def test_what_was_erased_on_purpose_is_no_loss(
 
 
 async def made_anew(deployment: Deployment, count: int = 1) -> None:
-    """Another stream has the log's name and settings, and holds so many messages."""
+    """Replace the log by another stream with its name and settings, and this many messages."""
     client = await nats.connect(deployment.servers.nats.url)
     name = deployment.log.stream
     info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)
@@ -308,11 +308,11 @@ async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment
 async def test_a_batch_of_a_stream_that_is_gone_reads_nothing_of_the_one_with_its_numbers(
     deployment: Deployment,
 ) -> None:
-    """It was planned, and not read, when the stream was made anew; the next batch reads the new one from its first."""
+    """The batch was planned but not read when the stream was recreated; the next one reads the new from its start."""
     deployment.verified = False
     await written(deployment, [fresh()], range(3))
 
-    def stream(**more: Any) -> Any:  # of a driver that starts
+    def stream(**more: Any) -> Any:  # the stream of a driver that starts
         source = ThreadLogSource(read_options(deployment, startingPosition="earliest", columns="body", **more))
         return source.streamReader(source.schema())
 
@@ -382,7 +382,7 @@ async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> No
 async def test_a_listener_tells_of_each_batch(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await written(deployment, [fresh()], range(10))
     told: list[QueryProgress] = []
-    # Spark tells from a thread of its own, when it likes.
+    # Spark reports from a thread of its own, at any time.
     loop, all_told = asyncio.get_running_loop(), asyncio.Event()
 
     def tell(progress: QueryProgress) -> None:

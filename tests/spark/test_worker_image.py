@@ -1,4 +1,4 @@
-"""An executor needs the extra `spark-worker`, and the Spark that is there: no PySpark, pandas or Java of ours."""
+"""An executor needs only the extra `spark-worker` and its own Spark: no PySpark, pandas or Java of ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark.jobs import QUICK, prepared, settings_of
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.long  # it installs packages, and a Java starts
+@pytest.mark.long  # installs packages, and starts a Java
 async def test_workers_need_the_slim_extra_only(deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
     venv.create(tmp_path / "image", with_pip=True)
@@ -37,7 +37,7 @@ async def test_workers_need_the_slim_extra_only(deployment: Deployment, tmp_path
 
 
 async def ran(*command: str, **env: str) -> str:
-    """What a program printed."""
+    """Run a program, and return its output."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = await asyncio.create_subprocess_exec(
         *command, env=kept | env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

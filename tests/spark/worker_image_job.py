@@ -1,6 +1,6 @@
 """A job whose workers run in another environment: `python worker_image_job.py <settings as JSON>`; prints JSON.
 
-Nothing of the tests is imported here: the workers have none of it.
+It imports nothing of the tests, because the workers do not have them.
 """
 
 from __future__ import annotations
