@@ -1,4 +1,4 @@
-"""What is done to a mailbox's servers: each a context that breaks something and mends it again."""
+"""Faults of a mailbox's servers: each an async context that injects and heals."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from mailboxes import Mailboxes
 
 @dataclass(frozen=True)
 class Place:
-    """Where the mailbox is."""
+    """The servers of a mailbox."""
 
     on: str
     boxes: Mailboxes
     servers: Servers | None
     cluster: Cluster | None
     redis: RedisServer | None = None
-    #: By how much the servers' clock is wrong for all instances, in milliseconds: one entry.
+    #: How wrong the servers' clock is for all instances, in milliseconds: a list of one entry.
     stepped_ms: list[int] = field(default_factory=lambda: [0])
 
     def server(self, chance: random.Random) -> Any:
-        """The server, or one of them."""
+        """Return the server, or a random one of the cluster."""
         if self.cluster is not None:
             return chance.choice(self.cluster.servers)
         assert self.servers is not None
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind."""
+    """One kind of fault."""
 
     on: tuple[str, ...]
     make: Callable[[Place, random.Random], AbstractAsyncContextManager[None]]
@@ -76,7 +76,7 @@ _true_time, _true_time_ns = time.time, time.time_ns
 
 @asynccontextmanager
 async def _wall_clock_stepped(place: Place, chance: random.Random) -> AsyncIterator[None]:
-    """For everybody in this process who asks Python for it."""
+    """Step the wall clock, for all code of this process that asks Python for the time."""
     step_s = chance.choice((-7200, -60, -5, 5, 60, 7200))
     time.time = lambda: _true_time() + step_s
     time.time_ns = lambda: _true_time_ns() + step_s * 10**9
@@ -88,7 +88,7 @@ async def _wall_clock_stepped(place: Place, chance: random.Random) -> AsyncItera
 
 @asynccontextmanager
 async def _server_clock_stepped(place: Place, chance: random.Random) -> AsyncIterator[None]:
-    """As all instances see it; and back again."""
+    """Step the servers' clock, as all instances see it, and step it back."""
     place.stepped_ms[0] = chance.choice((-60_000, -20_000, -5_000, 5_000, 20_000))
     try:
         yield
@@ -109,7 +109,7 @@ async def _leader_killed(place: Place, chance: random.Random) -> AsyncIterator[N
 
 
 async def leader_of(place: Place) -> int | None:
-    """Which node leads the bucket, if that can be asked now."""
+    """Return the node that leads the bucket; None while that cannot be read."""
     store = place.boxes.store(timeout_s=2.0)
     with suppress(BufstoreError, TimeoutError):
         async with asyncio.timeout(5), store:
@@ -145,7 +145,7 @@ async def _cut_off(place: Place, chance: random.Random) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
-    """Something else fills the bucket up to where nothing new is taken."""
+    """Fill the bucket with foreign data until it takes no more."""
     store = place.boxes.store()
     with suppress(BufstoreError, Conflict, AppendUnknown):
         async with store:

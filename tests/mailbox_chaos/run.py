@@ -2,12 +2,12 @@
 
     python -m mailbox_chaos.run --on nats --dispatches 100000 --seed 1     (or: make mailbox-chaos)
 
-The seed decides what is enqueued and which fault comes when; what the instances make of it is up to the machine. In the
-end all faults are over and the queues must empty by themselves: every accepted dispatch acked exactly once, none left
-or given up, no token used that another has followed, nothing done for a thread by two at once as its sink sees it, and
-no thread with due work left waiting for longer than `WAIT_S` while a worker was idle. Some dispatches are cancelled,
-some threads interrupted, and some claims cancelled on their way: what was said to have ended so has, nothing else has,
-what an interrupt came after was not claimed behind it, and a cancelled claim burnt no attempt unless a fault was near.
+The seed decides what is enqueued and which fault comes when; how the instances react depends on the machine. At the end
+all faults are over and the queues must empty by themselves. Every accepted dispatch is acked exactly once, and none is
+left or given up. No token is used after a later one, and the sink sees no two holders of a thread at once. No thread
+with due work waits longer than `WAIT_S` while a worker is idle. Some dispatches are cancelled, some threads
+interrupted, and some claims cancelled during the call: exactly the dispatches reported as ended have ended, no dispatch
+from before an interrupt is claimed after it, and a cancelled claim uses no attempt unless a fault was near.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from cluster import Cluster
 from mailbox_chaos.faults import FAULTS, Place
 from mailboxes import Mailboxes
 
-#: How long the queues may take to empty when all faults are over, beside the time that the work itself takes. A signal
-#: that found its thread busy comes again after 30 s at most.
+#: How long the queues may take to empty after all faults, beyond the time of the work itself. A signal that found its
+#: thread busy comes again after 30 s at most.
 SETTLE_S = 90.0
-#: So many instances that enqueue, each for so many callers; and how much they are ahead of the workers at most.
+#: Instances that enqueue, callers of each, and the largest number of dispatches that wait for the workers.
 _PRODUCERS, _CALLERS, _BACKLOG = 3, 24, 1500
 _THREADS = 200
-#: Of what is enqueued, so much is cancelled again; and so often its thread is interrupted.
+#: The share of dispatches that are cancelled, and of those after which the thread is interrupted.
 _CANCELLED, _INTERRUPTED = 0.02, 0.004
-#: Claims that are cancelled: one for so many dispatches.
+#: One claim is cancelled per this many dispatches.
 _IMPATIENT = 100
 _LEASE_S, _SWEEP_S = 3.0, 1.0
-#: docs/MAILBOX.md promises 30 s and two sweep intervals; the rest is for a machine that others use too, and elections.
+#: docs/MAILBOX.md promises 30 s and two sweep intervals; the rest is for elections and a busy machine.
 WAIT_S = 30 + 2 * _SWEEP_S + 10
 
 
 @dataclass
 class Report:
-    """What happened, and what is wrong with it."""
+    """What happened in a run, and the rules it broke."""
 
     accepted: int = 0
     acked: int = 0
     cancelled: int = 0
     superseded: int = 0
-    #: How often a thread was interrupted, and a claim cancelled on its way.
+    #: How many threads were interrupted, and how many claims cancelled during the call.
     interrupts: int = 0
     impatient: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     settled_s: float = 0.0
-    #: In the calm, while a worker was idle.
+    #: In times without faults, while a worker was idle.
     longest_wait_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """For people."""
+        """Return the report for people."""
         faults = ", ".join(f"{name} {n}" for name, n in sorted(self.faults.items()))
         names = ("claimed", "reclaimed", "stale_claims", "resignalled", "conflicts", "superseded", "work_lost")
         counts = ", ".join(f"{name} {self.counts[name]}" for name in names)
@@ -86,14 +86,14 @@ class Report:
 
 
 class Sink:
-    """Where the work has its effect: it refuses tokens that are lower than one it has seen, as docs/MAILBOX.md asks."""
+    """The target of the work: refuses tokens lower than one it has seen, as docs/MAILBOX.md asks."""
 
     def __init__(self) -> None:
         self.highest: dict[str, int] = {}
         self.effects: dict[tuple[str, str], list[int]] = defaultdict(list)
 
     def write(self, claim: Dispatch) -> bool:
-        """Whether the effect was taken."""
+        """Write under the claim's token; False if a later token was seen."""
         if claim.token < self.highest.get(claim.thread_id, 0):
             return False
         self.highest[claim.thread_id] = claim.token
@@ -102,7 +102,7 @@ class Sink:
 
 
 class Run:
-    """One run against one deployment."""
+    """One run on one deployment."""
 
     def __init__(
         self, boxes: Mailboxes, place: Place, seed: int, dispatches: int, workers: int, *, mortal: bool = True
@@ -112,29 +112,29 @@ class Run:
         self._chance = random.Random(seed)
         self._dispatches = dispatches
         self._workers = workers
-        #: Whether workers die, their clocks are wrong, and handlers take longer than their leases.
+        #: True when workers die, their clocks are wrong, and handlers take longer than their leases.
         self._mortal = mortal
         self._threads = [f"thread {n}" for n in range(_THREADS)]
         self.sink = Sink()
         self.report = Report()
         self._accepted: set[tuple[str, str]] = set()
-        #: What was told to have ended otherwise than by its ack, and what may have.
+        #: How dispatches were reported to have ended other than by an ack, and how they may have ended.
         self._told: dict[tuple[str, str], Status] = {}
         self._may: dict[tuple[str, str], set[Status]] = defaultdict(set)
-        #: By thread: how each interrupt of it ended (None: unknown), and what was enqueued before it.
+        #: By thread: each interrupt's epoch (None: unknown) and the dispatches enqueued before it.
         self._interrupts: dict[str, list[tuple[int | None, set[str]]]] = defaultdict(list)
         self._enqueued: dict[str, set[str]] = defaultdict(set)
-        #: A number that changes when a fault begins, and when one has ended.
+        #: A number that changes when a fault begins and when it ends.
         self._calm = 0
         self._produced = asyncio.Event()
         self._at_work: set[Worker] = set()
-        #: Seconds of the calm in which a worker was idle; and how many there were when work on a thread last ended.
+        #: Seconds without faults in which a worker was idle; and that number when a thread's work last ended.
         self._idle_s = 0.0
         self._idle_at_end: dict[str, float] = {}
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[MailboxStore]:
-        """An instance, as soon as the servers let one be opened."""
+        """Open an instance, retrying until the servers allow it."""
         while True:
             notifier = None
             with suppress(BufstoreError):
@@ -145,7 +145,7 @@ class Run:
                     lease_s=_LEASE_S,
                     timeout_s=3.0,
                     sweep_interval_s=_SWEEP_S,
-                    # With a notifier a worker need not ask by itself.
+                    # With a notifier a worker need not poll.
                     signal_fetch_expires_s=0.2 if notifier is None else 5.0,
                 )
                 await store.backend.open()
@@ -163,7 +163,7 @@ class Run:
                 await notifier.aclose()
 
     async def __call__(self, faults: list[str], hold_s: tuple[float, float] = (0.5, 3.0)) -> Report:
-        """Produce, work, break; then wait until all is done, and judge."""
+        """Produce, work and inject faults; then wait until all is done, and judge."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             workers = [group.create_task(self._instance(n)) for n in range(self._workers)]
@@ -185,7 +185,7 @@ class Run:
                 await self._judge(store)
         return self.report
 
-    # What is done
+    # The work.
 
     async def _produce(self, number: int) -> None:
         chance = random.Random(self._chance.random())
@@ -213,7 +213,7 @@ class Run:
                     )
                     break
                 except AlreadyExists:
-                    break  # an earlier attempt whose answer was lost
+                    break  # an earlier attempt was stored, and its answer lost
                 except (StepUnknown, LogFull, BufstoreError):
                     await asyncio.sleep(0.1)
             self._accepted.add((thread_id, dispatch_id))
@@ -247,7 +247,7 @@ class Run:
                 self._told[thread_id, d.dispatch_id] = Status.SUPERSEDED
 
     async def _claim_impatiently(self) -> None:
-        """Claim what no worker is to claim yet, and cancel that at any moment; then take it out of the queue."""
+        """Claim dispatches that workers may not claim yet, cancel the call at a random moment, remove the dispatch."""
         chance = random.Random(self._chance.random())
         async with self._opened() as store:
             for n in range(self._dispatches // _IMPATIENT):
@@ -290,12 +290,12 @@ class Run:
                 found = ended or await store.load_dispatch(thread_id, dispatch_id)
                 if found is not None and found.status.finished:
                     return
-            # Its claim could not be handed back, and its lease has to end; then a worker may do it.
+            # The claim could not be handed back: once its lease has expired, a worker may take the dispatch.
             claim = None
             await asyncio.sleep(0.1)
 
     async def _instance(self, number: int) -> None:
-        """A worker and a sweeper, which die now and then without a word, and are followed by new ones."""
+        """Run a worker and a sweeper, which sometimes die without closing and are replaced by new ones."""
         chance = random.Random(self._chance.random())
         while True:
             async with AsyncExitStack() as stack:
@@ -313,14 +313,14 @@ class Run:
                 except TimeoutError:
                     self.report.faults["worker died"] += 1
                 finally:
-                    # It cannot hand anything back: whatever it holds is found by others.
+                    # The dead instance can hand nothing back: others must find what it holds.
                     self._at_work.discard(worker)
                     await store.backend.aclose()
                     await worker.aclose(drain_s=0)
                     await sweeper.aclose()
 
     def _skew(self, store: MailboxStore, ms: int) -> None:
-        """Put the instance's clock forward or back, and let it follow the servers'."""
+        """Shift the instance's clock, on top of the servers' stepped clock."""
         real, stepped = store.backend.now_ms, self._place.stepped_ms
         store.backend.now_ms = lambda: real() + ms + stepped[0]  # type: ignore[method-assign]
 
@@ -355,7 +355,7 @@ class Run:
         self.sink.write(claim)
 
     async def _break(self, names: list[str], hold_s: tuple[float, float]) -> None:
-        """One fault after the other, each of the given ones once before one comes again, while anything is produced."""
+        """Inject faults while dispatches are produced: every kind comes once before any comes again."""
         deck: list[str] = []
         while names and not (self._produced.is_set() and self.report.faults):
             deck = deck or self._chance.sample(names, len(names))
@@ -368,10 +368,10 @@ class Run:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._produced.wait(), self._chance.uniform(1, 4))
 
-    # What is judged
+    # The verdict.
 
     async def _settle(self, store: MailboxStore) -> None:
-        """Wait until nothing is queued or claimed any more."""
+        """Wait until nothing is queued or claimed."""
         last, since = -1, time.monotonic()
         while time.monotonic() < since + SETTLE_S:
             with suppress(BufstoreError):
@@ -410,7 +410,7 @@ class Run:
         wrong += [f"{key} was never accepted" for key in found.keys() - self._accepted]
 
     def _not_as_told(self, key: tuple[str, str], d: Dispatch | None) -> str | None:
-        """What is wrong with how an accepted dispatch has ended, before its effects are looked at."""
+        """Return an error when a dispatch has not ended as its callers were told; None if it has."""
         if d is None:
             return f"{key} was accepted and is gone"
         told = self._told.get(key)
@@ -430,7 +430,7 @@ class Run:
 
 @asynccontextmanager
 async def deployment(on: str) -> AsyncIterator[tuple[Mailboxes, Place]]:
-    """Servers of the run's own, and the mailbox on them."""
+    """Start servers for the run, and yield the mailbox on them."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bufstore-mailbox-")))
         servers = stack.enter_context(Servers()) if on != "replicas" else None
