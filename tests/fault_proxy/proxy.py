@@ -2,21 +2,21 @@
 
     async with FaultProxy("127.0.0.1", 4222, protocol="nats") as proxy:
         store = await BufferedThreadStore.open(..., nats=f"nats://127.0.0.1:{proxy.port}")
-        proxy.cut()                          # every connection is reset
-        proxy.refuse = True                  # and no new one is let in
-        proxy.to_client.delay_s = 0.2        # answers come late
+        proxy.cut()                          # reset every connection
+        proxy.refuse = True                  # refuse new connections
+        proxy.to_client.delay_s = 0.2        # answers are late
         proxy.to_server.bytes_per_s = 50_000 # a narrow link
-        proxy.to_client.hold()               # half-open: what is sent arrives, nothing comes back
-        proxy.to_server.swallow = True       # what is sent is lost on the way
-        proxy.drop_replies = True            # publish acks, or the replies to COMMIT, get lost: done, but nobody knows
-        proxy.heal()                         # all of it is over
+        proxy.to_client.hold()               # half-open: requests arrive, nothing comes back
+        proxy.to_server.swallow = True       # requests are lost
+        proxy.drop_replies = True            # publish acks, or the replies to COMMIT, are lost
+        proxy.heal()                         # end all faults
 
-Each takes effect at once, for the connections there are and for new ones, and they may be combined. The two directions
-are independent `Flow`s. Held bytes arrive later, unchanged, as those of a network that was away. Swallowed ones never
-do: a connection that has lost some is reset when its direction works again, as a stream with a hole is no stream.
+Each fault takes effect at once, on existing and new connections, and faults may be combined. The two directions are
+independent `Flow`s. Held bytes arrive later, unchanged, as after a network outage. Swallowed bytes never arrive: a
+connection that has lost some is reset when its direction works again, because a stream must not have a hole.
 
-`drop_replies` reads the protocol, which must not be encrypted. Of NATS, only the publish acks of JetStream disappear;
-the connection stays. Of Postgres, the connection ends in place of the completion of a COMMIT.
+`drop_replies` reads the protocol, which must not be encrypted. On NATS it drops only JetStream's publish acks, and the
+connection stays. On Postgres it ends the connection instead of passing on the completion of a COMMIT.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Literal, Self
 from fault_proxy.replies import replies_of
 
 _CHUNK = 64 << 10
-#: Pieces that may be on their way at once.
+#: The largest number of pieces in flight.
 _ON_THE_WAY_MAX = 1000
-#: A narrow link is fed in pieces that take about this long.
+#: How long a piece takes on a narrow link, in seconds.
 _PIECE_S = 0.05
 
 
@@ -39,34 +39,34 @@ class Flow:
     """One direction of all connections of a proxy."""
 
     def __init__(self) -> None:
-        #: Everything arrives so much later.
+        #: The delay of every piece, in seconds.
         self.delay_s = 0.0
-        #: So many bytes pass in a second, on each connection; None: as many as come.
+        #: Bytes per second on each connection; None: unlimited.
         self.bytes_per_s: float | None = None
-        #: Whether what is sent is lost.
+        #: True when bytes are lost.
         self.swallow = False
         self._open = asyncio.Event()
         self._open.set()
 
     def hold(self) -> None:
-        """Let nothing through, the end of a connection included, until `release`."""
+        """Let nothing through until `release`, not even the end of a connection."""
         self._open.clear()
 
     def release(self) -> None:
-        """Let through what was held."""
+        """Let held bytes through."""
         self._open.set()
 
     def heal(self) -> None:
-        """Work as a network should."""
+        """End all faults of this direction."""
         self.delay_s, self.bytes_per_s, self.swallow = 0.0, None, False
         self.release()
 
     async def opened(self) -> None:
-        """Wait while nothing is let through."""
+        """Wait while the direction is held."""
         await self._open.wait()
 
     async def arrivals(self, reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-        """What comes, when it has been on its way for its time. Raises OSError."""
+        """Yield what arrives, after its delay. Raises OSError."""
         clock = asyncio.get_running_loop().time
         on_the_way = asyncio.Queue[tuple[float, bytes]](_ON_THE_WAY_MAX)
 
@@ -75,7 +75,7 @@ class Flow:
                 while data := await reader.read(_CHUNK):
                     await on_the_way.put((clock() + self.delay_s, data))
                     if not self.delay_s:
-                        await on_the_way.join()  # as on any connection, who sends is held up by who does not take
+                        await on_the_way.join()  # back-pressure: a slow receiver slows the sender down
             finally:
                 await on_the_way.put((clock() + self.delay_s, b""))
 
@@ -96,9 +96,9 @@ class Flow:
 
 
 class FaultProxy:
-    """Passes connections on to ``host:port`` while in its ``async with`` block; see the module's text.
+    """Passes connections on to ``host:port`` within its ``async with`` block; see the module's text.
 
-    Belongs to the event loop that it is entered in. `protocol` says what `drop_replies` looks for.
+    Belongs to the event loop that enters it. `protocol` says which replies `drop_replies` drops.
     """
 
     def __init__(self, host: str, port: int, *, protocol: Literal["nats", "postgres", "raw"] = "raw") -> None:
@@ -109,11 +109,11 @@ class FaultProxy:
         self._server: asyncio.Server | None = None
         self.to_server = Flow()
         self.to_client = Flow()
-        #: Whether new connections are closed at once.
+        #: True when new connections are closed at once.
         self.refuse = False
-        #: Whether the replies that matter get lost.
+        #: True when publish acks and replies to COMMIT are dropped.
         self.drop_replies = False
-        #: How many have been.
+        #: How many replies have been dropped.
         self.replies_dropped = 0
 
     async def __aenter__(self) -> Self:
@@ -131,14 +131,14 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """Where it listens, on 127.0.0.1."""
+        """The port on 127.0.0.1."""
         assert self._server is not None, "not entered"
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     @property
     def connections(self) -> int:
-        """How many connections pass through it now."""
+        """The number of open connections."""
         return len(self._links)
 
     def cut(self) -> None:
@@ -167,7 +167,7 @@ class FaultProxy:
         try:
             server_reader, server_writer = await asyncio.open_connection(*self._upstream)
         except OSError:
-            writer.transport.abort()  # nobody there: the client shall see the same
+            writer.transport.abort()  # the server is away: reset the client's connection too
             return
         link = _Link(writer, server_writer)
         self._links.add(link)
@@ -176,7 +176,7 @@ class FaultProxy:
                 group.create_task(self._pass_requests(link, reader, server_writer))
                 group.create_task(self._pass_replies(link, server_reader, writer))
         except* OSError:
-            pass  # one side is gone; so will the other be
+            pass  # one side is gone, so the other is closed too
         finally:
             self._links.discard(link)
             link.abort()
@@ -220,7 +220,7 @@ class FaultProxy:
 
     @staticmethod
     def _end(writer: asyncio.StreamWriter) -> None:
-        """Pass on that one side has said all it had to say."""
+        """Pass on the end of a side's stream."""
         with contextlib.suppress(OSError):
             writer.write_eof()
 
@@ -230,7 +230,7 @@ class _Link:
 
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
         self._ends = client, server
-        #: Whether bytes were swallowed, so that nothing more may pass.
+        #: True when bytes were swallowed, so that nothing more may pass.
         self.torn = False
 
     def abort(self) -> None:

@@ -1,7 +1,7 @@
-"""Telling the replies that matter from the rest of a server's bytes: publish acks of NATS, COMMITs of Postgres.
+"""Finds the replies that can be dropped in a server's bytes: publish acks of NATS, completions of Postgres' COMMIT.
 
-Bytes come in as the network cuts them and go out as whole protocol messages. A connection that turns out to speak
-something else (TLS, say) passes as it is. No I/O here.
+Bytes come in as the network cuts them and go out as whole protocol messages. A connection that speaks another protocol
+(TLS, for example) passes unchanged. No I/O here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _LINE_MAX = 64 << 10
 
 
 class Replies(Protocol):
-    """Cuts one connection's bytes into messages and takes out replies."""
+    """Cuts one connection's bytes into messages and drops replies."""
 
-    #: True when a reply has been taken out that nothing may follow: the connection must end.
+    #: True when the connection must end, because nothing may follow a dropped reply.
     over: bool
-    #: How many replies have been taken out.
+    #: How many replies have been dropped.
     dropped: int
 
     def feed(self, data: bytes, *, drop: bool) -> bytes:
-        """What of `data` (and of what was kept of before) may pass; with `drop`, without the replies that matter."""
+        """Return the bytes that may pass, of `data` and kept ones; with `drop`, without the replies to be dropped."""
         ...
 
 
 class AnyReplies:
-    """A protocol that is not known: everything passes."""
+    """An unknown protocol: everything passes."""
 
     over = False
     dropped = 0
@@ -38,7 +38,7 @@ class AnyReplies:
 
 
 class NatsReplies:
-    """Takes out JetStream's publish acks, and nothing else: the connection goes on, the publisher waits in vain."""
+    """Drops JetStream's publish acks only: the connection goes on, and the publisher waits in vain."""
 
     over = False
 
@@ -72,7 +72,7 @@ class NatsReplies:
         return b"".join(passed)
 
     def _message_size(self, data: bytes, at: int) -> int | None:
-        """How long the message is that begins at `at`: None if its first line is not complete, 0 if it is none."""
+        """Return the size of the message at `at`; None if its first line is incomplete, 0 if it is not a message."""
         end = data.find(_CRLF, at)
         if end < 0:
             return None if len(data) - at <= _LINE_MAX else 0
@@ -89,7 +89,7 @@ def _is_publish_ack(message: bytes) -> bool:
 
 
 class PostgresReplies:
-    """Takes out the completion of a COMMIT, and ends the connection there: done, and nobody has been told."""
+    """Drops the completion of a COMMIT and ends the connection: the transaction is done, its client does not know."""
 
     def __init__(self) -> None:
         self.over = False
@@ -105,7 +105,7 @@ class PostgresReplies:
         data = self._rest + data
         at = 0
         if self._greeting and data[:1] in (b"N", b"S", b"G"):
-            # The one-byte answer to a request for encryption; nothing readable follows a yes.
+            # The one-byte answer to a request for encryption; after a yes nothing is readable.
             at, self._opaque = 1, data[:1] != b"N"
         while not self._opaque and len(data) - at >= 5:
             size = 1 + struct.unpack_from("!i", data, at + 1)[0]
@@ -127,7 +127,7 @@ class PostgresReplies:
 
 
 def replies_of(protocol: str) -> Replies:
-    """What understands the protocol: "nats", "postgres", or anything else for none. One for each connection."""
+    """Return the parser of a protocol: "nats", "postgres", or any other name for none. One for each connection."""
     if protocol == "nats":
         return NatsReplies()
     return PostgresReplies() if protocol == "postgres" else AnyReplies()

@@ -1,4 +1,4 @@
-"""The fault proxy: each fault does what it says, and healing ends it."""
+"""Each fault of the fault proxy takes effect, and healing ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from helpers import eventually, fresh, query, run_of, said
 
 @pytest.fixture
 async def echo() -> AsyncIterator[FaultProxy]:
-    """A proxy in front of a server that says everything back."""
+    """A proxy in front of an echo server."""
     open_ends = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,7 +58,7 @@ class Client:
             return await self.reader.readexactly(count)
 
     async def deaf(self) -> bool:
-        """Nothing comes within a moment."""
+        """True when nothing arrives for a moment."""
         try:
             async with asyncio.timeout(0.1):
                 await self.reader.readexactly(1)
