@@ -1,4 +1,4 @@
-"""The bundled servers: data and ports survive, owners' deaths leave nothing, crashes can be played."""
+"""The bundled servers keep data and ports, end with their owners, and can be paused, killed and restarted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCE = Path(next(iter(bufstore.__path__))).parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path[1:]])}
 ROOT = os.geteuid() == 0
 
-# Starts both servers, says where they are, and waits for ever.
+# Starts both servers, prints their addresses, and waits for ever.
 OWNER = """
 import json, sys, time
 from bufstore.embedded import Servers
@@ -52,7 +52,7 @@ time.sleep(600)
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder which, unlike pytest's own, the account that runs Postgres for root can enter."""
+    """A folder that the account which runs Postgres for root can enter, unlike pytest's."""
     path = Path(tempfile.mkdtemp(prefix="embedded-"))
     path.chmod(0o711)
     yield path
@@ -61,7 +61,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Servers]:
-    """One pair of servers for the tests that leave them running as they found them."""
+    """A pair of servers for tests that restore them."""
     with Servers() as servers:
         yield servers
 
@@ -81,7 +81,7 @@ def gone(pid: int) -> bool:
 
 
 def own(data: Path | None, *, then: str = "", **options: Any) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """Another process that owns servers."""
+    """Start another process that owns servers; return it and what it printed."""
     script = OWNER.format(data=repr(str(data)) if data else None, then=then)
     process = subprocess.Popen(
         [sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, **options
@@ -99,7 +99,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def imports(python: str, environment: dict[str, str], account: dict[str, Any]) -> bool:
-    """Whether the account can run this interpreter with the project and its packages."""
+    """True when the account can run this interpreter with the project and its packages."""
     command = [python, "-c", "import psutil, bufstore.embedded"]
     try:
         return subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, **account).returncode == 0
@@ -121,7 +121,7 @@ async def _quiet(error: Exception) -> None:
 
 
 def publish(url: str, seconds: float = 5) -> int:
-    """Publishes to the stream and returns how many messages it holds."""
+    """Publish to the stream and return the number of its messages."""
 
     async def ask() -> int:
         client = await nats.connect(url, allow_reconnect=False, error_cb=_quiet)
@@ -275,7 +275,7 @@ def test_paused_backends_of_a_dead_postgres_are_ended_by_the_next_start(folder: 
     server.start()
     try:
         server.pause()
-        # Without the session that has just ended but is not yet waited for.
+        # Without the session that has just ended and was not yet reaped.
         members = [member for member in backends(server) if not gone(member.pid)]
         os.kill(members[0].pid, signal.SIGKILL)
         until(lambda: not server.running)
@@ -421,7 +421,7 @@ def test_a_start_that_takes_too_long_fails(folder: Path, monkeypatch: pytest.Mon
     server = NatsServer(folder / "nats")
 
     def too_late(*_: object) -> bool:
-        """It is asked whether it answers once its log says something, however long that takes here."""
+        """Answer no, but only once the server's log says that it is ready, however long that takes here."""
         end = time.monotonic() + 30
         while "Server is ready" not in (server.data / "log").read_text() and time.monotonic() < end:
             time.sleep(0.01)
@@ -461,7 +461,7 @@ def test_secrets_are_masked_and_private(shared: Servers) -> None:
 def test_servers_refuse_a_wrong_password(shared: Servers) -> None:
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         rows(f"postgresql://bufstore:wrong@127.0.0.1:{shared.postgres.port}/postgres")
-    # By hand: the client leaves a socket behind when a login fails.
+    # By hand, because the client leaves a socket open when a login fails.
     with (
         socket.create_connection(("127.0.0.1", shared.nats.port), 5) as connection,
         connection.makefile("rb") as stream,
@@ -532,7 +532,7 @@ def test_programs_closed_to_the_account_of_postgres_are_copied(folder: Path, mon
 @pytest.mark.long
 @needs_root
 def test_another_user_has_servers_at_the_same_time(shared: Servers, folder: Path) -> None:
-    # The account sees the project through a copy: the checkout may be closed to it.
+    # The account uses a copy of the project, because it may not be able to read the checkout.
     shutil.copytree(SOURCE / "bufstore", folder / "src/bufstore", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "home").mkdir()
     os.chown(folder / "home", 65534, 65534)
