@@ -1,4 +1,4 @@
-"""Every row of the benchmarks runs, scaled down, and its results have their form; speed is not asserted."""
+"""Every row of the benchmarks runs, scaled down, and its results have the right form; speed is not asserted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers import JAVA_OPTIONS
 from thorough import seldom
 
 _ROOT = Path(__file__).parent.parent.parent
-#: Of each row: names that its results hold, and the baselines that these are compared with.
+#: For each row: names in its results, and the baselines they are compared with.
 _ROWS: dict[str, tuple[list[str], set[str]]] = {
     "append": (
         [f"append_{n}.{what}" for n in (1, 32, 256, 1000) for what in ("rate", "p50", "p99")],
@@ -97,7 +97,7 @@ _OTHERS = (
     "growth_length growth_history coalescing mailbox langgraph_steps langgraph_react"
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
-#: The heart of it, which `make test` runs, and what its results are called.
+#: The rows that `make test` runs, and the names of their results.
 _HEART = ["append", "reads"]
 _OF_HEART = re.compile(r"(append(_\d+)?|processor time|reads?(_clean|_tail|_first)?)(\..*)?")
 #: Not run: the same functions as "append_8x8" and "append_r3", with other numbers.
@@ -106,7 +106,7 @@ _ALIKE = ["append_4x16", "append_16x4", "append_16x16", "append_r3_lazy"]
 
 @dataclass
 class SmallRun:
-    """A run of some rows, scaled down."""
+    """A scaled-down run of some rows."""
 
     kind: str
     folder: Path
@@ -128,7 +128,7 @@ class SmallRun:
 
 
 def small_run(folder: Path, rows: list[str]) -> str:
-    """What a small run of these rows printed; its results are in `folder`."""
+    """Run these rows scaled down, with results in `folder`; return the output."""
     command = [sys.executable, "-m", "bench", "--scale", "0.002", "--rounds", "1", "--results", str(folder), *rows]
     environment = {name: value for name, value in os.environ.items() if name != "BUFSTORE_DATA"}
     environment["JDK_JAVA_OPTIONS"] = JAVA_OPTIONS
@@ -142,12 +142,12 @@ _RUNS = {"heart": _HEART, "spark": _SPARK, "rest": _REST}
 
 @pytest.fixture(scope="module", params=["heart", *seldom("spark", "rest")])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """One small run of some rows, one of those of Spark, and one of all others."""
+    """Three small runs: of the main rows, of the rows of Spark, and of all others."""
     folder = tmp_path_factory.mktemp(f"bench-{request.param}")
     return SmallRun(request.param, folder, small_run(folder, _RUNS[request.param]))
 
 
-# First, so that each run has the time of a test of its own.
+# This test comes first, so that each run has a test's whole timeout.
 def test_the_rows_run(run: SmallRun) -> None:
     assert "targets met" in run.printed
 

@@ -1,4 +1,4 @@
-"""The processor's time of servers, as the benchmarks count it."""
+"""The servers' processor time, as the benchmarks count it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 _ROOT = Path(__file__).parent.parent.parent
 _BURNT_S = 0.1
-#: Works for so long, says so, and waits until it is told to end.
+#: Uses this much processor time, prints a line, and waits for input to end.
 _CHILD = f"import time\nwhile time.process_time() < {_BURNT_S}: pass\nprint(flush=True)\ninput()"
 
 
@@ -33,7 +33,7 @@ def test_children_count_while_they_run_and_when_they_have_ended(processor: Any) 
         assert processor.taken([child.pid]) >= _BURNT_S
         assert processor.taken([os.getpid()]) - before >= _BURNT_S
         child.stdin.write(b"\n")
-    # What has ended is counted in hundredths of a second, of user and system each.
+    # The time of ended processes is counted in hundredths of a second, for user and system each.
     assert processor.taken([os.getpid()]) - before >= _BURNT_S - 0.02
 
 

@@ -1,4 +1,4 @@
-"""The relay of the benchmarks: what passes arrives whole, in order and late."""
+"""The relay of the benchmarks delivers everything, in order and with its delay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def relay_type(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @asynccontextmanager
 async def _echo() -> AsyncIterator[str]:
-    """A server that says what it is told; its URL."""
+    """Start an echo server; yields its URL."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
@@ -86,9 +86,9 @@ async def test_the_end_of_either_side_ends_the_other(relay_type: Any) -> None:
             writer.close()
             await writer.wait_closed()
             reader, writer = await _connect(relay.url)
-            writer.write(b"hello")  # so that the relay has let it in, and does not refuse it when it ends
+            writer.write(b"hello")  # makes sure that the relay has accepted the connection
             await asyncio.wait_for(reader.readexactly(5), 10)
-        # The relay itself has gone.
+        # The relay is closed.
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
 
