@@ -22,7 +22,7 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Ours and what people would use instead.")
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which to run: {', '.join(ROWS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help=f"run {', '.join(QUICK)}")
@@ -49,11 +49,11 @@ def main() -> None:
             try:
                 benchmarks += ROWS[name](stage)
             except Exception:
-                # An hour's other rows are worth keeping.
+                # Keep the other rows, which may have taken an hour.
                 console.print_exception()
                 failed.append(name)
             servers.clear(keep=KEPT)
-            servers.durability()  # nobody has changed it on the way
+            servers.durability()  # raises if a row has changed the servers' sync
             console.print(f"{name}: {time.perf_counter() - began:.1f} s", highlight=False)
     where |= {"conversations": stage.shared["conversations"]} if "conversations" in stage.shared else {}
     show(where, benchmarks, console)

@@ -1,4 +1,4 @@
-"""Three servers that hold three replicas of what is written to one of them."""
+"""A cluster of three servers that stores three replicas of each stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.servers import NotDurable, syncs_always
 from bufstore.embedded._cluster import free_ports, three_servers
 
 _NODES = 3
-#: How long servers may take to elect who answers, and one of them to hand over.
+#: How long an election and a transfer of leadership may take, in seconds.
 _ELECTION_S = 60.0
 _ANSWER_S = 2.0
 _LOOK_S = 0.05
@@ -22,26 +22,26 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Cluster:
-    """`url` is that of the first server, to which everybody connects."""
+    """A running cluster. `url` is the first server's, to which every client connects."""
 
     url: str
     pids: list[int]
     monitors: list[int]
 
     def check(self, *, always: bool) -> None:
-        """Raise NotDurable unless every server syncs as it should."""
+        """Raise NotDurable unless every server syncs as expected."""
         found = [syncs_always(port) for port in self.monitors]
         if found != [always] * _NODES:
             raise NotDurable(f"sync_interval always: {found}")
 
     def lead(self) -> None:
-        """Have the first server lead all streams: else chance would decide whose appends have a hop more."""
+        """Make the first server lead all streams; otherwise chance decides whose appends need another hop."""
         asyncio.run(asyncio.wait_for(_lead(self.url), _ELECTION_S))
 
 
 @contextmanager
 def cluster(sync_interval: str) -> Iterator[Cluster]:
-    """A cluster of its own that makes streams of three replicas. Raises TimeoutError when it elects no leader."""
+    """Start a cluster that makes streams of three replicas. Raises TimeoutError when it elects no leader."""
     monitors = free_ports(_NODES)
     with (
         tempfile.TemporaryDirectory(prefix="bufstore-") as folder,
@@ -53,7 +53,7 @@ def cluster(sync_interval: str) -> Iterator[Cluster]:
 
 
 async def _elected(url: str) -> None:
-    """Return when a stream of three replicas can be made."""
+    """Wait until a stream of three replicas can be made."""
     while True:
         with suppress(RuntimeError, OSError, TimeoutError):
             nats = await RawNats.connect(url)
@@ -72,7 +72,7 @@ async def _lead(url: str) -> None:
     try:
         for name in (await nats.request("$JS.API.STREAM.NAMES"))["streams"] or ():
             while (await nats.request(f"$JS.API.STREAM.INFO.{name}"))["cluster"].get("leader") != "n0":
-                with suppress(RuntimeError):  # one is being elected
+                with suppress(RuntimeError):  # an election is under way
                     request = {"placement": {"preferred": "n0"}}
                     await nats.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{name}", request)
                 await asyncio.sleep(_LOOK_S)

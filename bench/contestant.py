@@ -1,7 +1,7 @@
-"""What is measured: a contestant lives in a process of its own, and takes a load.
+"""Contestants: what is measured. Each has a process of its own, and takes a load.
 
-A contestant is what an application's process would hold: a client and whatever it does in it. It has its own
-process so that nobody pays for another's threads, caches and garbage; while one is measured the others sleep.
+A contestant holds what an application's process would: a client and its background work. It has its own process so that
+it does not pay for another's threads, caches and garbage; while one is measured, the others sleep.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from bench.workload import texts
 
 #: Bytes of a message, unless a row says otherwise.
 PAYLOAD = 2048
-#: What messages say, in turn.
+#: The messages, used in turn.
 TEXTS = texts(PAYLOAD)
 BODIES = [text.encode() for text in TEXTS]
 
 
 def text(number: int) -> str:
-    """The message with this number, `PAYLOAD` bytes."""
+    """Return the message with this number, of `PAYLOAD` bytes."""
     return TEXTS[number % len(TEXTS)]
 
 
 def body(number: int) -> bytes:
-    """The same as bytes."""
+    """Return the same message as bytes."""
     return BODIES[number % len(BODIES)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a contestant works: the servers, and a name of its own for streams, schemas and tables."""
+    """The servers of a contestant, and its own name for streams, schemas and tables."""
 
     nats: str
     dsn: str
     name: str
-    #: The processes of "nats" and of "postgres".
+    #: The process ids of "nats" and "postgres".
     pids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: How many servers hold what is written to NATS.
+    #: How many servers store what is written to NATS.
     replicas: int = 1
-    #: What a log may grow to, so that no row ends because its log is full. The server reserves it on its disk.
+    #: The largest size of a log, so that no row fails for a full log. The server reserves it on its disk.
     log_bytes: int = 8 << 30
 
 
 class Contestant:
-    """Base of all; every method but `step` is called from the parent process."""
+    """Base of all contestants; the parent process calls every method except `step`."""
 
-    #: Which server makes a step durable, "nats" or "postgres".
+    #: The server that makes a step durable: "nats" or "postgres".
     server = "nats"
 
     def __init__(self, place: Place) -> None:
         self.place = place
 
     async def open(self) -> None:
-        """Connect and create what is needed."""
+        """Connect and create streams, schemas and tables."""
 
     async def close(self) -> None:
         """Remove what was created, so that the next row finds free disks, and disconnect."""
@@ -69,7 +69,7 @@ class Contestant:
         raise NotImplementedError
 
     async def load(self, callers: int, seconds: float, label: str) -> dict[str, float]:
-        """What `callers` at once, each on a thread of its own, get done in `seconds`; see `summary`."""
+        """Run `callers` at once, each on its own thread, for `seconds`; see `summary`."""
         return await closed_loop(
             lambda who, number: self.step(f"{label}-{who}", number), callers, seconds, self.server_pids()
         )
@@ -82,9 +82,9 @@ class Contestant:
     async def load_at(
         self, at: float, threads: Sequence[Sequence[str]], seconds: float
     ) -> tuple[Sequence[float], float, float]:
-        """As `load`, beside other processes: from `at` (`time.time`) on, with a caller for each list of threads.
+        """Run a load in step with other processes: from `at` (`time.time`) on, with a caller for each list of threads.
 
-        What each step took, the time of all of them, and the processor's time that this process took for it, s.
+        Returns the time of each step, the time of all steps, and this process's processor time for them, in seconds.
         """
         await asyncio.sleep(at - time.time())
         spent = time.process_time()
@@ -94,16 +94,16 @@ class Contestant:
         return latencies, took, time.process_time() - spent
 
     def server_pids(self) -> Sequence[int]:
-        """The processes of the server that makes a step durable."""
+        """Return the process ids of the server that makes a step durable."""
         return self.place.pids.get(self.server, ())
 
 
 async def closed_loop(
     step: Callable[[int, int], Awaitable[Any]], callers: int, seconds: float, server: Sequence[int] = ()
 ) -> dict[str, float]:
-    """Each caller calls `step(who, number)` again as soon as it returns; see `summary` and `Meter`.
+    """Let each caller call `step(who, number)` again as soon as it returns; see `summary` and `Meter`.
 
-    The first step of each is not counted: what a thread costs once is not what an append costs.
+    Each caller's first step is not counted: it includes what a thread costs once.
     """
     await asyncio.gather(*(step(who, 0) for who in range(callers)))
     gc.collect()
@@ -115,7 +115,7 @@ async def closed_loop(
 async def repeat(
     step: Callable[[int, int], Awaitable[Any]], callers: int, seconds: float
 ) -> tuple[Sequence[float], float]:
-    """What each step took, in seconds, and all of them together."""
+    """Return the time of each step, and the time of all steps, in seconds."""
     latencies = array("d")
     clock = time.perf_counter
     began = clock()
@@ -133,7 +133,7 @@ async def repeat(
 
 
 def summary(latencies: Sequence[float], done: int, seconds: float) -> dict[str, float]:
-    """The rate (1/s) and percentiles of the latency (ms)."""
+    """Return the rate (1/s) and percentiles of the latency (ms)."""
     ordered = sorted(latencies)
     found = {"rate": done / seconds}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999)):

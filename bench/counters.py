@@ -1,4 +1,4 @@
-"""What Postgres did, in its own words."""
+"""Postgres' own statistics."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _ROWS = (
     "SELECT coalesce(sum(n_tup_ins + n_tup_upd + n_tup_del), 0) FROM pg_stat_user_tables "
     "WHERE schemaname = %s OR relname = %s"
 )
-#: A session that ends reports what it did a moment later.
+#: Postgres reports a session's statistics some time after its end; this many seconds suffice.
 _REPORTED_S = 0.15
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Transactions that wrote (each takes an id) and bytes of WAL, since the server began."""
+    """Transactions that wrote (each takes an id) and bytes of WAL, since the server's start."""
 
     transactions: int
     wal: int
 
     @classmethod
     def now(cls, dsn: str, *, fresh: bool = False) -> Counters:
-        """The counters; `fresh`: after a checkpoint, so that every contestant begins with clean pages."""
+        """Read the counters. `fresh`: after a checkpoint, so that every contestant begins with clean pages."""
         with psycopg.connect(dsn, autocommit=True) as connection:
             if fresh:
                 connection.execute("CHECKPOINT")
@@ -35,7 +35,7 @@ class Counters:
 
 
 def rows_written(dsn: str, name: str) -> int:
-    """Rows inserted, updated or deleted in the schema or table `name`, once its sessions have ended."""
+    """Return the number of rows written in the schema or table `name`, once its sessions have ended."""
     before = -1
     while True:
         with psycopg.connect(dsn, autocommit=True) as connection:

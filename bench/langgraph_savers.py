@@ -1,4 +1,4 @@
-"""LangGraph's savers: ours, its own for Postgres, that one with the workaround for its lock, and its own in memory."""
+"""LangGraph's savers: ours, its own for Postgres, that one without its lock, and its own in memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bench.contestant import Contestant, Place, text
 from bufstore import BufferConfig, LogConfig
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
 
-#: Connections of each.
+#: Connections of each saver.
 _POOL = 16
 
 
 class Saver(Contestant):
-    """Base: a step is a checkpoint with one changed message and a count, and what its task wrote."""
+    """Base: a step is a checkpoint with one changed message and a count, and the writes of its task."""
 
     saver: BaseCheckpointSaver[str]
 
@@ -44,7 +44,7 @@ class Saver(Contestant):
         await self.saver.aput_writes(at, [("messages", text(number + 1)), ("count", number + 1)], f"task-{number}")
 
     async def react(self, label: str, threads: int, turns: int, durability: Any) -> float:
-        """How long `turns` turns of a whole ReAct graph take on each of `threads` threads, all at once."""
+        """Return how long `turns` turns of a whole ReAct graph take on each of `threads` concurrent threads."""
         graph = react().compile(checkpointer=self.saver)
 
         async def talk(thread: str) -> None:
@@ -84,7 +84,7 @@ class OurSaver(Saver):
 
 
 class PlainSaver(Saver):
-    """AsyncPostgresSaver on a pool. `unlocked`: a semaphore as large as the pool in place of its lock."""
+    """AsyncPostgresSaver on a pool. `unlocked`: a semaphore as large as the pool replaces its lock."""
 
     server = "postgres"
 
@@ -115,7 +115,7 @@ class PlainSaver(Saver):
 
 
 class MemorySaver(Saver):
-    """InMemorySaver, a new one for each load: what LangGraph costs without anything durable."""
+    """InMemorySaver, a new one for each load: the cost of LangGraph without durability."""
 
     async def load(self, callers: int, seconds: float, label: str) -> dict[str, float]:
         self.saver = InMemorySaver()
@@ -127,7 +127,7 @@ class MemorySaver(Saver):
 
 
 def react() -> StateGraph[Any, Any, Any, Any]:
-    """An agent that calls a tool once and answers; no model, so that only the graph and the saver take time."""
+    """Return an agent that calls a tool once and answers; no model, so that only the graph and the saver take time."""
 
     async def agent(state: MessagesState) -> MessagesState:
         if isinstance(state["messages"][-1], ToolMessage):

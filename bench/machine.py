@@ -1,4 +1,4 @@
-"""Where the figures come from."""
+"""A description of the machine and servers behind the figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.servers import BenchServers
 
 
 def machine(servers: BenchServers) -> dict[str, Any]:
-    """The machine, what runs on it, and what its servers promise. Raises NotDurable."""
+    """Describe the machine, its software, and the servers' durability. Raises NotDurable."""
     return {
         "cores": os.cpu_count(),
         "cpu": _cpu(),
@@ -38,6 +38,6 @@ def _cpu() -> str:
 
 
 def _filesystem(folder: Path) -> str:
-    """Of the servers' files. On a tmpfs nothing is durable, whatever the servers do."""
+    """Return the file system of the servers' files. On a tmpfs nothing is durable, whatever the servers do."""
     mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "?"

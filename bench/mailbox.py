@@ -1,7 +1,7 @@
 """Contestants of the mailbox: ours on each store, and procrastinate on the same Postgres.
 
-A *cycle* is enqueue, claim, ack of one dispatch; each caller has a thread (for procrastinate: a queue) of its own. Of
-procrastinate only what its worker would do for a job is called: defer, fetch, finish, each a round trip, no polling.
+A *cycle* is enqueue, claim and ack of one dispatch; each caller has its own thread (for procrastinate: a queue). Of
+procrastinate only the calls of a worker for one job are made: defer, fetch, finish, each a round trip, no polling.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.store import MailboxStore
 
 _CONFIG = MailboxConfig(timeout_s=60.0)
-#: Bytes of a dispatch: it names work, it does not carry it.
+#: Bytes of a dispatch, which only names the work.
 _PAYLOAD = 256
 
 
 class OursMailbox(Contestant):
-    """Base of the three."""
+    """Base of our three."""
 
     store: MailboxStore
 
@@ -52,13 +52,13 @@ class OursMailbox(Contestant):
         await self.store.ack(claim)
 
     async def fill(self, thread: str, count: int) -> None:
-        """Queue so many dispatches in one thread."""
+        """Queue `count` dispatches in one thread."""
         for start in range(0, count, 500):
             part = range(start, min(start + 500, count))
             await asyncio.gather(*(self.store.enqueue(thread, body(n)[:_PAYLOAD]) for n in part))
 
     async def claims(self, thread: str, count: int) -> dict[str, float]:
-        """So many claims, one after the other, at the same depth of the queue: percentiles of the claim alone."""
+        """Claim `count` times, one after the other, at the same queue depth; return percentiles of the claim alone."""
         latencies: list[float] = []
         gc.collect()
         began = time.perf_counter()
@@ -73,7 +73,7 @@ class OursMailbox(Contestant):
 
 
 class MemoryQueue(OursMailbox):
-    """Nothing is durable: what the shared code costs."""
+    """In memory, not durable: the cost of the shared code."""
 
     def make(self) -> MailboxStore:
         return MemoryMailboxStore(config=_CONFIG)
@@ -94,7 +94,7 @@ class NatsQueue(OursMailbox):
 
 
 class PostgresQueue(OursMailbox):
-    """Tables in a schema of its own, 16 connections."""
+    """Tables in its own schema, 16 connections."""
 
     @property
     def _schema(self) -> str:
@@ -109,10 +109,10 @@ class PostgresQueue(OursMailbox):
 
 
 class Procrastinate(Contestant):
-    """procrastinate's own manager of jobs, 16 connections."""
+    """The job manager of procrastinate, 16 connections."""
 
     async def open(self) -> None:
-        procrastinate: Any = import_module("procrastinate")  # only who runs this row needs it
+        procrastinate: Any = import_module("procrastinate")  # imported only where this row runs
 
         self._schema = f"procrastinate_{self.place.name}"
         async with await psycopg.AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:

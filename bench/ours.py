@@ -1,7 +1,7 @@
-"""*ours*: the buffered store in a process of its own, as a writer, a flusher, or both.
+"""*ours*: the buffered store in its own process, as a writer, a flusher, or both.
 
-Where a row measures appends, the process only writes (``flusher=False``) and another one flushes, or nobody does:
-what is measured stands in the row.
+Where a row measures appends, the process only writes (``flusher=False``), and another process flushes, or none does, as
+the row says.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ class Ours(Contestant):
         await self.store.force_flush_all(timeout_s=600)
 
     async def flusher(self) -> dict[str, Any]:
-        """What the flusher of this process did so far."""
-        # Not `statistics`, which also counts what is not flushed: a new process reads the log for that.
+        """Return the statistics of this process's flusher."""
+        # `statistics` would also count what is not flushed, for which a new process reads the log.
         flusher = self.store.buffer.flusher
         assert flusher is not None, "this process only writes"
         return asdict(flusher.state)
 
     async def until(self, reached: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Return when the flusher of this process has got there."""
+        """Wait until the state of this process's flusher satisfies `reached`."""
         while not reached(await self.flusher()):  # noqa: ASYNC110 - nobody tells us
             await asyncio.sleep(_LOOK_S)
 
     async def log_bytes(self) -> int:
-        """Bytes in the log."""
+        """Return the bytes in the log."""
         return (await self.store.statistics()).log_bytes
 
     async def fill(self, threads: int, each: int, at_once: int, size: int = PAYLOAD, label: str = "t") -> None:
-        """`each` checkpoints of one message of `size` bytes on every one of `threads` threads."""
+        """Write `each` checkpoints of one message of `size` bytes to each of `threads` threads."""
         messages = texts(size)
         waiting = iter(range(threads))
 
@@ -85,5 +85,5 @@ class Ours(Contestant):
 
 
 def run_of(thread: str) -> Run:
-    """The run that a benchmark saves with the thread."""
+    """Return the run that a benchmark saves with the thread."""
     return Run(run_id=f"run-of-{thread}", thread_id=thread)

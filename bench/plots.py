@@ -1,6 +1,6 @@
 """Plots (PNG) of a `latest.json`: latency percentiles, throughput over concurrency and processes, growth, coalescing.
 
-They show what the file holds and nothing else; a plot whose rows are not in it is not drawn.
+They show only what the file holds; a plot whose rows are missing in it is not drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEVELS = (1, 32, 256, 1000)
 
 
 def draw(results: Path, folder: Path) -> Iterator[Path]:
-    """Draw what can be drawn of `results` into `folder`; the files."""
+    """Draw the plots that `results` allows into `folder`, and yield the files."""
     found = json.loads(results.read_text())
     entries = {entry["name"]: entry for entry in found["benchmarks"]}
     plots: Mapping[str, Callable[[_Entries], Any]] = {
@@ -44,7 +44,7 @@ def draw(results: Path, folder: Path) -> Iterator[Path]:
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Ours and the baselines."""
+    """Return the values of ours and of the baselines."""
     return {"ours": entry["ours"], **entry["baselines"]}
 
 
@@ -114,7 +114,7 @@ def _growth(entries: _Entries) -> Any:
             values = _values(entries[name])
             ours = values.pop("ours")
             points = sorted((_first_number(what), value) for what, value in values.items())
-            # The largest is the one that is "ours", and ten times the one before.
+            # "ours" is the largest, ten times the one before.
             points.append((points[-1][0] * 10, ours))
             label = name.partition("growth_")[2].rpartition(".")[0].replace("_", " ")
             axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
@@ -123,7 +123,7 @@ def _growth(entries: _Entries) -> Any:
         axis.set(xscale="log", xlabel=over, ylabel="bytes in the log" if unit == "bytes" else "p50, ms")
         if unit == "ms":
             axis.set(yscale="log")
-        else:  # from zero, where a few bytes more do not look like growth
+        else:  # from zero, so that a few more bytes do not look like growth
             axis.set_ylim(bottom=0)
         axis.legend()
     return figure

@@ -1,4 +1,4 @@
-"""What an append costs in time of the processor: in the process that appends, and in the server that stores."""
+"""The processor time of an append, in the appending process and in the storing server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import psutil
 
-#: Whether there is a clock for each process (clock_getcpuclockid). What psutil reads counts in hundredths of a second.
+#: True when each process has a clock (clock_getcpuclockid). psutil reads hundredths of a second.
 _EXACT = sys.platform == "linux"
-#: Figures of a `Meter`, with their unit.
+#: The figures of a `Meter`, with their unit.
 UNITS = {"client_cpu": "µs", "server_cpu": "µs", "cpu": "µs"}
 
 
@@ -24,26 +24,26 @@ class Meter:
         self._client = time.process_time()
 
     def each(self, done: int) -> dict[str, float]:
-        """What one of `done` appends took of this process, of the servers and of both, µs."""
+        """Return the processor time of one of `done` appends in this process, in the servers and in both, in µs."""
         client = time.process_time() - self._client
         return shares(client, taken(self._pids) - self._server, done)
 
 
 def shares(client: float, server: float, done: int) -> dict[str, float]:
-    """Seconds of the processor, as µs for one of `done` appends."""
+    """Convert seconds of processor time to µs per append, for `done` appends."""
     seconds = {"client_cpu": client, "server_cpu": server, "cpu": client + server}
     return {name: 1e6 * spent / max(done, 1) for name, spent in seconds.items()}
 
 
 def taken(pids: Sequence[int]) -> float:
-    """Seconds of the processor that these processes and their children took, ended children included."""
+    """Return the seconds of processor time of these processes and their children, including ended ones."""
     total = 0.0
     for pid in pids:
         parent = psutil.Process(pid)
         ended = parent.cpu_times()
         total += _own(parent) + ended.children_user + ended.children_system
         for child in parent.children():
-            with suppress(psutil.Error, OSError):  # it ends just now
+            with suppress(psutil.Error, OSError):  # it has just ended
                 total += _own(child)
     return total
 

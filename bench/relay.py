@@ -1,4 +1,4 @@
-"""A link that takes its time: what a process connects to that stands farther away from its servers than others."""
+"""A slow link: a process that connects through it is farther away from its servers than others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Self
 from urllib.parse import urlsplit
 
 _CHUNK = 256 << 10
-#: Whoever does not take for so long what is sent to him is disconnected.
+#: A connection that takes no data for this many seconds is closed.
 _TIMEOUT_S = 10.0
 
 
 class Relay:
     """Passes TCP connections on to the server of `url`; a context manager.
 
-    Each piece arrives `delay_s` after it was sent, in either direction, however many follow it: a long way, not a
-    narrow one. One thread does it with `select`, which waits to the microsecond, as an event loop does not.
+    Each piece arrives `delay_s` after it was sent, in both directions, however many follow: the link is long, not
+    narrow. One thread does it with `select`, which waits with microsecond precision, unlike an event loop.
     """
 
     def __init__(self, url: str, delay_s: float) -> None:
         self._parts = urlsplit(url)
         self._delay_s = delay_s
-        #: The other end of each connection, and the connections that may still say something.
+        #: The other end of each connection, and the connections whose stream has not ended.
         self._peers: dict[socket.socket, socket.socket] = {}
         self._read: set[socket.socket] = set()
-        #: When which connection is to get what, in this order; nothing at all: its end.
+        #: When each connection gets which bytes, in this order; empty bytes: the end of its stream.
         self._due: deque[tuple[float, socket.socket, bytes]] = deque()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
@@ -48,7 +48,7 @@ class Relay:
 
     @property
     def url(self) -> str:
-        """The server's URL, by way of this relay."""
+        """The server's URL through this relay."""
         login, at, _ = self._parts.netloc.rpartition("@")
         port = self._listener.getsockname()[1]
         return self._parts._replace(netloc=f"{login}{at}127.0.0.1:{port}").geturl()
@@ -86,7 +86,7 @@ class Relay:
             self._read.add(connection)
 
     def _take(self, connection: socket.socket) -> None:
-        """Read what is there, for later."""
+        """Read the available data, to be passed on later."""
         try:
             data = connection.recv(_CHUNK)
         except OSError:

@@ -17,7 +17,7 @@ _HIDDEN = (".p90", ".p999")
 
 
 def show(machine: Mapping[str, Any], benchmarks: Sequence[Benchmark], console: Console) -> None:
-    """Print everything that was measured, a table for each family of rows."""
+    """Print all figures, in a table for each family of rows."""
     console.print("; ".join(f"{name}: {value}" for name, value in machine.items()), highlight=False, soft_wrap=True)
     shown = [b for b in benchmarks if not b.name.endswith(_HIDDEN)]
     surface = [b for b in shown if b.name.startswith("coalescing_")]
@@ -53,7 +53,7 @@ def _table(title: str, benchmarks: Sequence[Benchmark]) -> Table:
 
 
 def _surface(benchmarks: Sequence[Benchmark]) -> Table:
-    """Threads and step rate over windows: checkpoints per transaction, and per row of a thread."""
+    """Return the table of threads and step rate over windows: checkpoints per transaction, and per row of a thread."""
     title = "coalescing: checkpoints per transaction · per row of a thread (threads, steps/s; windows)"
     table = Table(title=title, title_justify="left")
     cells: dict[str, dict[str, list[str]]] = {}
@@ -70,5 +70,5 @@ def _surface(benchmarks: Sequence[Benchmark]) -> Table:
 
 
 def number(value: float) -> str:
-    """A figure with three digits that mean something."""
+    """Return a figure with three significant digits."""
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 100 else f"{value:.3g}"

@@ -1,7 +1,7 @@
-"""What was found: the form of `latest.json`, and the rounds behind it.
+"""The results: the form of `latest.json`, and the rounds behind it.
 
 `latest.json` is ``{"machine": …, "benchmarks": [{"name", "unit", "ours", "baselines": {name: value}, "ratios": {name:
-value}}]}``: medians. Every round stands in `rounds.json`.
+value}}]}``, with medians. `rounds.json` has every round.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Units of which more is better. Of all others (times, sizes, counts of work) less is.
+#: Units in which more is better. In all others (times, sizes, counts of work) less is better.
 MORE = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest/fastest"}
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One figure, of every round and contestant."""
+    """One figure, for every round and contestant."""
 
     name: str
     unit: str
@@ -27,7 +27,7 @@ class Benchmark:
     baselines: Mapping[str, Sequence[float]]
 
     def entry(self) -> dict[str, Any]:
-        """The medians and ratios: more than 1 means that ours is better."""
+        """Return the medians and ratios; a ratio above 1 means that ours is better."""
         ours = statistics.median(self.ours)
         baselines = {name: statistics.median(values) for name, values in self.baselines.items()}
         return {
@@ -39,7 +39,7 @@ class Benchmark:
         }
 
     def spread(self) -> float:
-        """How far the rounds of ours lie apart: half of it, as a share of the median."""
+        """Return half the distance between our best and worst round, as a share of the median."""
         median = statistics.median(self.ours)
         return (max(self.ours) - min(self.ours)) / 2 / median if median else 0.0
 
@@ -50,7 +50,7 @@ def _ratio(unit: str, ours: float, baseline: float) -> float:
 
 
 def compared(name: str, unit: str, found: Mapping[str, Sequence[float]], ours: str = "ours") -> Benchmark:
-    """A benchmark of what `found` has for each contestant."""
+    """Make a benchmark of the values that `found` has for each contestant."""
     return Benchmark(name, unit, found[ours], {who: values for who, values in found.items() if who != ours})
 
 

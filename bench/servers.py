@@ -1,7 +1,7 @@
-"""The servers of a run: embedded ones, or one's own, looked at for what they promise.
+"""The servers of a run: embedded ones, with a check of their durability.
 
-Ours and the baselines stand on the same servers with the same promise: what is acknowledged is on the disk. It is
-asked of the running servers, not of what they were told.
+Ours and the baselines use the same servers with the same promise: what is acknowledged is on the disk. The running
+servers are asked, whatever they were configured with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bufstore.embedded._cluster import free_ports
 
 
 class NotDurable(Exception):
-    """A server does not sync what it acknowledges; figures would compare different promises."""
+    """A server does not sync what it acknowledges, so the figures would compare different promises."""
 
 
 class BenchServers:
@@ -45,13 +45,13 @@ class BenchServers:
         self._stack.close()
 
     def pids(self, *, lazy: bool = False) -> dict[str, list[int]]:
-        """The processes of "nats" (`lazy`: of the second one) and "postgres"."""
+        """Return the process ids of "nats" (`lazy`: of the second one) and "postgres"."""
         always, second, postgres = self._processes
         assert always and second and postgres, "all are running"
         return {"nats": [second if lazy else always], "postgres": [postgres]}
 
     def durability(self) -> dict[str, Any]:
-        """How the servers sync. Raises NotDurable unless it is as the table says."""
+        """Return how the servers sync. Raises NotDurable unless they sync as the table says."""
         always, lazy = (_jetstream(port) for port in self._ports)
         found: dict[str, Any] = {
             "nats": "sync_interval: always" if always.get("sync_always") else "lazy",
@@ -66,7 +66,7 @@ class BenchServers:
         return found
 
     def versions(self) -> dict[str, str]:
-        """Of the servers."""
+        """Return the servers' versions."""
         with psycopg.connect(self.dsn) as connection:
             postgres = connection.info.parameter_status("server_version") or "?"
         return {"nats-server": str(_varz(self._ports[0])["version"]), "postgres": postgres}
@@ -105,5 +105,5 @@ def _jetstream(port: int) -> dict[str, Any]:
 
 
 def syncs_always(port: int) -> bool:
-    """Whether the server with this HTTP port syncs everything before it acknowledges."""
+    """True when the server with this HTTP port syncs everything before it acknowledges."""
     return bool(_jetstream(port).get("sync_always"))

@@ -1,4 +1,4 @@
-"""Jobs on Spark in a process of their own: ours, and what a data engineer would write instead."""
+"""Jobs on Spark in their own process: ours, and what a data engineer would write instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UPSERT = (
 
 
 class SparkJobs(Contestant):
-    """A session on this machine with so many cores."""
+    """A local session with `cores` cores."""
 
     def __init__(self, place: Place, *, cores: int, stream: str = "", bucket: str = "", schema: str = "") -> None:
         super().__init__(place)
@@ -56,7 +56,7 @@ class SparkJobs(Contestant):
         settings = _QUICK | {"spark.sql.shuffle.partitions": str(self._cores)}
         self.spark = session("bench", f"local[{self._cores},4]", **settings)
         self.spark.sparkContext.setLogLevel("OFF")
-        # Workers, and Arrow in them.
+        # Starts workers, with Arrow in them.
         self.spark.range(0, 100, 1, self._cores).mapInArrow(lambda batches: batches, "id bigint").count()
 
     async def close(self) -> None:
@@ -65,11 +65,11 @@ class SparkJobs(Contestant):
             connection.execute(f"DROP TABLE IF EXISTS {self._table}")
 
     async def start(self) -> float:
-        """How long the session and its first job took."""
+        """Return how long the session and its first job took, in seconds."""
         return self.started
 
     async def sink(self, rows: int, threads: int, label: str, mode: str) -> float:
-        """Rows per second through our sink."""
+        """Return the rows per second through our sink."""
         return await self._timed(rows, threads, label, self._sink(label, mode))
 
     def _sink(self, label: str, mode: Any) -> Callable[[Any], None]:
@@ -77,11 +77,11 @@ class SparkJobs(Contestant):
         return lambda df: checkpoint_sink(config)(df, 0)
 
     async def upserts(self, rows: int, threads: int, label: str, together: bool) -> float:
-        """Rows per second with an upsert each: committed one by one, or (`together`) a partition at a time."""
+        """Return the rows per second with one upsert each, committed one by one or (`together`) per partition."""
         return await self._timed(rows, threads, label, self._upserts(together))
 
     async def prepare(self, rows: int, threads: int, label: str) -> None:
-        """Have the rows ready for `write`."""
+        """Prepare the rows for `write`."""
         self._df = await asyncio.to_thread(self._rows, rows, threads, label)
 
     async def write(self, label: str, how: str) -> None:
@@ -107,7 +107,7 @@ class SparkJobs(Contestant):
                         cursor.execute(statement, one, prepare=True)
 
         def job(df: Any) -> None:
-            # A thread's rows in one task and in order, or the last state would be any of them: as the sink does it.
+            # A thread's rows must be in one task and in order, as in the sink, so that its last state wins.
             owned = df.repartition(self._cores, "thread_id").sortWithinPartitions("thread_id", "position")
             owned.foreachPartition(write)
 
@@ -138,12 +138,12 @@ class SparkJobs(Contestant):
             F.array("said").alias("delta"),
             F.col("id").alias("position"),
         )
-        df = df.coalesce(self._cores).cache()  # there before the clock runs
+        df = df.coalesce(self._cores).cache()  # computed before the clock starts
         assert df.count() == rows
         return df
 
     async def read(self, entries: int, form: str) -> float:
-        """Entries per second of the whole log, which has so many."""
+        """Return the entries per second when the whole log of `entries` is read."""
         return await asyncio.to_thread(self._read, entries, form)
 
     def _read(self, entries: int, form: str) -> float:
@@ -154,6 +154,6 @@ class SparkJobs(Contestant):
         return entries / (time.perf_counter() - began)
 
     async def drain(self) -> int:
-        """Flush everything; how many entries that were."""
+        """Flush everything, and return the number of entries."""
         report = await asyncio.to_thread(bulk_drain, self.spark, Deployment(**self._where), tasks=self._cores)
         return report.entries

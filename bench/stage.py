@@ -1,6 +1,6 @@
-"""What a row of the table works with: servers, workers, rounds, the scale.
+"""The tools of a row of the table: servers, workers, rounds, the scale.
 
-The order of the contestants changes from round to round, so that nobody always runs in another's wake.
+The order of the contestants rotates from round to round, so that the same one does not always go first.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Kind = type[Contestant] | tuple[type[Contestant], dict[str, Any]]
 
 @dataclass
 class Stage:
-    """`scale` shrinks counts and times, for trying out; `rounds` is how often everything is measured.
+    """`scale` shrinks counts and times for trials; `rounds` is how often everything is measured.
 
-    `quick`: rows that take long to prepare are to prepare less.
+    `quick`: rows with a long preparation prepare less.
     """
 
     servers: BenchServers
@@ -31,44 +31,44 @@ class Stage:
     scale: float = 1.0
     say: Callable[[str], None] = print
     quick: bool = False
-    #: What rows share, by name.
+    #: Objects that rows share, by name.
     shared: dict[str, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def count(self, full: int, least: int) -> int:
-        """A number of things, scaled."""
+        """Return a scaled number of things."""
         return max(round(full * self.scale), min(least, full))
 
     def seconds(self, full: float) -> float:
-        """How long something is measured, scaled."""
+        """Return how long to measure, scaled."""
         return max(full * self.scale, 0.15)
 
     def place(self, *, lazy: bool = False, name: str | None = None) -> Place:
-        """A name of its own on the servers (`lazy`: on the NATS server that syncs when it likes)."""
+        """Return a new name on the servers (`lazy`: on the NATS server with the default sync)."""
         nats = self.servers.lazy_nats if lazy else self.servers.nats
         return Place(
             nats,
             self.servers.dsn,
             name or f"b{next(self._numbers)}",
             self.servers.pids(lazy=lazy),
-            # A row that writes little reserves little: a dozen logs at once must find room on a disk that is half full.
+            # A row that writes little reserves little, so that a dozen logs fit on a disk that is half full.
             log_bytes=self.count(Place.log_bytes, 256 << 20),
         )
 
     def workers(self, place: Place | None = None, **kinds: Kind) -> AbstractContextManager[dict[str, Worker]]:
-        """Contestants, open, each in a process of its own."""
+        """Open contestants, each in its own process."""
         where = place or self.place()
         return self.workers_at({name: (where, kind) for name, kind in kinds.items()})
 
     @contextmanager
     def workers_at(self, kinds: Mapping[str, tuple[Place, Kind]]) -> Iterator[dict[str, Worker]]:
-        """The same, each with a place of its own."""
+        """Open contestants, each in its own process and place."""
         workers: dict[str, Worker] = {}
         try:
             for name, (place, kind) in kinds.items():
                 contestant, options = kind if isinstance(kind, tuple) else (kind, {})
                 workers[name] = Worker(contestant, place, **options)
-            # One after the other: two that create the same tables would wait for each other.
+            # One after the other, because two that create the same tables would wait for each other.
             for worker in workers.values():
                 worker.call("open")
             yield workers
@@ -84,7 +84,7 @@ class Stage:
             worker.stop()
 
     def interleave(self, actions: Mapping[str, Callable[[], T]], rounds: int | None = None) -> dict[str, list[T]]:
-        """Do all actions in every round; the results of each."""
+        """Do all actions in every round, and return the results of each."""
         found: dict[str, list[T]] = {name: [] for name in actions}
         names = list(actions)
         for number in range(rounds or self.rounds):

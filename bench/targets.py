@@ -1,6 +1,6 @@
-"""What the figures should be. Nothing asserts them: the table says for each whether it was met.
+"""Targets for the figures. Nothing asserts them: the table says for each whether it was met.
 
-A target is a ratio that must be reached ("more is better", so ``1 / 1.4`` allows 1.4 times the baseline's time).
+A target is a ratio that must be reached (more is better, so ``1 / 1.4`` allows 1.4 times the baseline's time).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _APPEND = {callers: {"upsert": 1.2, "unbuffered": 5.0} for callers in (32, 256, 1000)}
-#: Of what many processes do together, each with a few callers.
+#: For many processes with a few callers each.
 _PROCESSES = {"4x16": 0.6, "8x8": 0.45}
 _SHAPES = ("4x16", "8x8", "16x4", "16x16")
 _WAL = {"upsert": 3.0}
@@ -59,6 +59,6 @@ TARGETS: Mapping[str, Mapping[str, float]] = {
 
 
 def verdicts(entry: Mapping[str, Any]) -> list[tuple[str, float, bool]]:
-    """Of an entry of `latest.json`: baseline, the least ratio, whether it is reached."""
+    """Return, for an entry of `latest.json`: baseline, the least ratio, and True if it is reached."""
     wanted = TARGETS.get(entry["name"], {})
     return [(n, least, entry["ratios"][n] >= least) for n, least in wanted.items() if n in entry["ratios"]]

@@ -1,7 +1,7 @@
 """Contestants in processes of their own, called over a pipe.
 
-`Worker` is the parent's handle. The child runs an event loop (uvloop's, when it is installed) with one contestant in
-it, whose background tasks go on between the calls. It ends with its parent: the pipe closes.
+`Worker` is the parent's handle. The child runs an event loop (uvloop's, when it is installed) with one contestant,
+whose background tasks go on between the calls. It ends with its parent, when the pipe closes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from bench.contestant import Contestant, Place
 
-#: Children are forked from a server that has imported the store and done nothing, so that they start at once. What a
-#: contestant needs beyond that, only its own process loads: a full collection of Python's garbage goes over all of it.
+#: Children are forked from a server that has only imported the store, so that they start at once. A contestant's other
+#: imports are made in its own process, because a full garbage collection visits all imported objects.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["bench.ours"])
-#: No call takes longer; a child that hangs must not hang the suite.
+#: Timeout of every call, so that a hanging child does not hang the suite.
 _CALL_TIMEOUT_S = 1800.0
 
 
@@ -31,7 +31,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A contestant in a child process. Calls are methods' names; one at a time."""
+    """A contestant in a child process. Calls are method names; one runs at a time."""
 
     def __init__(self, kind: type[Contestant], place: Place, **options: Any) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
@@ -44,7 +44,7 @@ class Worker:
         self._pipe.send((method, arguments))
 
     def end(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
-        """The result of the call that was begun. Raises WorkerError, EOFError when the process has ended."""
+        """Return the result of the call. Raises WorkerError, or EOFError when the process has ended."""
         if not self._pipe.poll(timeout_s):
             raise WorkerError(f"no answer in {timeout_s:g} s")
         ok, value = self._pipe.recv()
@@ -53,28 +53,28 @@ class Worker:
         return value
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """`begin` and `end`."""
+        """Call `begin` and `end`."""
         self.begin(method, **arguments)
         return self.end()
 
     def memory(self) -> float:
-        """The most memory the process ever held (resident), in MiB."""
+        """Return the peak resident memory of the process, in MiB."""
         return float(self.call("_memory"))
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye."""
+        """Send SIGKILL, without `close`."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
     @property
     def killed(self) -> bool:
-        """Whether it is gone."""
+        """True when the process was killed or stopped."""
         return self._pipe.closed
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -103,12 +103,12 @@ async def _serve(pipe: Connection, kind: type[Contestant], place: Place, options
     contestant: Contestant | None = None
     while True:
         try:
-            # In a thread that sleeps in the system until there is something.
+            # In a thread, which sleeps in the system until a call arrives.
             method, arguments = await loop.run_in_executor(None, pipe.recv)
         except (EOFError, OSError):
             return
         try:
-            # Here, so that what it raises is told to the parent.
+            # Inside the try, so that the parent gets its errors.
             contestant = contestant or kind(place, **options)
             value = _peak_memory() if method == "_memory" else await getattr(contestant, method)(**arguments)
         except BaseException:

@@ -1,4 +1,4 @@
-"""What is written: texts of a given size, and conversations, real ones or generated ones of the same shape."""
+"""The texts that are written: of a given size, or conversations, real ones or generated ones of the same shape."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any
 _FILE = "agent-conversations.jsonl.gz"
 _SEED = 20260921
 _SYLLABLES = ("ba", "con", "der", "fi", "gra", "ho", "in", "ka", "lo", "men", "no", "or", "pre", "re", "sta", "ti")
-#: So many different texts are enough that no compression finds the last one again.
+#: So many different texts that no compression finds a repeated one.
 _TEXTS = 256
 
 
 def texts(size: int) -> list[str]:
-    """Different texts of `size` letters, the same in every process.
+    """Return different texts of `size` letters, the same in every process.
 
-    They compress a little, as prose does: of a row of equal letters next to nothing would be left in a database that
-    compresses what it stores.
+    They compress a little, as prose does; a database that compresses would store almost nothing of equal letters.
     """
     rng = random.Random(size)
     words = _vocabulary(rng)
@@ -28,10 +27,10 @@ def texts(size: int) -> list[str]:
 
 
 def conversations() -> tuple[str, list[list[Any]]]:
-    """Where they come from ("real" or "generated"), and 200 lists of messages.
+    """Return the source of the conversations ("real" or "generated"), and 200 lists of messages.
 
     Real ones are those of `agent-conversations.jsonl.gz` in the folder that BUFSTORE_DATA names. Generated ones have
-    their number, lengths (6 to 62 messages) and sizes (median about 213 bytes, a few of some kB).
+    the same number, lengths (6 to 62 messages) and sizes (median about 213 bytes, a few of some kB).
     """
     folder = os.environ.get("BUFSTORE_DATA")
     if folder and (Path(folder) / _FILE).exists():

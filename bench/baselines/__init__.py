@@ -1,1 +1,1 @@
-"""What people would use instead, each written as well as its design allows, and the limits of the parts."""
+"""The baselines: what people would use instead, each as good as its design allows, and the limits of the parts."""

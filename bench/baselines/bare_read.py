@@ -1,4 +1,4 @@
-"""*limit*, of reads: one SELECT of a thread's messages on one connection, prepared, decoded."""
+"""*limit*, for reads: one SELECT of a thread's messages on one connection, prepared, decoded."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class BareRead(Contestant):
         await self._connections.close()
 
     async def read(self, thread: str) -> int:
-        """Read the thread; how many messages it has."""
+        """Read the thread, and return the number of its messages."""
         rows = await self._connections.execute(self._sql, [thread])
         return len([decode_message(row[0]) for row in rows])

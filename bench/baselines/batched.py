@@ -1,6 +1,6 @@
 """*batched*: group commit with the client library and nothing else.
 
-What waits while one atomic batch is stored goes out as the next one. No order of a thread, no expectation, no
+What arrives while one atomic batch is stored goes out as the next batch. No order within a thread, no expectation, no
 envelope; a batch that the server refuses fails.
 """
 
@@ -19,7 +19,7 @@ _BATCH_MAX = 1000
 
 
 class Batched(Contestant):
-    """nats-py, one batch at a time."""
+    """Publishes with nats-py, one batch at a time."""
 
     async def open(self) -> None:
         self._client = await nats.connect(self.place.nats)
@@ -45,7 +45,7 @@ class Batched(Contestant):
     async def _run(self) -> None:
         while True:
             await self._wake.wait()
-            await asyncio.sleep(0)  # whoever was woken by the last batch has his next entry ready now
+            await asyncio.sleep(0)  # callers that the last batch has woken add their next entries now
             group, self._waiting = self._waiting[:_BATCH_MAX], self._waiting[_BATCH_MAX:]
             if not self._waiting:
                 self._wake.clear()

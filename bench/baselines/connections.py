@@ -1,4 +1,4 @@
-"""Connections to Postgres for the baselines: a fixed number, lent in turn, as little between as can be."""
+"""Connections to Postgres for the baselines: a fixed number, lent in turn, with as little overhead as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from psycopg import AsyncConnection
 
 
 class Connections:
-    """`size` connections in autocommit, whose statements are prepared at once."""
+    """`size` connections in autocommit that prepare statements at their first use."""
 
     def __init__(self) -> None:
         self._all: list[AsyncConnection[Any]] = []
@@ -33,7 +33,7 @@ class Connections:
             await connection.close()
 
     async def execute(self, sql: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
-        """Run one statement on the next connection that is free, in a transaction of its own; its rows."""
+        """Run one statement on the next free connection, in its own transaction, and return its rows."""
         if self._idle:
             connection = self._idle.pop()
         else:
@@ -45,7 +45,7 @@ class Connections:
             await cursor.execute(sql, parameters)
             return await cursor.fetchall() if cursor.description else []
         finally:
-            # To whoever waits longest: who comes back at once must not overtake the others.
+            # To the caller that waits longest: one that comes back at once must not overtake the others.
             if self._waiting:
                 self._waiting.popleft().set_result(connection)
             else:

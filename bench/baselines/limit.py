@@ -1,8 +1,8 @@
-"""*limit*, of appends: the fastest loop there is for making messages durable in JetStream.
+"""*limit*, for appends: the fastest loop for making messages durable in JetStream.
 
-Batches (ADR-50) are framed as bytes and written at once: no envelope, no checksum, no expectation, no order of a
-thread, no client library. For each number of callers the best shape is found first: one batch of all, two of half,
-or single messages written at once.
+Batches (ADR-50) are framed as bytes and written at once: no envelope, no checksum, no expectation, no order within a
+thread, no client library. For each number of callers the best shape is found first: one batch of all, two of half, or
+single messages written at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Limit(Contestant):
         return await self._run(subjects, seconds, *shapes[best])
 
     async def _run(self, subjects: Sequence[str], seconds: float, parts: int, atomic: bool) -> dict[str, float]:
-        """All subjects again and again, in `parts` loops beside each other."""
+        """Publish to all subjects again and again, in `parts` concurrent loops."""
         meter = Meter(self.server_pids())
         size = min(-(-len(subjects) // parts), _BATCH_MAX)
         shares = [subjects[i : i + size] for i in range(0, len(subjects), size)]
@@ -79,7 +79,7 @@ class Limit(Contestant):
 
 
 def batch(subjects: Sequence[str], reply: str) -> bytes:
-    """One message of `PAYLOAD` bytes for each subject, as an atomic batch."""
+    """Return an atomic batch with one message of `PAYLOAD` bytes for each subject."""
     start = f"NATS/1.0\r\nNats-Batch-Id: {secrets.token_hex(8)}\r\nNats-Batch-Sequence: "
     last = len(subjects)
     parts = []

@@ -1,8 +1,8 @@
-"""*limit*, of a drain: the log's entries into one table, as fast as they can be fetched and merged.
+"""*limit*, for a drain: the log's entries go into one table as fast as they can be fetched and merged.
 
-Raw frames from a pull consumer, binary COPY into a temporary table, one INSERT … SELECT that ignores what is there,
-one row that remembers the position: a transaction. The next batch is on its way meanwhile. A group is cut into its
-entries; nothing of them is decoded, checked, ordered or coalesced.
+Raw frames from a pull consumer; then, in one transaction, a binary COPY into a temporary table, one INSERT … SELECT
+that ignores existing rows, and one row for the position. The next batch is fetched meanwhile. Groups are cut into
+entries; entries are not decoded, checked, ordered or coalesced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bufstore.buffer.groups.group import body_of, decode_header
 from bufstore.jetstream.headers import entry_header
 from bufstore.jetstream.messages import StoredMessage
 
-#: Groups that are asked for at once.
+#: Groups per request.
 _BATCH = 64
 _LENGTHS = struct.Struct(">HH")
 _HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
@@ -29,7 +29,7 @@ _Rows = list[tuple[bytes, int, bytes]]
 
 
 def entries_of(seq: int, headers: bytes, body: bytes) -> _Rows:
-    """Thread, place and the rest of each entry of a group."""
+    """Return thread, place and rest of each entry of a group."""
     group = decode_header(StoredMessage("", seq, entry_header(headers), body))
     rows = []
     for number, (at, record) in enumerate(group.places()):
@@ -40,7 +40,7 @@ def entries_of(seq: int, headers: bytes, body: bytes) -> _Rows:
 
 
 class LimitDrain(Contestant):
-    """Drains the stream `stream` into a table of its own."""
+    """Drains the stream `stream` into its own table."""
 
     def __init__(self, place: Place, *, stream: str) -> None:
         super().__init__(place)
@@ -74,7 +74,7 @@ class LimitDrain(Contestant):
         await self._connection.close()
 
     async def drain(self, entries: int) -> float:
-        """Entries per second."""
+        """Drain `entries`, and return the entries per second."""
         began = time.perf_counter()
         done = 0
         self._pull()

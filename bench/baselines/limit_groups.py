@@ -1,8 +1,8 @@
-"""*limit_groups*: the same bytes as *limit* writes, many of them in one message.
+"""*limit_groups*: the same bytes as *limit*, many of them in one message.
 
-What all callers have goes in messages of up to 256 KiB to one subject, one at a time, each with the expectation that
-nobody wrote since the last: no envelope, no index, no checksum, no client library. The least that a log can cost
-whose writers see all of each other's entries before they add theirs.
+The entries of all callers go in messages of up to 256 KiB to one subject, one at a time, each with the expectation that
+nobody else has written since the last: no envelope, no index, no checksum, no client library. The least cost of a log
+whose writers see all entries of others before they add theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LimitGroups(Contestant):
         began = time.perf_counter()
         end = began + seconds
         latencies: list[float] = []
-        # A caller has its next entry when its last one is stored, and waits while the others' are.
+        # A caller has its next entry when its last one is stored, and waits while others' entries are stored.
         since = [began] * len(sizes)
         while time.perf_counter() < end:
             for number, (size, body) in enumerate(zip(sizes, bodies, strict=True)):

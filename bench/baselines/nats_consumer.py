@@ -1,4 +1,4 @@
-"""*nats-py*: one consumer that fetches as its documentation shows, without acks; what it gets it does not decode."""
+"""*nats-py*: one consumer that fetches as its documentation shows, without acks and without decoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from bench.contestant import Contestant, Place
 
-#: The server closes the connection of who is owed 64 MiB, and a group may take 256 KiB.
+#: The server disconnects a client for which it queues 64 MiB, and a group may take 256 KiB.
 _BATCH = 64
 
 
@@ -27,7 +27,7 @@ class NatsConsumer(Contestant):
         await self.client.close()
 
     async def read(self, entries: int) -> float:
-        """Entries per second of the whole log, which has so many, in groups."""
+        """Read the whole log of `entries`, in groups, and return the entries per second."""
         js = self.client.jetstream()
         messages = (await js.stream_info(self._stream)).state.messages
         config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL)

@@ -1,4 +1,4 @@
-"""*once*: saving once per run, at its end: the least load on the database, and a crash loses the whole run."""
+"""*once*: one save per run, at its end: the least load on the database, but a crash loses the whole run."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class Once(Unbuffered):
     """The same tables as *unbuffered*, one transaction per conversation."""
 
     async def converse(self, thread: str, messages: Sequence[Any]) -> None:
-        """The conversation happens in memory, then all of it is saved."""
+        """Save the whole conversation at its end."""
         await self.store.checkpoint(thread, messages, Run(run_id=f"run-of-{thread}", thread_id=thread))

@@ -1,7 +1,7 @@
-"""*plain*: pipelined JetStream publishes with the client library, each acknowledged on its own.
+"""*plain*: pipelined JetStream publishes with the client library, each acknowledged separately.
 
-A write-ahead log as one would write it first: no order of a thread, no expectation, nothing that groups. Publishes are
-sent as they come and their acks awaited beside each other (``publish_async``).
+A write-ahead log in its simplest form: no order within a thread, no expectation, no grouping. Publishes are sent as
+they come, and their acks are awaited concurrently (``publish_async``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bench.contestant import Contestant, body
 
 
 class Plain(Contestant):
-    """nats-py, one message per checkpoint."""
+    """Publishes with nats-py, one message per checkpoint."""
 
     async def open(self) -> None:
         self._client = await nats.connect(self.place.nats)

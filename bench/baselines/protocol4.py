@@ -1,8 +1,8 @@
 """*protocol4*: the simple protocol of buffered stores that keep their state in a KV bucket.
 
-Each checkpoint: read the thread's record (KV get), reserve the next number (compare-and-set), publish the entry,
-record it as the newest (KV put). Four round trips, three fsyncs. Each is one request with the client library: direct
-gets, no KV object between.
+Each checkpoint reads the thread's record (KV get), reserves the next number (compare-and-set), publishes the entry, and
+records it as the newest (KV put): four round trips, three fsyncs. Each is one request with the client library: direct
+gets, without its KV object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 
 
 class Protocol4(Contestant):
-    """nats-py, four requests per checkpoint."""
+    """Makes four requests per checkpoint, with nats-py."""
 
     async def open(self) -> None:
         self._client = await nats.connect(self.place.nats)

@@ -1,4 +1,4 @@
-"""The least code between a program and nats-server: bytes on a socket, one callback per message that arrives.
+"""The least code between a program and nats-server: bytes on a socket, one callback per message.
 
 Only for measuring limits: it does not reconnect, and raises when the server says anything unexpected.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-#: Called with subject, reply subject and payload (of an HMSG: headers and payload as they came, and the headers' size).
+#: Called with subject, reply subject and payload (of an HMSG: headers and payload together, and the headers' size).
 OnMessage = Callable[[bytes, bytes, bytes, int], None]
 
 
 class RawNats(asyncio.Protocol):
-    """One connection. Every answer comes to ``<inbox>.<token>``."""
+    """One connection. All answers come to ``<inbox>.<token>``."""
 
     def __init__(self) -> None:
         self._transport: Any = None
@@ -61,19 +61,19 @@ class RawNats(asyncio.Protocol):
         self._transport.write(data)
 
     def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """Have `on_message` called with what arrives on `subject`."""
+        """Call `on_message` with each message on `subject`."""
         sid = str(len(self._callbacks) + 1)
         self._callbacks[sid.encode()] = on_message
         self.write(f"SUB {subject} {sid}\r\n".encode())
 
     def expect(self) -> tuple[str, asyncio.Future[bytes]]:
-        """A fresh reply subject, and the future of the payload that will come there."""
+        """Return a new reply subject, and the future of the payload that arrives there."""
         token = str(next(self._tokens))
         answer = self._answers[token.encode()] = asyncio.get_running_loop().create_future()
         return f"{self.inbox}.{token}", answer
 
     async def request(self, subject: str, body: dict[str, Any] | bytes = b"") -> dict[str, Any]:
-        """A request of JSON, and its answer. Raises RuntimeError when that is an error."""
+        """Send a JSON request, and return its answer. Raises RuntimeError for an error."""
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
         reply, answer = self.expect()
         self.write(f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n")
@@ -112,7 +112,7 @@ class RawNats(asyncio.Protocol):
 
 
 def checked(answer: bytes) -> dict[str, Any]:
-    """An answer of JetStream. Raises RuntimeError for an error."""
+    """Return JetStream's answer. Raises RuntimeError for an error."""
     found: dict[str, Any] = json.loads(answer or b'{"error": "nobody answers"}')
     if "error" in found:
         raise RuntimeError(str(found["error"]))
@@ -120,5 +120,5 @@ def checked(answer: bytes) -> dict[str, Any]:
 
 
 def bare_stream(name: str, **more: Any) -> dict[str, Any]:
-    """A stream in files that only holds what is published to ``<name>.>``."""
+    """Return the configuration of a file stream of the subjects ``<name>.>``."""
     return {"name": name, "subjects": [f"{name}.>"], "storage": "file", "num_replicas": 1, "max_bytes": -1, **more}

@@ -12,7 +12,7 @@ from bufstore import PostgresThreadStore, Run
 
 
 class Unbuffered(Contestant):
-    """The whole work of a checkpoint in Postgres, at once."""
+    """Does the whole work of a checkpoint in Postgres, at once."""
 
     server = "postgres"
 
@@ -28,7 +28,7 @@ class Unbuffered(Contestant):
         await self.store.checkpoint_append(thread, [text(number)], Run(run_id=f"run-of-{thread}", thread_id=thread))
 
     async def replay(self, conversations: Sequence[Sequence[Any]], slots: int) -> float:
-        """Every step of the conversations as a checkpoint, `slots` conversations at a time."""
+        """Save every step of the conversations as a checkpoint, `slots` conversations at a time."""
         waiting = list(enumerate(conversations))
         began = time.perf_counter()
 
@@ -41,7 +41,7 @@ class Unbuffered(Contestant):
         return time.perf_counter() - began
 
     async def converse(self, thread: str, messages: Sequence[Any]) -> None:
-        """One conversation: each message is a step that is saved."""
+        """Save each message of a conversation as a step."""
         run = Run(run_id=f"run-of-{thread}", thread_id=thread)
         for message in messages:
             await self.store.checkpoint_append(thread, [message], run)

@@ -1,6 +1,6 @@
-"""*upsert*: one bare single-row upsert per checkpoint, autocommit: the least any Postgres store could do.
+"""*upsert*: one bare single-row upsert per checkpoint, autocommit: the least that any Postgres store could do.
 
-It does less than a checkpoint: no run, no history, no version, no repeats told from new ones.
+It does less than a checkpoint: no run, no history, no version, no detection of repeats.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Upsert(Contestant):
         await self._connections.execute(self._sql, [thread, body(number)])
 
     async def load_many(self, callers: int, seconds: float, threads: int, label: str) -> dict[str, float]:
-        """As `load`, but the callers go through `threads` in turn."""
+        """Run `load` with callers that go through `threads` threads in turn."""
         names = [f"{label}-{i}" for i in range(threads)]
 
         def step(who: int, number: int) -> Any:
@@ -47,7 +47,7 @@ class Upsert(Contestant):
         return await closed_loop(step, callers, seconds, self.server_pids())
 
     async def replay(self, conversations: Sequence[Sequence[Any]], slots: int) -> float:
-        """Every step of the conversations as an upsert of the whole state, `slots` conversations at a time."""
+        """Upsert the whole state at every step of the conversations, `slots` conversations at a time."""
         waiting = list(enumerate(conversations))
         began = time.perf_counter()
 

@@ -1,1 +1,1 @@
-"""Where the time goes: `python -m bench.profile`."""
+"""Profiles that show where the time goes: `python -m bench.profile`."""

@@ -1,4 +1,4 @@
-"""`python -m bench.profile`: where the time goes, for what bench/README.md says about it.
+"""`python -m bench.profile`: where the time goes; the source of figures in bench/README.md.
 
 Not a row of the table: nothing is compared. A profiler makes Python slower, so times without it come first.
 """
@@ -30,13 +30,13 @@ from bench.worker import Worker
 _SIZES = (1, 8, 32, 128, 256, 1000)
 _CALLERS = 256
 _SECONDS = 3.0
-#: Of LangGraph: threads, turns on each, and how often everything is measured.
+#: For LangGraph: threads, turns on each, and rounds.
 _TALKS, _TURNS, _ROUNDS = 64, 4, 5
 _DRAINS = 3
 
 
 def pauses(stage: Stage, console: Console) -> None:
-    """What full collections of Python's garbage do to the tail of appends."""
+    """The effect of full garbage collections on the tail of append latencies."""
     table = Table("callers", "collector", "1/s", "p50 ms", "p99 ms", "full collections", "longest ms")
     with stage.workers(ours=CollectedOurs) as workers:
         for callers in (256, 1000):
@@ -52,7 +52,7 @@ def pauses(stage: Stage, console: Console) -> None:
 
 
 def batches(stage: Stage, console: Console) -> None:
-    """What the server takes for a batch, whoever writes it."""
+    """The server's time for a batch, whoever writes it."""
     with stage.workers(limit=TimedLimit) as workers:
         seconds = stage.seconds(1.0)
         found = [workers["limit"].call("batches", size=n, seconds=seconds) for n in _SIZES]
@@ -63,7 +63,7 @@ def batches(stage: Stage, console: Console) -> None:
 
 
 def append(stage: Stage, console: Console) -> None:
-    """What a checkpoint costs its process."""
+    """The cost of a checkpoint for its process."""
     with stage.workers(stage.place(lazy=True), ours=TimedOurs) as workers:
         load = {"callers": _CALLERS, "seconds": stage.seconds(_SECONDS)}
         result, spent = workers["ours"].call("timed", name="load", label="a", **load)
@@ -73,7 +73,7 @@ def append(stage: Stage, console: Console) -> None:
 
 
 def langgraph(stage: Stage, console: Console) -> None:
-    """What a step and a turn of LangGraph cost, and how much of it is LangGraph's own: see the rows of these names."""
+    """The cost of a step and a turn of LangGraph, and the share of LangGraph itself: see the rows of these names."""
     table = Table(
         "",
         *("a step, µs of the processor", "steps/s", "a ReAct turn, ms of the processor", "turns/s"),
@@ -112,7 +112,7 @@ def langgraph(stage: Stage, console: Console) -> None:
 
 
 def drain(stage: Stage, console: Console) -> None:
-    """What an entry of a backlog costs all who have to do with it, and where the flusher spends its part."""
+    """The cost of a backlog's entry in each process, and the flusher's own profile."""
     what = backlog(stage)
     table = Table("", *_DRAINING, "all", "1/s", title="drain: µs of the processor for an entry, and rate")
     for number in range(_DRAINS):
@@ -129,7 +129,7 @@ def drain(stage: Stage, console: Console) -> None:
 
 
 def end_to_end(stage: Stage, console: Console) -> None:
-    """What a checkpoint costs all who have to do with it, from the call to its row in Postgres."""
+    """The cost of a checkpoint in each process, from the call to its row in Postgres."""
     names = ("writer", "flusher", "nats-server", "postgres", "all", "1/s")
     table = Table("", *names, title="end to end: µs of the processor for a checkpoint, and rate")
     seconds = max(stage.seconds(12.0), 1.5)
@@ -152,7 +152,7 @@ def end_to_end(stage: Stage, console: Console) -> None:
 
 
 def sink(stage: Stage, console: Console) -> None:
-    """What a row costs all who have to do with it, when Spark writes it."""
+    """The cost of a row in each process, when Spark writes it."""
     names = ("java", "python", "nats-server", "postgres")
     table = Table("", *names, "all", "1/s", title="rows of Spark: µs of the processor for a row, and rate")
     rows = stage.count(100_000, 400)
@@ -179,16 +179,16 @@ def _each(spent: Mapping[str, float], checkpoints: float, names: Sequence[str] =
 
 
 def _processes(workers: Mapping[str, Worker]) -> dict[str, float]:
-    """Seconds of the processor that workers, servers and what they start have taken so far, by name."""
+    """Return the seconds of processor time of workers, servers and their children so far, by name."""
     names = {worker.pid: name for name, worker in workers.items()}
     spent: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            # Python's own name may have its version in it.
+            # Python's process name may include its version.
             name = names.get(process.pid) or re.sub(r"^python.*", "python", process.name())
             times = process.cpu_times()
             spent[name] = spent.get(name, 0.0) + times.user + times.system
-            if name == "postgres":  # of sessions that have ended
+            if name == "postgres":  # of ended sessions
                 spent[name] += times.children_user + times.children_system
     return spent
 
@@ -205,7 +205,7 @@ PARTS: Mapping[str, Callable[[Stage, Console], None]] = {
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m bench.profile", description="Where the time goes.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"which: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink counts and times, to try it out")

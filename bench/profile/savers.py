@@ -1,4 +1,4 @@
-"""LangGraph's savers, with the time of their calls. Apart from the others, whose processes do not load LangGraph."""
+"""LangGraph's savers with timed calls. In a module of its own, so that other contestants do not load LangGraph."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class TimedSaver(Timed, OurSaver):
 
 
 class TimedPlainSaver(Timed, PlainSaver):
-    """LangGraph's own."""
+    """LangGraph's own saver for Postgres."""
 
 
 class TimedMemorySaver(Timed, MemorySaver):
-    """LangGraph without anything durable."""
+    """LangGraph without durability."""

@@ -1,4 +1,4 @@
-"""Contestants that say where the time of their calls goes."""
+"""Contestants that measure where the time of their calls goes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _LINES = 14
 
 
 class Timed(Contestant):
-    """Mixed into a contestant: the processor's time of a call beside its result, and a profile of it."""
+    """Mixed into a contestant: measures the processor time of a call, or profiles it."""
 
     async def timed(self, name: str, **arguments: Any) -> tuple[Any, float]:
-        """The result of a method and the processor's time that this process took for it, s."""
+        """Call a method; return its result and this process's processor time for it, in seconds."""
         began = time.process_time()
         result = await getattr(self, name)(**arguments)
         return result, time.process_time() - began
 
     async def profiled(self, name: str, **arguments: Any) -> str:
-        """The functions in which a method spends its time itself."""
+        """Call a method, and return the functions with the most time of their own."""
         profile = cProfile.Profile()
         with profile:
             await getattr(self, name)(**arguments)
@@ -40,27 +40,27 @@ class Timed(Contestant):
 
 
 class TimedOurs(Timed, Ours):
-    """Ours."""
+    """Our store."""
 
 
 class TimedDrainer(Timed, Drainer):
-    """A flusher that starts with everything before it."""
+    """A flusher that starts with the whole backlog."""
 
 
 class TimedLimit(Timed, Limit):
     """Bare batches."""
 
     async def batches(self, size: int, seconds: float) -> float:
-        """Median time of an atomic batch of so many messages, one after another, ms."""
+        """Return the median time of an atomic batch of `size` messages, one batch after another, in ms."""
         subjects = [f"{self._stream}.{size}-{i}" for i in range(size)]
         return (await self._run(subjects, seconds, 1, True))["p50"]
 
 
 class CollectedOurs(Ours):
-    """Ours, with Python's garbage collector on or off, and the times that its full collections take."""
+    """Our store, with Python's garbage collector on or off, and the times of its full collections."""
 
     async def collected(self, callers: int, seconds: float, label: str, collect: bool) -> dict[str, float]:
-        """As `load`, with the number of full collections and the longest, ms."""
+        """Run `load`; the result includes the number of full collections and the longest, in ms."""
         pauses: list[float] = [0.0]
         began = 0.0
 

@@ -25,7 +25,7 @@ UNITS = {"rate": "1/s", "p50": "ms", "p90": "ms", "p99": "ms", "p999": "ms", **p
 
 
 def append(stage: Stage) -> Iterator[Benchmark]:
-    """Fsynced, against everything. Ours only writes: flushing beside it is measured by `end_to_end`."""
+    """Measure fsynced appends of all contestants. Ours only writes: `end_to_end` measures flushing as well."""
     kinds = {
         "ours": Ours,
         "unbuffered": Unbuffered,
@@ -40,13 +40,13 @@ def append(stage: Stage) -> Iterator[Benchmark]:
 
 
 def append_lazy(stage: Stage) -> Iterator[Benchmark]:
-    """With the server's default sync, where nothing waits for the disk and only work per message counts."""
+    """Measure with the server's default sync, where nothing waits for the disk and only the work per message counts."""
     kinds = {"ours": Ours, "plain": Plain, "limit": Limit, "limit_groups": LimitGroups}
     yield from at_levels(stage, stage.place(lazy=True), kinds, (32, 256), "_lazy")
 
 
 class TwoLanes(Ours):
-    """*ours* with two logs, on the server that has both."""
+    """*ours* with two logs on one server."""
 
     lanes = 2
 
@@ -55,7 +55,7 @@ class TwoLanes(Ours):
 
 
 def append_lanes(stage: Stage) -> Iterator[Benchmark]:
-    """What lanes cost where they gain nothing: both logs have the same server, disk and two cores."""
+    """Measure the cost of lanes where they gain nothing: both logs share server, disk and two cores."""
     yield from at_levels(stage, stage.place(), {"ours": TwoLanes, "one lane": Ours}, (256,), "_lanes")
 
 
@@ -67,14 +67,14 @@ def at_levels(
     suffix: str = "",
     opened: Callable[[], None] = lambda: None,
 ) -> Iterator[Benchmark]:
-    """`append_{level}{suffix}` for each number of callers; `opened` is called when all contestants are there."""
+    """Measure `append_{level}{suffix}` for each number of callers; `opened` is called once all contestants are open."""
     with stage.workers(place, **kinds) as workers:
         opened()
         for callers in levels:
             numbers = {name: iter(range(1_000_000)) for name in workers}
 
             def load(name: str, callers: int = callers, numbers: Any = numbers) -> dict[str, float]:
-                # Threads of their own in every round: histories stay short, as for everybody.
+                # New threads in every round, for every contestant, so that histories stay short.
                 label = f"{callers}-{next(numbers[name])}"
                 found: dict[str, float] = workers[name].call(
                     "load", callers=stage.count(callers, 32), seconds=stage.seconds(_SECONDS), label=label

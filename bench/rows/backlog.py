@@ -1,4 +1,4 @@
-"""A million entries that wait in the log: built once in a run, drained again and again into fresh schemas."""
+"""A backlog of a million entries in the log: built once per run, drained repeatedly into new schemas."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ENTRIES, _THREADS, _AT_ONCE = 1_000_000, 10_000, 512
 
 @dataclass(frozen=True)
 class Backlog:
-    """Where it is, and how much."""
+    """The backlog's place and size."""
 
     place: Place
     entries: int
 
 
 def backlog(stage: Stage) -> Backlog:
-    """The backlog of this run."""
+    """Return this run's backlog, and build it at the first call."""
     found: Backlog | None = stage.shared.get(NAME)
     if found is None:
         place = stage.place(name=NAME)
@@ -43,7 +43,7 @@ def backlog(stage: Stage) -> Backlog:
 
 
 def fresh_options(stage: Stage) -> dict[str, str]:
-    """Options of `Ours` for which nothing of the backlog is flushed yet."""
+    """Return options of `Ours` with a new schema and bucket, for which nothing of the backlog is flushed."""
     name = stage.place().name
     options = {"schema": name, "bucket": f"hot-{name}"}
     asyncio.run(_hand_over(Ours(backlog(stage).place, **options)))
@@ -51,7 +51,7 @@ def fresh_options(stage: Stage) -> dict[str, str]:
 
 
 async def _hand_over(ours: Ours) -> None:
-    """Make the log say that it is flushed there, and nowhere else: else the fresh schema would be refused."""
+    """Change the log's metadata to say that it is flushed there; otherwise the new schema would be refused."""
     log, place = ours.config.log, ours.place
     client = await nats.connect(place.nats)
     try:

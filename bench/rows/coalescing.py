@@ -14,7 +14,7 @@ from bench.stage import Stage
 _THREADS = (10, 50, 250)
 _RATES = (0.2, 1.0, 5.0)
 _WINDOWS_MS = (100, 500, 2000, 5000)
-#: Windows and steps are both this much shorter than they would be.
+#: The factor by which windows and steps are shortened.
 _COMPRESSION = 2
 _LEAST_S, _WINDOWS_LEAST = 2.0, 3
 
@@ -23,7 +23,7 @@ class Walkers(Ours):
     """Writer and flusher in one process, at a given pace."""
 
     async def walk(self, threads: int, step_s: float, seconds: float, label: str) -> tuple[int, int, int]:
-        """Entries, transactions and changed threads of `threads` that each take a step every `step_s`."""
+        """Let `threads` take a step every `step_s`; return the number of entries, transactions and changed threads."""
         rng = random.Random(11)
         names = [f"{label}-{n}" for n in range(threads)]
         await asyncio.gather(*(self.step(name, 0) for name in names))
@@ -40,14 +40,14 @@ class Walkers(Ours):
                 due += step_s
 
         await asyncio.gather(*map(thread, names))
-        await asyncio.sleep(self.config.flush_interval_s)  # the last window ends as the others did
+        await asyncio.sleep(self.config.flush_interval_s)  # the last window ends like the others
         await self.flush()
         after = await self.flusher()
         return tuple(after[what] - before[what] for what in ("entries", "transactions", "changes"))
 
 
 def coalescing(stage: Stage) -> Iterator[Benchmark]:
-    """Without a buffer, every checkpoint is a transaction and writes its thread's row: the baseline is 1."""
+    """Without a buffer, every checkpoint is a transaction and writes its thread's row, so the baseline is 1."""
     points = [(threads, rate) for threads in _THREADS for rate in _RATES]
     points = points[-stage.count(len(points), 2) :]
     for window_ms in _WINDOWS_MS[: stage.count(len(_WINDOWS_MS), 2)]:

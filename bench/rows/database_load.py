@@ -1,4 +1,4 @@
-"""`database_load_{500ms,5s}.{transactions,rows,wal}`: what the database has to do for the same conversations."""
+"""`database_load_{500ms,5s}.{transactions,rows,wal}`: the database's work for the same conversations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from bench.workload import conversations
 
 _SLOTS, _STEP_S = 50, 1.0
 _WINDOWS = {"500ms": 0.5, "5s": 5.0}
-#: Windows and steps are both this much shorter than they would be.
+#: The factor by which windows and steps are shortened.
 _COMPRESSION = 5
 _ROUNDS_MAX = 3
 _UNITS = {"transactions": "transactions", "rows": "rows", "wal": "bytes"}
-#: Ends of conversations, when scaled down.
+#: The shortest length of scaled-down conversations.
 _LENGTH_MIN = 4
 
 
@@ -35,11 +35,11 @@ class Paced(Ours):
     """Writer and flusher in one process, at the pace of conversations."""
 
     async def owner(self, partitions: int) -> None:
-        """Return when this flusher owns all partitions: from then on it only flushes."""
+        """Wait until this flusher owns all partitions: from then on it only flushes."""
         await self.until(lambda state: len(state["partitions"]) == partitions)
 
     async def replay(self, conversations: Sequence[Sequence[Any]], slots: int, step_s: float) -> float:
-        """A step of each of `slots` conversations every `step_s`, not all at the same moment."""
+        """Take a step of each of `slots` conversations every `step_s`, at different moments."""
         waiting = list(enumerate(conversations))
         rng = random.Random(7)
         began = time.perf_counter()
@@ -60,7 +60,7 @@ class Paced(Ours):
 
 
 def database_load(stage: Stage) -> Iterator[Benchmark]:
-    """50 threads at a step a second. The baselines' work does not depend on time: they go as fast as they can."""
+    """Measure 50 threads at a step a second. The baselines' work does not depend on time: they run at full speed."""
     source, all_ = conversations()
     stage.shared["conversations"] = source
     chosen = all_[: stage.count(len(all_), _SLOTS)]
@@ -92,7 +92,7 @@ def _measured(
     stage: Stage, kind: type[Contestant], options: dict[str, Any], prefix: str, call: dict[str, Any]
 ) -> dict[str, int]:
     dsn = stage.servers.dsn
-    # Each round has a log of its own, which stays until the row has ended, and the server reserves what it may grow to.
+    # Each round has its own log, which stays until the row ends, and the server reserves its `max_bytes`.
     place = replace(stage.place(), log_bytes=256 << 20)
     with stage.workers(place, it=(kind, options)) as workers:
         worker: Worker = workers["it"]

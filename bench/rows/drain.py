@@ -18,15 +18,15 @@ _RATE, _MEMORY_MAX_MIB = 60_000.0, 200.0
 
 
 class Drainer(Ours):
-    """A flusher that starts with everything before it."""
+    """A flusher that starts with the whole backlog."""
 
     async def drained(self, entries: int) -> None:
-        """Return when it has flushed `entries`."""
+        """Wait until it has flushed `entries`."""
         await self.until(lambda state: state["entries"] >= entries)
 
 
 def drain(stage: Stage) -> Iterator[Benchmark]:
-    """A process of ours that opens the store and flushes everything; *limit*: the raw loop, on the same stream."""
+    """Measure a process of ours that opens the store and flushes all; *limit* is the raw loop on the same stream."""
     what = backlog(stage)
 
     def ours() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""`end_to_end.rate`, `end_to_end_hot.rate`: appends and flush at once, counted where they arrive: in Postgres."""
+"""`end_to_end.rate`, `end_to_end_hot.rate`: concurrent appends and flushes, counted on their arrival in Postgres."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bench.stage import Stage
 from bench.worker import Worker
 
 _SECONDS, _BASELINE_SECONDS = 60.0, 20.0
-#: Some windows of the flusher.
+#: Several windows of the flusher.
 _SECONDS_MIN = 1.5
 _CALLERS = 256
 _DISTINCT, _HOT = 10_000, 256
-#: The writers wait while more than this is acknowledged and not in Postgres: about two seconds of work.
+#: The writers wait while more entries than this are acknowledged and not in Postgres: about two seconds of work.
 _LAG_MAX = 20_000
 _LOOK_S = 0.1
 _ROUNDS_MAX = 2
@@ -31,7 +31,7 @@ class BoundedWriter(Ours):
     """Writes as fast as the flusher, in another process, keeps up."""
 
     async def load_bounded(self, seconds: float, threads: int, label: str) -> float:
-        """Checkpoints per second that arrived in Postgres, counted there."""
+        """Write, and return the checkpoints per second that arrived in Postgres."""
         names = [f"{label}-{i}" for i in range(threads)]
         free = asyncio.Event()
         free.set()
@@ -49,7 +49,7 @@ class BoundedWriter(Ours):
         async with await AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:
             before = await self._arrived(connection)
             callers = [asyncio.create_task(caller(who)) for who in range(_CALLERS)]
-            # The pipe is filled before the clock starts.
+            # Fill the pipeline before the clock starts.
             began, first, end = 0.0, 0, float("inf")
             warm = time.perf_counter() + seconds / 10
             while (now := time.perf_counter()) < end:
@@ -72,7 +72,7 @@ class BoundedWriter(Ours):
 
 
 def end_to_end(stage: Stage) -> Iterator[Benchmark]:
-    """Each checkpoint on another of 10 000 threads, then on 256 hot ones."""
+    """Measure checkpoints spread over 10 000 threads, then on 256 hot ones."""
     for name, threads in (("end_to_end", _DISTINCT), ("end_to_end_hot", _HOT)):
         half = (Upsert, {"pool": 8})
         with stage.workers(
@@ -93,7 +93,7 @@ def end_to_end(stage: Stage) -> Iterator[Benchmark]:
 
 
 def _upserts(stage: Stage, group: list[Worker], threads: int) -> float:
-    """The processes of `group` share callers and threads."""
+    """Return the upserts per second of the processes of `group`, which share callers and threads."""
     share = len(group)
     for number, worker in enumerate(group):
         worker.begin(

@@ -1,4 +1,4 @@
-"""`growth_length`, `growth_history`: what an operation costs late, against what it cost early."""
+"""`growth_length`, `growth_history`: the cost of an operation late in a history, compared with early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.worker import Worker
 
 _LENGTHS = (5, 500, 5000)
 _SAMPLES, _SAMPLES_WHOLE = 100, 20
-#: Checkpoints and threads; the messages of these histories are small, so that a million of them are soon there.
+#: Checkpoints and threads of each history; messages are small, so that a million are written soon.
 _HISTORIES = ((1_000, 100), (10_000, 1_000), (100_000, 10_000), (1_000_000, 100_000))
 _SMALL = 200
 _OPERATIONS = ("append", "read", "load_run", "force_flush")
@@ -26,7 +26,7 @@ _ACTIVE = 50
 
 
 class LongThread(Ours):
-    """Threads of any length, kept at it."""
+    """Threads of any length."""
 
     async def prepare(self, length: int) -> None:
         """Make the thread."""
@@ -36,14 +36,14 @@ class LongThread(Ours):
         self._numbers = iter(range(10**9))
 
     async def measure(self, length: int, samples: int) -> dict[str, float]:
-        """Median time (ms) of an append, and of a checkpoint with the whole list; bytes in the log of each."""
+        """Return median time (ms) and bytes in the log of an append, and of a checkpoint with the whole list."""
         await self.prepare(length)
         times: dict[str, list[float]] = {"append": [], "whole": []}
         sizes: dict[str, list[float]] = {"append": [], "whole": []}
         for number in range(samples):
             for name, action in (("append", self._append), ("whole", self._whole)):
-                # After a whole list of 5000 messages the processor's caches hold nothing of ours, and the next call, on
-                # whatever thread, pays for it: this one is not counted.
+                # After a whole list of 5000 messages the processor's caches are cold, which the next call pays for, on
+                # any thread. This uncounted call pays for it.
                 await self.step("another", number)
                 before = await self.log_bytes() if number < 5 else 0
                 times[name].append(await _timed(action))
@@ -57,7 +57,7 @@ class LongThread(Ours):
         await self.store.checkpoint_append(self._thread, [f"{number}:{text(number)}"], self._run())
 
     async def _whole(self) -> None:
-        # The appended message goes again and the last one is another: a list as long as before, one message new.
+        # Replaces the last message: the list keeps its length, and one message is new.
         number = next(self._numbers)
         self._list[-1] = f"{number}:{text(number)}"
         await self.store.checkpoint(self._thread, self._list, self._run())
@@ -70,7 +70,7 @@ class OldStore(Ours):
     """A store with a history."""
 
     async def age(self, checkpoints: int, threads: int) -> None:
-        """Make the history, all of it flushed, and choose the threads that go on."""
+        """Make and flush the history, and choose the threads to measure."""
         await self.fill(threads=threads, each=checkpoints // threads, at_once=min(512, threads), size=_SMALL)
         await self.flush()
         self._threads = [f"t-{n}" for n in random.Random(1).sample(range(threads), min(_ACTIVE, threads))]
@@ -79,7 +79,7 @@ class OldStore(Ours):
         await self.flush()
 
     async def measure(self, samples: int) -> dict[str, float]:
-        """Median time (ms) of each operation, one caller."""
+        """Return the median time (ms) of each operation, with one caller."""
         chosen = [self._threads[n % len(self._threads)] for n in range(samples)]
         found = {"append": [await _timed(partial(self.step, t, 0)) for t in chosen]}
         await self.flush()
@@ -99,7 +99,7 @@ async def _timed(action: Callable[[], Awaitable[Any]]) -> float:
 
 
 def growth_length(stage: Stage) -> Iterator[Benchmark]:
-    """The longest thread is *ours*, the shorter ones are the baselines."""
+    """Measure threads of different lengths: the longest is *ours*, the shorter ones are the baselines."""
     with stage.workers(ours=LongThread) as workers:
 
         def measure(length: int) -> dict[str, float]:
@@ -116,7 +116,7 @@ def growth_length(stage: Stage) -> Iterator[Benchmark]:
 
 
 def growth_history(stage: Stage) -> Iterator[Benchmark]:
-    """A deployment for each history, measured in turn; the longest is *ours*."""
+    """Measure a deployment for each history, in turn; the longest is *ours*."""
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for checkpoints, threads in _HISTORIES:

@@ -1,4 +1,4 @@
-"""`append_idle…`: the next append of a thread that nobody touched for a while, as agents are."""
+"""`append_idle…`: the next append of a thread that was idle for a while, as agents' threads are."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from bench.stage import Stage
 
 #: Threads, and checkpoints of each: a log of nearly 500 MB.
 _THREADS, _EACH = 100_000, 2
-#: nats-server forgets after ten seconds what it has read from its files.
+#: nats-server drops its cache of a file after ten seconds.
 _IDLE_S = 15.0
 _CALLERS = 256
-#: Of a hundred threads, how many a round wakes up: few, because what the server reads for one serves its neighbours,
-#: and agents do not wake up all at once.
+#: How many percent of the threads a round wakes: few, because one read of the server also serves neighbours, and agents
+#: do not wake all at once.
 _WOKEN = 3
 _ROUNDS_MAX = 3
-#: Threads that are kept busy, for comparison; more than callers, so that no two wait for each other.
+#: Busy threads for comparison; more than callers, so that no two callers wait for each other.
 _HOT = 1024
 #: With `--quick`.
 _QUICK_THREADS, _QUICK_ROUNDS = 20_000, 1
@@ -36,7 +36,7 @@ class Sleepers(Ours):
     """Appends once to each of many threads."""
 
     async def append_each(self, threads: Sequence[str], callers: int) -> dict[str, float]:
-        """One append to each, so many at a time; see `summary` and `Meter`."""
+        """Append once to each thread, with `callers` at a time; see `summary` and `Meter`."""
         waiting = iter(threads)
         latencies: list[float] = []
 
@@ -55,10 +55,10 @@ class Sleepers(Ours):
 
 
 def append_idle(stage: Stage) -> Iterator[Benchmark]:
-    """Idle threads against hot ones of the same process: one that knows all tips, and one that has seen no thread.
+    """Measure idle threads against hot ones, in a process that knows all tips and in one that has seen no thread.
 
-    The latter once with everything flushed, as it is half a second after it was written, and once as after an outage of
-    Postgres that began before it was: then only the log has what the threads hold.
+    The latter once with everything flushed, as it is half a second after a write, and once as in an outage of Postgres
+    that began before the writes, when only the log has the threads' entries.
     """
     threads = stage.count(_QUICK_THREADS if stage.quick else _THREADS, 200)
     rounds = min(stage.rounds, _QUICK_ROUNDS if stage.quick else _ROUNDS_MAX)
@@ -75,7 +75,7 @@ def append_idle(stage: Stage) -> Iterator[Benchmark]:
             writers["writer"].call("fill", **filling)
         with stage.workers(flushed, flusher=(Ours, {"flusher": True})) as flushers:
             flushers["flusher"].call("flush")
-        # A process that begins reads where each thread ends: that is measured elsewhere.
+        # A new process first reads where each thread ends, which another row measures.
         for name in ("evicted", "unflushed"):
             workers[name].call("append_each", threads=["first"], callers=1)
         stage.say(f"{threads} threads, a log of {workers['known'].call('log_bytes') / 1e6:.0f} MB")

@@ -20,7 +20,7 @@ _BASELINES: dict[str, Kind] = {"AsyncPostgresSaver": PlainSaver, "without its lo
 
 
 def langgraph_steps(stage: Stage) -> Iterator[Benchmark]:
-    """A step is `aput` and `aput_writes`. Ours only writes, as in `append`; `langgraph_react` flushes beside it."""
+    """Measure `aput` and `aput_writes` per step. Ours only writes, as in `append`; `langgraph_react` also flushes."""
     kinds: dict[str, Kind] = {"ours": (OurSaver, {"flusher": False}), **_BASELINES}
     place = stage.place()
     with stage.workers_at({name: (place, kind) for name, kind in kinds.items()}) as workers:
@@ -41,7 +41,7 @@ def langgraph_steps(stage: Stage) -> Iterator[Benchmark]:
 
 
 def langgraph_react(stage: Stage) -> Iterator[Benchmark]:
-    """A whole graph on 64 threads at once, durability="sync"; and what Postgres has to do for a turn."""
+    """Measure a whole graph on 64 concurrent threads, durability="sync", and Postgres' work per turn."""
     threads, turns = stage.count(_THREADS, 8), stage.count(_TURNS, 1)
     kinds: dict[str, Kind] = {"ours": OurSaver, **_BASELINES, "durability exit": PlainSaver}
     with stage.workers_at({name: (stage.place(), kind) for name, kind in kinds.items()}) as workers:

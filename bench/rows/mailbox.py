@@ -16,7 +16,7 @@ _CLAIMS = 300
 
 
 def mailbox(stage: Stage) -> Iterator[Benchmark]:
-    """Fsynced, all four; each of ours against procrastinate."""
+    """Measure each of ours against procrastinate; all but the one in memory are fsynced."""
     kinds = {"memory": MemoryQueue, "nats": NatsQueue, "postgres": PostgresQueue, "procrastinate": Procrastinate}
     with stage.workers(stage.place(), **kinds) as workers:
         for callers in (1, 32):
@@ -38,7 +38,7 @@ def mailbox(stage: Stage) -> Iterator[Benchmark]:
 
 
 def mailbox_claim(stage: Stage) -> Iterator[Benchmark]:
-    """One thread with 100 queued against one with 100 000."""
+    """Measure claims of a thread with 100 queued dispatches against one with 100 000."""
     few, many = f"{_FEW} queued", f"{_MANY} queued"
     with stage.workers(stage.place(), nats=NatsQueue, postgres=PostgresQueue) as workers:
         for ours, worker in workers.items():

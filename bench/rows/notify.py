@@ -1,7 +1,7 @@
 """`notify.wakeups_per_item`, `notify.first_wake`: how many of a hundred idle workers wake per item, and how soon.
 
-Each worker has a connection of its own. Ours is NATS with counters; beside it the other adapters, and NATS without
-hints, which is what a plain subject does.
+Each worker has its own connection. *ours* is NATS with counters; the others are the other adapters, and NATS without
+hints, which behaves as a plain subject.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, Red
 Open = Callable[[], Awaitable[Notifier]]
 
 _WORKERS = 100
-#: A hundred listening sessions and their pools are more than the embedded Postgres takes.
+#: A hundred listening sessions and their pools exceed the connections of the embedded Postgres.
 _WORKERS_POSTGRES = 40
 _ITEMS = 10
 _WAVES = 20
 
 
 def notify(stage: Stage) -> Iterator[Benchmark]:
-    """Waves of ten items; each ends when every worker was woken or spared."""
+    """Measure waves of ten items; a wave ends when every worker was woken or spared."""
     workers, waves = stage.count(_WORKERS, 20), stage.count(_WAVES, 2)
     found: dict[str, list[tuple[float, float]]] = {}
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def notify(stage: Stage) -> Iterator[Benchmark]:
     for at, (what, unit) in enumerate((("wakeups_per_item", "wake-ups/item"), ("first_wake", "ms"))):
         values = {name: [pair[at] for pair in pairs] for name, pairs in found.items()}
         if at:
-            values.pop("1.1")  # wake-ups per item, to be compared with; of no meaning for the time
+            values.pop("1.1")  # a target of wake-ups per item, meaningless for the time
         yield Benchmark(f"notify.{what}", unit, values.pop("ours"), values)
 
 
@@ -72,7 +72,7 @@ def _adapters(stage: Stage, stack: contextlib.ExitStack) -> dict[str, Open]:
 
 
 async def _measure(open_: Open, workers: int, waves: int) -> tuple[float, float]:
-    """Wake-ups per item, and the median milliseconds from telling to the first wake-up."""
+    """Return the wake-ups per item, and the median time from notification to first wake-up, in ms."""
     async with contextlib.AsyncExitStack() as stack:
         notifiers = [await open_() for _ in range(workers)]
         woken: list[float] = []
@@ -88,12 +88,12 @@ async def _measure(open_: Open, workers: int, waves: int) -> tuple[float, float]
             async with asyncio.timeout(60):
                 while _answered(notifiers) < answered + workers:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
-            if wave:  # the first makes streams and connections
+            if wave:  # the first wave makes streams and connections
                 latencies.append((woken[0] - began) * 1000)
                 total += len(woken)
         return total / (_ITEMS * waves), statistics.median(latencies)
 
 
 def _answered(notifiers: list[Notifier]) -> int:
-    """How many have been called or spared so far."""
+    """Return how many workers were woken or spared so far."""
     return sum(n.statistics().woken + n.statistics().spared for n in notifiers)

@@ -24,11 +24,11 @@ from bench.worker import Worker
 SHAPES = ((4, 16), (8, 8), (16, 4), (16, 16))
 _SECONDS = 2.0
 _ROUNDS_MAX = 3
-#: Connections of one process of *upsert*; all processes together stay below what Postgres lets in by default.
+#: Connections of one process of *upsert*; all processes together stay below Postgres' default limit.
 _POOL = 4
-#: Half of the way of the process that is 2 ms away.
+#: One-way delay of the process that is 2 ms away, in seconds.
 _ONE_WAY_S = 0.001
-#: From the order to the start: until then it has reached all processes.
+#: Seconds between the order and the start, by which the order has reached all processes.
 _LEAD_S = 0.1
 _CALL_TIMEOUT_S = 120.0
 
@@ -37,7 +37,7 @@ Threads = Sequence[Sequence[Sequence[str]]]
 
 
 def append_processes(stage: Stage, processes: int, callers: int) -> Iterator[Benchmark]:
-    """Threads private to a process, shared by all of them, and private ones with one process 2 ms away."""
+    """Measure threads private to a process, threads shared by all, and private ones with one process 2 ms away."""
     share = stage.count(processes, 2)
     kinds: Mapping[str, Kind] = {"ours": Ours, "upsert": (Upsert, {"pool": min(callers, _POOL)})}
     fairness = []
@@ -79,19 +79,19 @@ def append_processes(stage: Stage, processes: int, callers: int) -> Iterator[Ben
 
 
 def private(label: str, processes: int, callers: int) -> Threads:
-    """A thread of its own for each caller."""
+    """Return one thread for each caller."""
     return [[[f"{label}-{p}-{c}"] for c in range(callers)] for p in range(processes)]
 
 
 def shared(label: str, processes: int, callers: int) -> Threads:
-    """The same threads for all callers, each of which goes through them in an order of its own."""
+    """Return the same threads for all callers, each of which goes through them in its own order."""
     names = [name for process in private(label, processes, callers) for (name,) in process]
     chance = random.Random(label)
     return [[chance.sample(names, len(names)) for _ in range(callers)] for _ in range(processes)]
 
 
 def _measure(workers: Sequence[Worker], threads: Threads, seconds: float, server: Sequence[int]) -> dict[str, float]:
-    """All workers at once."""
+    """Run all workers at once."""
     warmed: set[str] = set()
     for worker, mine in zip(workers, threads, strict=True):
         names = {name for caller in mine for name in caller} - warmed

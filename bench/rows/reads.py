@@ -19,19 +19,19 @@ _READS = 1000
 
 
 class Reader(Ours):
-    """Reads with one caller, of the process that wrote."""
+    """Reads with one caller in the writing process."""
 
     async def grow(self, thread: str, messages: int) -> None:
-        """Append so many messages."""
+        """Append `messages` messages."""
         for number in range(messages):
             await self.step(thread, number)
 
     async def timed(self, thread: str, reads: int) -> float:
-        """Median of so many reads, ms."""
+        """Return the median time of `reads` reads, in ms."""
         return await _timed(lambda: self.store.load_messages(thread), reads)
 
     async def timed_first(self, thread: str, reads: int) -> float:
-        """Median of so many reads, ms, each as if this process had not read the thread before."""
+        """Return the median time of `reads` reads, in ms, each as if this process had not read the thread before."""
 
         async def read() -> Any:
             self.store.buffer.reads._recent.forget(thread)
@@ -44,7 +44,7 @@ class BareReader(BareRead):
     """One SELECT."""
 
     async def timed(self, thread: str, reads: int) -> float:
-        """Median of so many reads, ms."""
+        """Return the median time of `reads` reads, in ms."""
         return await _timed(lambda: self.read(thread), reads)
 
 
@@ -52,7 +52,7 @@ class UnbufferedReader(Unbuffered):
     """The wrapped store alone."""
 
     async def timed(self, thread: str, reads: int) -> float:
-        """Median of so many reads, ms."""
+        """Return the median time of `reads` reads, in ms."""
         return await _timed(lambda: self.store.load_messages(thread), reads)
 
 
@@ -68,7 +68,7 @@ async def _timed(read: Callable[[], Awaitable[Any]], reads: int) -> float:
 
 
 def reads(stage: Stage) -> Iterator[Benchmark]:
-    """The baselines read a thread of as many messages, all of them in Postgres."""
+    """Measure reads; the baselines read a thread of as many messages that is wholly in Postgres."""
     place = stage.place()
     with stage.workers(place, ours=Reader) as writers:
         ours = writers["ours"]
@@ -76,7 +76,7 @@ def reads(stage: Stage) -> Iterator[Benchmark]:
             ours.call("grow", thread="clean", messages=_MESSAGES)
             ours.call("grow", thread="tail", messages=_MESSAGES - _TAIL)
             ours.call("flush")
-        # Nobody flushes any more: the tail stays one.
+        # No flusher runs any more, so the tail is not flushed.
         ours.call("grow", thread="tail", messages=_TAIL)
         bare = (BareReader, {"schema": place.name})
         with stage.workers(place, limit=bare, unbuffered=UnbufferedReader) as readers:

@@ -19,16 +19,16 @@ from bufstore import BufferConfig
 _ROUNDS_MAX = 3
 _PARTITIONS = 8
 _LOOK_S = 0.02
-#: Half of the lease that a flusher has by default, in which its record ends (`bufstore.buffer.flush.lease`).
+#: Half of a flusher's default lease, after which its record expires (`bufstore.buffer.flush.lease`).
 _RECOVERY_MAX_S = 3.0
 _START_MAX_S = 3.0
 
 
 class Watcher(Ours):
-    """Writes, and looks into Postgres for what was flushed."""
+    """Writes, and looks into Postgres for flushed entries."""
 
     async def touch(self, number: int) -> dict[int, int]:
-        """An entry in every partition; the position of each."""
+        """Append an entry to every partition, and return the position of each."""
         found: dict[int, int] = {}
         while len(found) < _PARTITIONS:
             thread = f"touch-{number}-{len(found)}-{time.monotonic_ns()}"
@@ -38,7 +38,7 @@ class Watcher(Ours):
         return found
 
     async def flushed(self, positions: dict[int, int]) -> float:
-        """Return when the cursors have passed these positions; the time (`time.time`)."""
+        """Wait until the cursors have passed these positions, and return the time (`time.time`)."""
         async with await AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:
             while True:
                 cursor = await connection.execute(f"SELECT partition, cursor_seq FROM {self.schema}.buffer_partitions")
@@ -52,19 +52,19 @@ class Owner(Ours):
     """A flusher."""
 
     async def share(self) -> list[int]:
-        """The partitions that it owns, once it shares them with another."""
+        """Wait until it shares the partitions with another flusher, and return those that it owns."""
         await self.until(lambda state: 0 < len(state["partitions"]) < _PARTITIONS)
         return list((await self.flusher())["partitions"])
 
     async def first_flush(self) -> float:
-        """Return when it has flushed something; the time (`time.time`)."""
+        """Wait until it has flushed an entry, and return the time (`time.time`)."""
         await self.until(lambda state: state["entries"] > 0)
         return time.time()
 
 
 def recovery(stage: Stage) -> Iterator[Benchmark]:
-    """Two flushers share the partitions; one is killed, its partitions are watched. Then: a start with a backlog."""
-    # Scaled down, a shorter lease: what is tried then is that it runs.
+    """Kill one of two flushers that share the partitions, and watch its partitions. Then: a start with a backlog."""
+    # Scaled down, a shorter lease: such a run only tests that the row works.
     lease_s = BufferConfig().lease_s if stage.scale >= 1 else 4
     rounds = min(stage.rounds, _ROUNDS_MAX)
     options: dict[str, Any] = {"lease_s": lease_s}
@@ -80,7 +80,7 @@ def recovery(stage: Stage) -> Iterator[Benchmark]:
         began = time.time()
         with stage.workers(what.place, it=(Owner, {"flusher": True, **options})) as workers:
             started.append(workers["it"].call("first_flush") - began)
-            workers["it"].kill()  # else it would flush all that waits before it ends
+            workers["it"].kill()  # else it would flush the whole backlog before it ends
     yield compared("recovery_start.seconds", "s", {"ours": started, "3 s": [_START_MAX_S]})
 
 

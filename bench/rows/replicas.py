@@ -1,4 +1,4 @@
-"""`append_{32,256}_r3`, `append_{32,256}_r3_lazy`: appends that three servers hold."""
+"""`append_{32,256}_r3`, `append_{32,256}_r3_lazy`: appends that three servers store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEVELS = (32, 256)
 
 
 def append_r3(stage: Stage, *, always: bool) -> Iterator[Benchmark]:
-    """Three replicas, on servers that sync always, or every two minutes."""
+    """Measure three replicas, on servers that sync always, or every two minutes."""
     kinds = {"ours": Ours, "limit": Limit, "limit_groups": LimitGroups}
     with cluster("always" if always else "2m") as servers:
         servers.check(always=always)

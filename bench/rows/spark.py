@@ -20,7 +20,7 @@ _DRAINS_MAX = 2
 
 
 def spark_sink(stage: Stage) -> Iterator[Benchmark]:
-    """Rows that are durable in the log (or in Postgres, past it), against upserts of the same rows, fsynced."""
+    """Measure rows made durable in the log, or in Postgres past the log, against fsynced upserts of the same rows."""
     rows = stage.count(_ROWS, 400)
     threads = max(rows * _THREADS // _ROWS, 1)
     with stage.workers(jobs=(SparkJobs, {"cores": _CORES})) as workers:
@@ -31,7 +31,7 @@ def spark_sink(stage: Stage) -> Iterator[Benchmark]:
             rate: float = jobs.call(method, rows=rows, threads=threads, label=label, **options)
             return rate
 
-        run("sink", mode="log")  # what is opened once
+        run("sink", mode="log")  # opens what is opened once
         run("sink", mode="postgres")
         found = stage.interleave(
             {
@@ -47,7 +47,7 @@ def spark_sink(stage: Stage) -> Iterator[Benchmark]:
 
 
 def spark_source(stage: Stage) -> Iterator[Benchmark]:
-    """The log read with one core and two, decoded and group by group, against one consumer of nats-py for groups."""
+    """Measure reads of the log with one core and two, decoded and by group, against one nats-py consumer of groups."""
     what = backlog(stage)
     stream = {"stream": f"LOG-{NAME}"}
     kinds: dict[str, Any] = {f"{c}": (SparkJobs, stream | {"cores": c}) for c in (1, 2)}
@@ -71,7 +71,7 @@ def spark_source(stage: Stage) -> Iterator[Benchmark]:
 
 
 def spark_drain(stage: Stage) -> Iterator[Benchmark]:
-    """A backlog into Postgres: tasks of Spark against one flusher's process, both running already; and their starts."""
+    """Measure a drain by Spark's tasks against one flusher, both already running; and the starts of both."""
     what = backlog(stage)
 
     def ours() -> tuple[float, float]:

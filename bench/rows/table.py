@@ -51,5 +51,5 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "tokens": tokens,
 }
 
-#: What `make bench-quick` runs.
+#: The rows that `make bench-quick` runs.
 QUICK = ("append", "append_lazy", "append_idle")

@@ -1,6 +1,6 @@
-"""`tokens.*`: exclusive work on distinct keys and on one hot key, and locks; nothing is to be done for an item.
+"""`tokens.*`: exclusive work on distinct keys and on one hot key, and locks; the handlers do nothing.
 
-Beside it a work queue of JetStream with nats-py, which excludes nobody and gives no token: what the exclusion costs.
+The baseline, a JetStream work queue with nats-py, has no exclusion and no tokens: the difference is their cost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDS_MAX = 3
 
 
 def tokens(stage: Stage) -> Iterator[Benchmark]:
-    """Submit, then work off; locks one after another."""
+    """Measure submitting, then working off, and locks one after another."""
     keys, hot = stage.count(_KEYS, 50), stage.count(_HOT_ITEMS, 2)
     found: dict[str, dict[str, list[float]]] = {"hot_key": {}, "submitted": {}, "worked": {}}
     locks: dict[str, list[float]] = {"ours": [], "row in Postgres": []}
@@ -59,7 +59,7 @@ async def _measure(url: str, keys: int, hot_items: int) -> dict[str, float]:
 
 
 async def _work_off(work: ExclusiveWork, items: int, concurrency: int) -> float:
-    """Seconds that it takes to work off so many items."""
+    """Return the seconds that it takes to work off `items` items."""
     stopping, left = asyncio.Event(), items
 
     async def handler(task: Task) -> None:
@@ -83,7 +83,7 @@ async def _work_queue(url: str, keys: int) -> dict[str, float]:
         for i in range(0, keys, _CONCURRENCY):
             await asyncio.gather(*(stream.publish(f"{name}.{n}") for n in range(i, min(i + _CONCURRENCY, keys))))
         submitted = keys / (time.perf_counter() - began)
-        # Each worker has its own: of one shared by all, a worker takes what another has asked for, who then waits.
+        # Each worker has its own: with a shared one, a worker takes messages that another requested and waits for.
         subscriptions = [await stream.pull_subscribe(f"{name}.*", "workers") for _ in range(_CONCURRENCY)]
         left = keys
 
@@ -109,7 +109,7 @@ async def _locks(url: str, count: int) -> float:
 
 
 async def _rows(dsn: str, count: int) -> float:
-    """A lock as a row that expires: what one would write oneself."""
+    """A lock as a row that expires, as people would write it."""
     table = f"locks_{secrets.token_hex(4)}"
     take = f"""
         INSERT INTO {table} VALUES ('one', now() + interval '10 s') ON CONFLICT (key) DO UPDATE
