@@ -89,6 +89,8 @@ class Stage:
         names = list(actions)
         for number in range(rounds or self.rounds):
             turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            order = names[turn:] + names[:turn]
+            # Backwards every other time: what one leaves behind must not always meet the same neighbour.
+            for name in reversed(order) if number % 2 else order:
                 found[name].append(actions[name]())
         return found
