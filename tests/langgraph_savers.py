@@ -97,11 +97,11 @@ def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list
     """Return a list that collects the names of the queries that Postgres gets from now on."""
     asked: list[str] = []
     store: Any = saver.engine._store
-    read = store._read
+    read = store._sql.read
 
     async def noted(name: str, *rest: Any) -> Any:
         asked.append(name)
         return await read(name, *rest)
 
-    monkeypatch.setattr(store, "_read", noted)
+    monkeypatch.setattr(store._sql, "read", noted)
     return asked

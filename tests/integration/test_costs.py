@@ -130,7 +130,7 @@ async def test_a_list_costs_the_same_however_many_threads_there_are(deployment: 
         prefix = fresh()
 
         async def cost() -> tuple[int, int]:
-            pools = (store._store.pool, store.buffer.ledger._pool)  # type: ignore[attr-defined]
+            pools = (store._store.pool, store.buffer.ledger._tables.pool)  # type: ignore[attr-defined]
 
             def requests() -> int:
                 return sum(pool.get_stats()["requests_num"] for pool in pools)

@@ -362,7 +362,7 @@ async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Se
             assert found[-1] == "end"
             assert numbers == sorted(set(numbers))
         await store.force_flush_all()
-        pools = store._store.pool, store.buffer.ledger._pool  # type: ignore[attr-defined]
+        pools = store._store.pool, store.buffer.ledger._tables.pool  # type: ignore[attr-defined]
         await eventually(lambda: _all_back(*pools))
         await store.aclose()
         assert _tasks() - before == set()

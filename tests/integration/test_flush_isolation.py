@@ -134,7 +134,7 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
             await _flush(other, taken, thread_id)
             assert await plain.load_messages(thread_id) == [5]
             for name in ("idle_in_transaction_session_timeout", "lock_timeout", "tcp_user_timeout"):
-                async with other._pool.lend(5) as connection:
+                async with other._tables.pool.lend(5) as connection:
                     found = await (await connection.execute(f"SHOW {name}")).fetchone()
                     assert found == ("0",), name
             for ledger in (frozen, other):
@@ -169,7 +169,7 @@ async def test_an_edit_of_a_process_that_stops_holds_its_locks_for_seconds(deplo
         await store.save_thread("t")
         async with store.pool.lend(5) as connection:
             async with connection.transaction():
-                await store._edits._run(connection, lock, "t")
+                await store._sql.on(connection, lock, "t")
                 found = await (await connection.execute("SHOW idle_in_transaction_session_timeout")).fetchone()
                 assert found == ("10s",)
             found = await (await connection.execute("SHOW idle_in_transaction_session_timeout")).fetchone()

@@ -70,7 +70,7 @@ async def test_who_takes_over_ends_a_flush_that_stands_still_in_a_pipeline(
             began = time.monotonic()
             flushing = asyncio.create_task(flush(old, cursor))
             await asyncio.wait_for(frozen.wait(), 10)
-            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has received the statements
+            await eventually(lambda: new._tables.run("open_flushes"))  # Postgres has what was sent
             assert await new.take([0], "b") == []
             (taken,) = await eventually(lambda: new.take([0], "b"))
             assert LEASE_S * 2 / 3 < time.monotonic() - began < LEASE_S + 3
@@ -90,7 +90,7 @@ async def test_who_may_not_end_it_says_who_can(deployment: Deployment, frozen: a
             (cursor,) = await old.take([0], "a")
             flushing = asyncio.create_task(flush(old, cursor))
             await asyncio.wait_for(frozen.wait(), 10)
-            await eventually(lambda: new._fetch("open_flushes"))  # Postgres has received the statements
+            await eventually(lambda: new._tables.run("open_flushes"))  # Postgres has what was sent
             with pytest.raises(StoreUnavailable, match="if its process is frozen") as told:
                 await eventually(lambda: new.take([0], "b"))
             advice = str(told.value)
@@ -116,7 +116,7 @@ async def test_a_flush_that_works_for_long_is_left_alone(deployment: Deployment)
         flushing = asyncio.create_task(old.flush([cursor], ["t"], lambda _: Decision(cursors=[cursor], batch=["x"])))
         await asyncio.wait_for(slow.wait(), 10)
         assert await new.take([0], "b") == []
-        assert [row[4] for row in await new._fetch("open_flushes")] == [0.0]
+        assert [row[4] for row in await new._tables.run("open_flushes")] == [0.0]
         looked.set()
         await flushing
 
@@ -127,4 +127,4 @@ async def test_a_session_of_somebody_else_is_left_alone(deployment: Deployment) 
         await it.take([0], "a")
         await other.execute(f"SELECT FROM {deployment.name}.buffer_partitions FOR UPDATE".encode())
         assert await it.take([0], "b") == []
-        assert await it._fetch("open_flushes") == []
+        assert await it._tables.run("open_flushes") == []

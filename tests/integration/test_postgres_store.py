@@ -697,7 +697,7 @@ async def test_lists_are_served_by_an_index(
 ) -> None:
     async with many_rows.pool.lend(10) as connection:
         cursor = arrays.ArrayCursor(connection)
-        await cursor.execute("EXPLAIN " + many_rows._sql[name], parameters)
+        await cursor.execute("EXPLAIN " + many_rows._sql.texts[name], parameters)
         plan = "\n".join(row[0] for row in await cursor.fetchall())
     assert index in plan
     assert "Seq Scan" not in plan
@@ -848,7 +848,7 @@ async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) ->
         cursor = arrays.ArrayCursor(connection)
         await cursor.execute("INSERT INTO \"kept\".threads (thread_id) VALUES ('t0')")
         await cursor.execute('ANALYZE "kept".threads')
-        read = store._sql["load_state"]
+        read = store._sql.texts["load_state"]
         for _ in range(10):
             await cursor.execute(read, ("t0", False))
         await cursor.execute(
@@ -897,7 +897,7 @@ async def test_messages_are_cut_in_one_pass_also_where_threads_are_short(server:
         await rows(store, "ANALYZE {schema}.messages")
         async with store.pool.lend(10) as connection:
             cursor = arrays.ArrayCursor(connection)
-            cut: Any = "EXPLAIN (COSTS OFF) " + store._sql["apply_cut"]
+            cut: Any = "EXPLAIN (COSTS OFF) " + store._sql.texts["apply_cut"]
             await cursor.execute(cut, (arrays.texts(["t1"]), arrays.ints([0])))
             plan = "\n".join(line for (line,) in await cursor.fetchall())
         assert "Tid Scan on messages" in plan

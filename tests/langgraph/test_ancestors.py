@@ -169,7 +169,7 @@ async def test_only_the_ancestors_rows_are_looked_at(servers: Servers) -> None:
             await saver.aput_writes(at, [("a", step)], "task")
         await saver.force_flush()
         named = {"thread": thread_id, "id": at["configurable"]["checkpoint_id"], "limit": limit}
-        statement = f"EXPLAIN (ANALYZE, FORMAT JSON) {saver.engine._store._sql['ancestors']}"  # type: ignore[attr-defined]
+        statement = f"EXPLAIN (ANALYZE, FORMAT JSON) {saver.engine._store._sql.texts['ancestors']}"  # type: ignore[attr-defined]
     places = {"$1": "%(thread)s", "$2": "''", "$3": "%(id)s", "$4": "'{a}'", "$5": "%(limit)s"}
     for place_, text in places.items():
         statement = statement.replace(place_, text)

@@ -134,7 +134,7 @@ async def test_a_copy_of_a_thread_that_is_pruned_meanwhile_has_all_values(
         first = await put(one, config(t), {"a": "1"}, {"a": [1]}, {"a": "1"})
         await put(one, first, {"a": "2"}, {"a": [2]}, {"a": "2"})
         store: Any = one.engine._store
-        on = store._on
+        on = store._sql.on
 
         async def pruned_before(connection: Any, name: str, *rest: Any) -> Any:
             if name == "blobs_of":
@@ -142,7 +142,7 @@ async def test_a_copy_of_a_thread_that_is_pruned_meanwhile_has_all_values(
                 await other.force_flush(t)
             return await on(connection, name, *rest)
 
-        monkeypatch.setattr(store, "_on", pruned_before)
+        monkeypatch.setattr(store._sql, "on", pruned_before)
         await one.acopy_thread(t, target)
         monkeypatch.undo()
         assert [values(found) async for found in other.alist(config(target))] == [{"a": [2]}, {"a": [1]}]

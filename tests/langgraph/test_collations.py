@@ -86,7 +86,7 @@ async def test_elsewhere_the_index_finds_the_newest(servers: Servers) -> None:
             ("latest", ("t", "", 10)),
             ("page", ("t", "", None, None, "8", "7", "t", "", 10)),
         ):
-            await cursor.execute("EXPLAIN (COSTS OFF) " + store._sql[name], parameters)  # type: ignore[arg-type]
+            await cursor.execute("EXPLAIN (COSTS OFF) " + store._sql.texts[name], parameters)  # type: ignore[arg-type]
             plan = "\n".join(line for (line,) in await cursor.fetchall())
             assert "Scan Backward using checkpoints_pkey" in plan, plan
             assert "Sort" not in plan, plan

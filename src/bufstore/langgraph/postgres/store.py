@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from psycopg import AsyncConnection, sql
@@ -32,12 +31,10 @@ from bufstore.langgraph.outlines import outline_of
 from bufstore.langgraph.postgres.columns import parameters
 from bufstore.langgraph.protocol import Cursor, Outline, Part, Query
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_rows_shown, check_schema, queries
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
+from bufstore.postgres.connection.statements import Statements
 from bufstore.postgres.ledger.ledger import PostgresLedger
-
-R = TypeVar("R")
 
 _FOLDER = files("bufstore.langgraph.postgres") / "sql"
 #: The prefix of the kind of a log that is flushed into LangGraph's tables; the name of their schema follows.
@@ -89,15 +86,16 @@ class PostgresCheckpointStore:
         if timeout_s <= 0:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
-        self._conninfo, self._timeout_s = conninfo, timeout_s
+        self._conninfo = conninfo
         #: Whether a buffer has opened this store; the buffer also closes it.
         self._behind = False
         self.pool: Pool = new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
         buffer = sql.Identifier(buffer_schema).as_string()
-        self._sql = {
+        texts = {
             name: text.replace("{buffer}", buffer).replace("{in_order}", _IN_ORDER)
             for name, text in queries(_FOLDER, schema).items()
         }
+        self._sql = Statements(self.pool, texts, timeout_s)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -139,16 +137,16 @@ class PostgresCheckpointStore:
         Runs none of LangGraph's migrations. Raises ConfigError for tables of another version, StoreMisconfigured when
         row level security hides rows.
         """
-        async with self.pool.lend(self._timeout_s) as connection, connection.transaction():
-            if not (await self._on(connection, "has_migrations", self.schema))[0][0]:
+        async with self._sql.lend() as connection, connection.transaction():
+            if not (await self._sql.on(connection, "has_migrations", self.schema))[0][0]:
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
-                if not (await self._on(connection, "has_migrations", self.schema))[0][0]:
-                    if not (await self._on(connection, "has_schema", self.schema))[0][0]:
-                        await self._on(connection, "create_schema")
+                if not (await self._sql.on(connection, "has_migrations", self.schema))[0][0]:
+                    if not (await self._sql.on(connection, "has_schema", self.schema))[0][0]:
+                        await self._sql.on(connection, "create_schema")
                     for name in _CREATE:
-                        await self._on(connection, name)
+                        await self._sql.on(connection, name)
             await check_rows_shown(connection, self.schema, PRIVILEGES)
-            version = (await self._on(connection, "version"))[0][0]
+            version = (await self._sql.on(connection, "version"))[0][0]
         check_migration(self.schema, version)
 
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[LangGraphChange]) -> None:
@@ -162,33 +160,33 @@ class PostgresCheckpointStore:
                 thin(each, self.history)
             async with connection.pipeline():
                 for name, columns in parameters(folded):
-                    await arrays.ArrayCursor(connection).execute(self._sql[name], columns)
+                    await self._sql.send(connection, name, *columns)
 
     # --- reads ------------------------------------------------------------------------------------------------
 
     async def state(self, thread_id: str) -> Tail:
         """See `bufstore.buffer.domain.StateReader`."""
-        ((*row, waits_to, there),) = await self._read("state", thread_id)
+        ((*row, waits_to, there),) = await self._sql.read("state", thread_id)
         return stored_tail(_watermark(row, waits_to or 0), there=there)
 
     async def answers(self) -> None:
         """See `bufstore.buffer.domain.StateReader`."""
-        await self._read("state", "bufstore-probe")
+        await self._sql.read("state", "bufstore-probe")
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
         """See `CheckpointStore.latest`."""
-        ((*row, namespaces, waits_to, there),) = await self._read("latest", thread_id, ns, namespaces_max + 1)
+        ((*row, namespaces, waits_to, there),) = await self._sql.read("latest", thread_id, ns, namespaces_max + 1)
         known = namespaces is not None and len(namespaces) <= namespaces_max
         return _part(ns, row, waits_to, there, frozenset(namespaces) if known else None)
 
     async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
         """See `CheckpointStore.one`."""
-        ((*row, waits_to, there),) = await self._read("one", thread_id, ns, checkpoint_id)
+        ((*row, waits_to, there),) = await self._sql.read("one", thread_id, ns, checkpoint_id)
         return _part(ns, row, waits_to, there)
 
     async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
         """See `CheckpointStore.ancestors`."""
-        ((*row,),) = await self._read("ancestors", thread_id, ns, at, arrays.texts(channels), limit)
+        ((*row,),) = await self._sql.read("ancestors", thread_id, ns, at, arrays.texts(channels), limit)
         tables = Tables()
         tables.add(
             (
@@ -202,7 +200,7 @@ class PostgresCheckpointStore:
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """See `CheckpointStore.rows`."""
-        ((*row,),) = await self._read(
+        ((*row,),) = await self._sql.read(
             "rows",
             thread_id,
             *(arrays.texts(key[i] for key in blobs) for i in range(3)),
@@ -220,14 +218,14 @@ class PostgresCheckpointStore:
                 await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                 return await self._page(connection, query, after, limit)
 
-        return await self._answered(of_one_moment)
+        return await self._sql.answered(of_one_moment)
 
     async def _page(
         self, connection: AsyncConnection[Any], query: Query, after: Cursor | None, limit: int
     ) -> list[tuple[str, Tables]]:
         wanted = query.metadata.decode() if query.metadata is not None else None
         where = (query.thread_id, query.ns, query.checkpoint_id, wanted, query.before)
-        found = await self._on(connection, "page", *where, *(after or (None, None, None)), limit)
+        found = await self._sql.on(connection, "page", *where, *(after or (None, None, None)), limit)
         if not found:
             return []
         pages: dict[tuple[str, str, str], Tables] = {}
@@ -240,8 +238,8 @@ class PostgresCheckpointStore:
             keys.add((thread_id, ns, id_))
             for of in {id_, parent if takes_sends(row) else id_}:
                 names.setdefault((thread_id, ns, of), []).append((thread_id, ns, id_))
-        blobs = await self._on(connection, "blobs_of", *_texts(sorted(keys)))
-        writes = await self._on(connection, "writes_of", *_texts(sorted(names)))
+        blobs = await self._sql.on(connection, "blobs_of", *_texts(sorted(keys)))
+        writes = await self._sql.on(connection, "writes_of", *_texts(sorted(names)))
         kept: dict[tuple[str, str, str, str], BlobRow] = {}
         for thread_id, *blob in blobs:
             kept[thread_id, *blob[:3]] = BlobRow(*blob)
@@ -258,36 +256,16 @@ class PostgresCheckpointStore:
             outline_of(
                 CheckpointRow(ns, id_, parent, checkpoint.encode(), metadata.encode()), _Any(), parent_sends=sends
             )
-            for ns, id_, parent, checkpoint, metadata, sends in await self._read("outlines", thread_id)
+            for ns, id_, parent, checkpoint, metadata, sends in await self._sql.read("outlines", thread_id)
         ]
 
     async def idle(self, before: str) -> list[str]:
         """See `CheckpointStore.idle`."""
-        return [thread_id for (thread_id,) in await self._read("idle", before)]
+        return [thread_id for (thread_id,) in await self._sql.read("idle", before)]
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """See `CheckpointStore.of_runs`."""
-        return [(t, ns, id_) for t, ns, id_ in await self._read("of_runs", arrays.texts(run_ids))]
-
-    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await self._answered(lambda connection: self._on(connection, name, *parameters))
-
-    async def _answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]]) -> R:
-        """Return what `read` finds. It reads once more if a connection was lost."""
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        try:
-            return await self._fetch(read, deadline)
-        except NoAnswer:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise
-            return await self._fetch(read, deadline)
-
-    async def _fetch(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]], deadline: float) -> R:
-        async with self.pool.lend(deadline - asyncio.get_running_loop().time()) as connection:
-            return await read(connection)
-
-    async def _on(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await arrays.rows_of(connection, self._sql[name], parameters)
+        return [(t, ns, id_) for t, ns, id_ in await self._sql.read("of_runs", arrays.texts(run_ids))]
 
 
 def schema_of(kind: Kind) -> str | None:

@@ -1,1 +1,1 @@
-"""Connections to Postgres: the pool, the meaning of its errors, migrations, arrays as parameters."""
+"""Connections to Postgres: the pool, the meaning of its errors, migrations, named statements, arrays as parameters."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -20,18 +19,15 @@ from bufstore.config import BufferConfig
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.migrate import check_schema, migrate, queries
-from bufstore.postgres.connection.pool import Pool, connections_made, new_pool
+from bufstore.postgres.connection.pool import connections_made
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
 from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_be_frozen
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
+from bufstore.postgres.ledger.tables import LedgerTables
 from bufstore.postgres.ledger.waiting import PostgresWaiting
 
 _log = logging.getLogger(__name__)
 
-_FOLDER = files("bufstore.postgres.ledger") / "sql"
-#: The connections in the pool: enough for one flush and the reads of waiters beside it.
-_CONNECTIONS = 3
 #: Seconds after which a flush says that Postgres is away. The flush is tried again, and meanwhile people are told.
 _AWAY_S = 5.0
 #: Takes that find rows held at most this many seconds apart are taken to meet the same holder.
@@ -53,19 +49,14 @@ class PostgresLedger:
         quarantine_max: int = BufferConfig.quarantine_max,
         lease_s: float = BufferConfig.lease_s,
     ) -> None:
-        self.schema = check_schema(schema)
+        self._tables = LedgerTables(conninfo, schema, timeout_s)
+        self.schema = self._tables.schema
         self._target = target
-        self._timeout_s = timeout_s
-        self._pool: Pool = new_pool(conninfo, size=_CONNECTIONS)
-        self._sql = queries(_FOLDER, schema)
         #: The lease, in seconds. A process that stops inside a transaction gives its locks back after two thirds of it:
         #: before its lease is over, which begins up to a third of it earlier.
         self._lease_s = lease_s
-        self._parked = PostgresParked(
-            self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, idle_max(lease_s)
-        )
-        self._waiting = PostgresWaiting(self._pool, self.setup, self._sql, timeout_s)
-        self._ready = False
+        self.parked = PostgresParked(self._tables, target, quarantine_max, idle_max(lease_s))
+        self.waiting = PostgresWaiting(self._tables)
         #: By partition: the owner for which this process took it last.
         self._owners: dict[int, str] = {}
         #: When takes began to find rows held by other sessions, and when one last did.
@@ -80,50 +71,47 @@ class PostgresLedger:
 
     async def open(self) -> None:
         """Open the pool; Postgres need not be up."""
-        await self._pool.open(wait=False)
+        await self._tables.pool.open(wait=False)
 
     async def aclose(self) -> None:
-        await self._pool.close()
+        await self._tables.pool.close()
 
     async def setup(self, away_s: float | None = None) -> None:
-        if not self._ready:
-            async with self._pool.lend(self._timeout_s, away_s) as connection:
-                await migrate(connection, self.schema, _FOLDER, "buffer")
-            self._ready = True
+        await self._tables.setup(away_s)
 
     async def epoch(self) -> int | None:
-        rows = await self._fetch("epoch")
+        rows = await self._tables.run("epoch")
         return int(rows[0][0]) if rows else None
 
     async def set_epoch(self, epoch: int) -> None:
-        await self._fetch("set_epoch", epoch)
+        await self._tables.run("set_epoch", epoch)
 
     async def target(self) -> Target | None:
-        rows = await self._fetch("target")
+        rows = await self._tables.run("target")
         return Target(*rows[0]) if rows else None
 
     async def claim(self, epoch: int, target: Target) -> Target:
-        return Target(*(await self._fetch("claim", epoch, target.domain, target.store, target.id))[0])
+        return Target(*(await self._tables.run("claim", epoch, target.domain, target.store, target.id))[0])
 
     async def layout(self) -> Layout | None:
-        rows = await self._fetch("layout")
+        rows = await self._tables.run("layout")
         return Layout(*rows[0]) if rows else None
 
     async def set_layout(self, layout: Layout) -> None:
-        await self._fetch("set_layout", *layout)
+        await self._tables.run("set_layout", *layout)
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
         if descendants:
             # Sorted, so that two calls that insert the same rows do not wait for each other.
-            await self._fetch("begin_erasure", thread_id, arrays.texts(sorted(descendants)))
-        return [row[0] for row in await self._fetch("erasing", thread_id)]
+            await self._tables.run("begin_erasure", thread_id, arrays.texts(sorted(descendants)))
+        return [row[0] for row in await self._tables.run("erasing", thread_id)]
 
     async def end_erasure(self, thread_id: str, descendants: Collection[str]) -> None:
         if descendants:
-            await self._fetch("end_erasure", thread_id, arrays.texts(descendants))
+            await self._tables.run("end_erasure", thread_id, arrays.texts(descendants))
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
-        rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)
+        rows = await self._tables.run("take", arrays.ints(sorted(partitions)), owner)
         self._owners |= {row[0]: owner for row in rows}
         if len(rows) < len(set(partitions)):
             await self._end_frozen(refused=not rows)
@@ -140,7 +128,7 @@ class PostgresLedger:
         if now - self._held_at > _SAME_HOLDER_S:
             self._held_since = now
         self._held_at = now
-        for row in await self._fetch("open_flushes"):
+        for row in await self._tables.run("open_flushes"):
             flush = OpenFlush(*row)
             if refused and may_be_frozen(flush, held_s := now - self._held_since):
                 raise StoreUnavailable(
@@ -150,7 +138,7 @@ class PostgresLedger:
             if not is_frozen(flush):
                 continue
             try:
-                ended = await self._fetch("end_flush", flush.pid, flush.transaction)
+                ended = await self._tables.run("end_flush", flush.pid, flush.transaction)
             except StoreMisconfigured as e:
                 if refused:
                     raise StoreUnavailable(
@@ -166,44 +154,36 @@ class PostgresLedger:
                     )
 
     async def cursors(self) -> dict[int, Cursor]:
-        return {row[0]: Cursor(*row) for row in await self._fetch("cursors")}
+        return {row[0]: Cursor(*row) for row in await self._tables.run("cursors")}
 
     async def flushed(self) -> dict[int, int]:
-        return dict(await self._fetch("flushed"))
+        return dict(await self._tables.run("flushed"))
 
     async def watermark(self, thread_id: str) -> Watermark:
-        return _watermark((await self._fetch("row", thread_id))[0])
+        return _watermark((await self._tables.run("row", thread_id))[0])
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
-        return [(seq, t) for t, seq in await self._fetch("tombstones", below, after, limit)]
+        return [(seq, t) for t, seq in await self._tables.run("tombstones", below, after, limit)]
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
-        await self._fetch("bury", arrays.texts(t for _, t in tombstones), arrays.longs(s for s, _ in tombstones))
+        await self._tables.run("bury", arrays.texts(t for _, t in tombstones), arrays.longs(s for s, _ in tombstones))
 
     async def archived(self) -> int:
-        rows = await self._fetch("archived")
+        rows = await self._tables.run("archived")
         return int(rows[0][0]) if rows else 0
 
     async def set_archived(self, position: int) -> None:
-        await self._fetch("set_archived", position)
+        await self._tables.run("set_archived", position)
 
     async def quarantined(self) -> int:
-        return int((await self._fetch("quarantined"))[0][0])
+        return int((await self._tables.run("quarantined"))[0][0])
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
-        found = await self._fetch("rows", arrays.texts(thread_ids))
+        found = await self._tables.run("rows", arrays.texts(thread_ids))
         return {thread_id: (_watermark(row), given_up) for thread_id, given_up, *row in found}
 
     async def broken(self) -> frozenset[str]:
-        return frozenset(row[0] for row in await self._fetch("broken"))
-
-    @property
-    def parked(self) -> PostgresParked:
-        return self._parked
-
-    @property
-    def waiting(self) -> PostgresWaiting:
-        return self._waiting
+        return frozenset(row[0] for row in await self._tables.run("broken"))
 
     async def flush(
         self,
@@ -217,7 +197,7 @@ class PostgresLedger:
         await self.setup()
         refused: dict[str, FlushFailed] = {}
         untried: set[str] = set()
-        async with self._pool.lend(self._timeout_s, _AWAY_S) as connection:
+        async with self._tables.lend(_AWAY_S) as connection:
             with flush_errors():
                 async with connection.transaction():
                     times = idle_max(self._lease_s, size), _PROBE_LOCK if probe else _LOCK
@@ -229,12 +209,12 @@ class PostgresLedger:
                         if refused or untried:
                             decision = decide({t: rows[t] for t in rows.keys() - refused.keys() - untried})
                     if decision.parked:
-                        await self._parked.park(connection, decision.parked)
+                        await self.parked.park(connection, decision.parked)
                         reach(Failpoint.PARK_WRITTEN)
                     if decision.batch and not probe:
                         await apply_batch(self._target, connection, decision.batch)
                     reach(Failpoint.FLUSH_APPLIED)
-                    await self._waiting.write(connection, decision.waiting, decision.left)
+                    await self.waiting.write(connection, decision.waiting, decision.left)
                     if decision.waiting:
                         reach(Failpoint.QUEUE_WRITTEN)
                     if decision.left:
@@ -255,10 +235,10 @@ class PostgresLedger:
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
             partitions = arrays.ints(cursor.partition for cursor in held)
-            found = await self._send(connection, "lock_partitions", partitions, idle, lock_timeout)
+            found = await self._tables.send(connection, "lock_partitions", partitions, idle, lock_timeout)
             names = arrays.texts(threads)
-            await self._send(connection, "insert_missing", names)
-            rows = await self._send(connection, "lock_threads", names)
+            await self._tables.send(connection, "insert_missing", names)
+            rows = await self._tables.send(connection, "lock_threads", names)
         locked = {row[0]: (Cursor(*row[:4]), row[4]) for row in await found.fetchall()}
         for cursor in held:
             # A higher term is another owner's. The same term with an older cursor is a Postgres that has failed over to
@@ -272,8 +252,8 @@ class PostgresLedger:
     async def _advance(self, connection: AsyncConnection[Any], decision: Decision) -> None:
         async with connection.pipeline():
             if decision.watermarks:
-                await self._send(connection, "advance_threads", *row_columns(dict(decision.watermarks)))
-            await self._send(
+                await self._tables.send(connection, "advance_threads", *row_columns(dict(decision.watermarks)))
+            await self._tables.send(
                 connection,
                 "advance_cursors",
                 arrays.ints(cursor.partition for cursor in decision.cursors),
@@ -281,17 +261,6 @@ class PostgresLedger:
                 arrays.longs(cursor.id for cursor in decision.cursors),
                 arrays.longs(cursor.term for cursor in decision.cursors),
             )
-
-    async def _send(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> arrays.ArrayCursor:
-        cursor = arrays.ArrayCursor(connection)
-        await cursor.execute(self._sql[name], parameters, binary=True)
-        return cursor
-
-    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        await self.setup()
-        async with self._pool.lend(self._timeout_s) as connection:
-            cursor = await self._send(connection, name, *parameters)
-            return await cursor.rows()
 
 
 def _watermark(row: Sequence[Any]) -> Watermark:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any, LiteralString
+from typing import Any
 
 import msgspec
 from psycopg import AsyncConnection, errors
@@ -17,8 +17,8 @@ from bufstore.buffer.ports.ledger import ParkedInfo, QuarantineBusy, QuarantineF
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.pool import Pool
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors
+from bufstore.postgres.ledger.tables import LedgerTables
 
 #: How many entries of a thread one replay transaction takes, and how many bytes.
 _REPLAY_ENTRIES = 500
@@ -31,61 +31,47 @@ _decoder = msgspec.msgpack.Decoder(StoredEntry | tuple[StoredMessage, ...])
 class PostgresParked:
     """See `bufstore.buffer.ports.ledger.ParkedEntries`."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        setup: Callable[[], Awaitable[None]],
-        queries: dict[str, LiteralString],
-        target: Applies[Any],
-        timeout_s: float,
-        limit: int,
-        idle_max: int,
-    ) -> None:
-        self._pool = pool
-        self._setup = setup
-        self._sql = queries
-        self._target = target
-        self._timeout_s = timeout_s
-        self._limit = limit
-        self._idle_max = idle_max
+    def __init__(self, tables: LedgerTables, target: Applies[Any], limit: int, idle_max: int) -> None:
+        self._tables, self._target = tables, target
+        self._limit, self._idle_max = limit, idle_max
 
     async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
         names = ("seq", "thread_id", "entry_id", "cause", "bytes", "hash", "parked_at", "superseded")
-        rows = await self._fetch("parked_list", after, thread_id, limit)
+        rows = await self._tables.run("parked_list", after, thread_id, limit)
         return [ParkedInfo(**dict(zip(names, row, strict=True))) for row in rows]
 
     async def entry(self, seq: int) -> ParkedEntry | None:
-        rows = await self._fetch("parked_entry", seq)
+        rows = await self._tables.run("parked_entry", seq)
         return _entry(rows[0]) if rows else None
 
     async def present(self, seqs: Sequence[int]) -> set[int]:
-        return {row[0] for row in await self._fetch("parked_at", arrays.longs(seqs))}
+        return {row[0] for row in await self._tables.run("parked_at", arrays.longs(seqs))}
 
     async def threads(self, after: str, limit: int) -> list[str]:
-        return [row[0] for row in await self._fetch("parked_threads", after, limit)]
+        return [row[0] for row in await self._tables.run("parked_threads", after, limit)]
 
     async def park(self, connection: AsyncConnection[Any], parked: Sequence[Parked]) -> None:
         """Park entries, as part of a flush transaction. Raises QuarantineFull, QuarantineBusy."""
         try:
-            await self._run(connection, "lock_quarantine")
+            await self._tables.on(connection, "lock_quarantine")
         except errors.LockNotAvailable:
             # Only the entries to be parked wait for that lock.
             raise QuarantineBusy from None
-        count = (await self._run(connection, "quarantined"))[0][0]
+        count = (await self._tables.on(connection, "quarantined"))[0][0]
         if count + len(parked) > self._limit:
             raise QuarantineFull(max(0, self._limit - count), self._limit)
-        await self._run(connection, "park", *_parked_columns(parked))
+        await self._tables.on(connection, "park", *_parked_columns(parked))
 
     async def replay(
         self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
     ) -> Replay:
-        await self._setup()
-        async with self._pool.lend(self._timeout_s) as connection:
+        await self._tables.setup()
+        async with self._tables.lend() as connection:
             with flush_errors():
                 async with connection.transaction():
-                    locked = await self._run(connection, "lock_thread", thread_id, self._idle_max)
+                    locked = await self._tables.on(connection, "lock_thread", thread_id, self._idle_max)
                     row = Watermark(*locked[0][:7]) if locked else Watermark()
-                    found = await self._run(
+                    found = await self._tables.on(
                         connection, "parked_of_thread", thread_id, start, _REPLAY_ENTRIES, _REPLAY_BYTES
                     )
                     replay = decide(row, [_entry(r) for r in found])
@@ -101,10 +87,10 @@ class PostgresParked:
     ) -> None:
         applied = [o.seq for o in replay.plan.outcomes if o.outcome is Outcome.APPLIED]
         after = replay.plan.watermark
-        await self._run(connection, "advance_threads", *row_columns({thread_id: after}))
-        await self._run(connection, "unpark", arrays.longs(applied))
-        await self._run(connection, "rebase_parked", thread_id, applied[-1], before.applied_id, after.applied_id)
-        await self._run(connection, "mend_thread", thread_id)
+        await self._tables.on(connection, "advance_threads", *row_columns({thread_id: after}))
+        await self._tables.on(connection, "unpark", arrays.longs(applied))
+        await self._tables.on(connection, "rebase_parked", thread_id, applied[-1], before.applied_id, after.applied_id)
+        await self._tables.on(connection, "mend_thread", thread_id)
 
     async def discard(self, seqs: Sequence[int]) -> int:
         return sum([await self._discard(seq) for seq in sorted(set(seqs))])
@@ -114,24 +100,16 @@ class PostgresParked:
         if found is None:
             return 0
         if found.thread_id is None:
-            return len(await self._fetch("unpark_nameless", arrays.longs([seq])))
-        async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
-            await self._run(connection, "lock_thread", found.thread_id, self._idle_max)
+            return len(await self._tables.run("unpark_nameless", arrays.longs([seq])))
+        async with self._tables.lend() as connection, connection.transaction():
+            await self._tables.on(connection, "lock_thread", found.thread_id, self._idle_max)
             # Before this transaction had the lock, a replay may have applied the entry: then the entry is not given up.
-            gone = await self._run(connection, "unpark", arrays.longs([seq]))
+            gone = await self._tables.on(connection, "unpark", arrays.longs([seq]))
             reach(Failpoint.DISCARD_WRITTEN)
             if gone:
-                await self._run(connection, "give_up", found.thread_id, seq)
-                await self._run(connection, "mend_thread", found.thread_id)
+                await self._tables.on(connection, "give_up", found.thread_id, seq)
+                await self._tables.on(connection, "mend_thread", found.thread_id)
         return len(gone)
-
-    async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await arrays.rows_of(connection, self._sql[name], parameters)
-
-    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        await self._setup()
-        async with self._pool.lend(self._timeout_s) as connection:
-            return await self._run(connection, name, *parameters)
 
 
 def row_columns(rows: dict[str, Watermark]) -> tuple[arrays.Array, ...]:

@@ -6,8 +6,8 @@ whichever release wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, LiteralString
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from psycopg import AsyncConnection
@@ -16,7 +16,7 @@ from bufstore.buffer.entry import Item, Malformed, StoredEntry, encode, item_of
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.pool import Pool
+from bufstore.postgres.ledger.tables import LedgerTables
 
 #: A limit that stands for no limit.
 _ALL = 1 << 62
@@ -28,21 +28,16 @@ _decoder = msgspec.msgpack.Decoder(tuple[StoredMessage, ...])
 class PostgresWaiting:
     """See `bufstore.buffer.ports.waiting.WaitingEntries`."""
 
-    def __init__(
-        self, pool: Pool, setup: Callable[[], Awaitable[None]], queries: dict[str, LiteralString], timeout_s: float
-    ) -> None:
-        self._pool = pool
-        self._setup = setup
-        self._sql = queries
-        self._timeout_s = timeout_s
+    def __init__(self, tables: LedgerTables) -> None:
+        self._tables = tables
 
     async def queues(self, partition: int) -> list[Queue]:
-        found = await self._fetch("queues", partition)
+        found = await self._tables.run("queues", partition)
         return [Queue(t, count, int(size), reason, last) for t, count, size, reason, last in found]
 
     async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
         found: dict[str, list[Item]] = {}
-        for thread_id, seq, blob in await self._fetch("first_waiting", arrays.texts(thread_ids), entries, bytes_):
+        for thread_id, seq, blob in await self._tables.run("first_waiting", arrays.texts(thread_ids), entries, bytes_):
             found.setdefault(thread_id, []).append(waiting_item(thread_id, seq, blob))
         return found
 
@@ -50,13 +45,13 @@ class PostgresWaiting:
         return (await self.first([thread_id], _ALL, _ALL)).get(thread_id, [])
 
     async def threads(self, after: str, limit: int) -> list[str]:
-        return [row[0] for row in await self._fetch("waiting_threads", after, limit)]
+        return [row[0] for row in await self._tables.run("waiting_threads", after, limit)]
 
     async def among(self, thread_ids: Sequence[str]) -> set[str]:
-        return {row[0] for row in await self._fetch("waiting_among", arrays.texts(thread_ids))}
+        return {row[0] for row in await self._tables.run("waiting_among", arrays.texts(thread_ids))}
 
     async def totals(self) -> WaitingTotals:
-        entries, threads, size, since, reason = (await self._fetch("waiting_totals"))[0]
+        entries, threads, size, since, reason = (await self._tables.run("waiting_totals"))[0]
         return WaitingTotals(entries=entries, threads=threads, bytes=size, since=since, reason=reason)
 
     async def write(
@@ -64,17 +59,9 @@ class PostgresWaiting:
     ) -> None:
         """As part of a flush transaction, add entries that wait, and remove those of each thread up to `left`."""
         if left:
-            await self._run(connection, "leave", arrays.texts(left), arrays.longs(left.values()))
+            await self._tables.on(connection, "leave", arrays.texts(left), arrays.longs(left.values()))
         if waiting:
-            await self._run(connection, "wait", *_columns(waiting))
-
-    async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await arrays.rows_of(connection, self._sql[name], parameters)
-
-    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        await self._setup()
-        async with self._pool.lend(self._timeout_s) as connection:
-            return await self._run(connection, name, *parameters)
+            await self._tables.on(connection, "wait", *_columns(waiting))
 
 
 def _columns(waiting: Sequence[WaitingEntry]) -> tuple[arrays.Array, ...]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, LiteralString
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from psycopg import AsyncConnection
 from psycopg.errors import UniqueViolation
 
 from bufstore.errors import AlreadyExists, OutcomeUnknown
-from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
-from bufstore.postgres.connection.pool import Pool
+from bufstore.postgres.connection.statements import Statements
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.edits import Known, WantedEdit
 from bufstore.threads.lineage import Family, LineageChange, carry_out, check
@@ -26,19 +25,13 @@ Apply = Callable[[AsyncConnection[Any], Sequence[ThreadChange]], Awaitable[None]
 class DirectEdits:
     """Edits threads, each in one transaction of a few round trips: an edit is rare, a checkpoint is not."""
 
-    def __init__(
-        self, pool: Pool, sql: Mapping[str, LiteralString], schema: str, timeout_s: float, apply: Apply
-    ) -> None:
-        self._pool = pool
-        self._sql = sql
-        self._schema = schema
-        self._timeout_s = timeout_s
-        self._apply = apply
+    def __init__(self, sql: Statements, schema: str, apply: Apply) -> None:
+        self._sql, self._schema, self._apply = sql, schema, apply
 
     async def edit(self, wanted: WantedEdit) -> Receipt:
         """Decide and write. Raises what the decision raises, and OutcomeUnknown (repeating an edit is safe)."""
         try:
-            async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
+            async with self._sql.lend() as connection, connection.transaction():
                 return await self._edit_on(connection, wanted)
         except NoAnswer as e:
             raise OutcomeUnknown(wanted.thread_id, secrets.token_hex(8)) from e
@@ -48,8 +41,8 @@ class DirectEdits:
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check and carry out a change of lineage, in one transaction. Raises what both raise, and OutcomeUnknown."""
         try:
-            async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
-                await self._run(connection, "lock_lineage", self._schema)
+            async with self._sql.lend() as connection, connection.transaction():
+                await self._sql.on(connection, "lock_lineage", self._schema)
                 family = self._family(connection)
                 await check(family, wanted)
                 return await carry_out(family, wanted)
@@ -62,32 +55,29 @@ class DirectEdits:
         locked: list[tuple[Any, ...]] = []
         # Another session that deletes the thread may hold its row during the lookup; then the row goes: look again.
         while not locked:
-            new = await self._run(connection, "lock_new_thread", thread_id)
-            locked = await self._run(connection, "lock_thread", thread_id)
+            new = await self._sql.on(connection, "lock_new_thread", thread_id)
+            locked = await self._sql.on(connection, "lock_thread", thread_id)
         ((saves,),) = locked
-        found = thread_state(thread_id, await self._run(connection, "load_state", thread_id, False))
-        exists = wanted.run_id is not None and bool(await self._run(connection, "load_run", wanted.run_id))
+        found = thread_state(thread_id, await self._sql.on(connection, "load_state", thread_id, False))
+        exists = wanted.run_id is not None and bool(await self._sql.on(connection, "load_run", wanted.run_id))
         payload = wanted.decide(Known(None if new else found.thread, found.messages, exists))
         fold = Fold(thread_id, len(found.messages))
         fold.add(payload, 0, self_contained=False)
         change = fold.change()
         await self._apply(connection, [change])
         receipt = Receipt(thread_id, saves + 1, secrets.randbits(63), change.version)
-        await self._run(connection, "count_save", thread_id, receipt.thread_seq, receipt.id)
+        await self._sql.on(connection, "count_save", thread_id, receipt.thread_seq, receipt.id)
         return receipt
-
-    async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await arrays.rows_of(connection, self._sql[name], parameters)
 
     def _family(self, connection: AsyncConnection[Any]) -> Family:
         """The threads, on the connection that holds the lock."""
 
         async def thread(thread_id: str) -> Thread | None:
-            rows = await self._run(connection, "load_thread", thread_id)
+            rows = await self._sql.on(connection, "load_thread", thread_id)
             return thread_of(thread_id, rows[0]) if rows else None
 
         async def children(thread_id: str) -> list[str]:
-            return [row[0] for row in await self._run(connection, "children", thread_id)]
+            return [row[0] for row in await self._sql.on(connection, "children", thread_id)]
 
         async def edit(wanted: WantedEdit) -> Receipt:
             # A savepoint: an edit that is refused leaves no row behind.

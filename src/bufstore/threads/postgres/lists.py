@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from bufstore.postgres.connection.statements import Statements
 from bufstore.threads.message_pages import check_range, message_page
 from bufstore.threads.model import decode_run
 from bufstore.threads.postgres import columns
@@ -34,9 +33,7 @@ from bufstore.types import check_id
 class ListedStore:
     """The pages of `PostgresThreadStore`; `Queryable` says what each method does."""
 
-    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """The rows of the statement that has this name."""
-        raise NotImplementedError
+    _sql: Statements
 
     async def query_messages(
         self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
@@ -45,14 +42,14 @@ class ListedStore:
 
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
             name = "messages_newest_first" if newest_first else "messages_oldest_first"
-            return [(seq, payload) for seq, payload in await self._read(name, thread_id, low, high, count)]
+            return [(seq, payload) for seq, payload in await self._sql.read(name, thread_id, low, high, count)]
 
         return await message_page(thread_id, query, limit, cursor, fetch)
 
     async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
         """See `Queryable.load_message`."""
         check_message_id(message_id)
-        rows = await self._read("messages_by_id", check_id(thread_id, "thread_id"), columns.hash_of_id(message_id))
+        rows = await self._sql.read("messages_by_id", check_id(thread_id, "thread_id"), columns.hash_of_id(message_id))
         records = (record_of(thread_id, seq, payload) for seq, payload in rows)
         return next((record for record in records if record.message_id == message_id), None)
 
@@ -62,7 +59,7 @@ class ListedStore:
         if last < first:
             return []
         parameters = (check_id(thread_id, "thread_id"), first, last, last - first + 1)
-        rows = await self._read("messages_oldest_first", *parameters)
+        rows = await self._sql.read("messages_oldest_first", *parameters)
         return [record_of(thread_id, seq, payload) for seq, payload in rows]
 
     async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
@@ -70,7 +67,7 @@ class ListedStore:
         check_query(query, RunQuery)
         limit, position = check_limit(limit), read_position(cursor, query)
         status = query.status.value if query.status is not None else None
-        rows = await self._read(
+        rows = await self._sql.read(
             "query_runs", query.thread_id, status, *_prefix(query), *(position or (None, None)), limit + 1
         )
         found = [((when, run_id), decode_run(record)) for when, run_id, record in rows]
@@ -83,7 +80,7 @@ class ListedStore:
         """See `Queryable.query_threads`."""
         check_query(query, ThreadQuery)
         limit, position = check_limit(limit), read_position(cursor, query)
-        rows = await self._read(
+        rows = await self._sql.read(
             "query_threads",
             query.resource_id,
             query.parent_thread_id,

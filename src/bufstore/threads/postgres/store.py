@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.resources import files
-from typing import Any, LiteralString, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from psycopg import AsyncConnection, sql
 from psycopg.errors import UniqueViolation
@@ -28,6 +28,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
+from bufstore.postgres.connection.statements import Statements
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.edited_store import EditedStore
 from bufstore.threads.edits import WantedEdit
@@ -90,9 +91,8 @@ class PostgresThreadStore(ListedStore, EditedStore):
         self._owns_pool = pool is None
         #: Whether a buffer has opened this store; the buffer then closes it.
         self._behind = False
-        self._timeout_s = timeout_s
-        self._sql = queries(_FOLDER, schema)
-        self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
+        self._sql = Statements(self.pool, queries(_FOLDER, schema), timeout_s)
+        self._edits = DirectEdits(self._sql, schema, self.apply)
         self._parents = NamedParents(self.load_thread, self._edits.change)
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
         Raises ConfigError when a newer release has changed them so that this one cannot work with them.
         """
-        async with self.pool.lend(self._timeout_s) as connection:
+        async with self._sql.lend() as connection:
             await migrate(connection, self.schema, _FOLDER, "threads")
 
     def behind(
@@ -161,9 +161,9 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
     async def _erase_set_aside(self, thread_ids: Sequence[str]) -> int:
         """See `bufstore.buffer.domain.Backing`: erases rows that a Spark sink has set aside in this store's schema."""
-        if not (await self._read("has_table", self.schema, "spark_quarantine"))[0][0]:
+        if not (await self._sql.read("has_table", self.schema, "spark_quarantine"))[0][0]:
             return 0
-        return len(await self._read("erase_set_aside", arrays.texts(thread_ids)))
+        return len(await self._sql.read("erase_set_aside", arrays.texts(thread_ids)))
 
     # -- writes ------------------------------------------------------------------------------------------------
 
@@ -205,8 +205,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         key = call.key if call.key is not None else secrets.token_hex(8)
         entry_id = secrets.randbits(63)
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
-        row = await self._exactly_once(call.thread_id, key, parameters)
-        outcome, saves, last_id, version = row
+        outcome, saves, last_id, version = await self._exactly_once(call.thread_id, key, parameters)
         if outcome == "repeated" and (last_id == entry_id or call.key is None):
             # This call's own first try had taken effect.
             return Receipt(thread_id=call.thread_id, thread_seq=saves, id=entry_id, version=version)
@@ -220,15 +219,17 @@ class PostgresThreadStore(ListedStore, EditedStore):
             )
         raise _refusal(outcome, call, expected, version)
 
-    async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> tuple[Any, ...]:
+    async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> list[Any]:
         """Run the checkpoint function. When no answer comes, run it once more with the same key."""
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._sql.timeout_s
         unanswered = False
         while True:
             try:
-                rows = await self._fetch(self._sql["checkpoint"], parameters, deadline=deadline)
+                async with self.pool.lend(deadline - loop.time()) as connection:
+                    ((*row,),) = await self._sql.on(connection, "checkpoint", *parameters)
             except NoAnswer as e:
-                if unanswered or asyncio.get_running_loop().time() >= deadline:
+                if unanswered or loop.time() >= deadline:
                     raise OutcomeUnknown(thread_id, key) from e
                 unanswered = True
             except UniqueViolation:
@@ -240,7 +241,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
                     raise OutcomeUnknown(thread_id, key) from e
                 raise
             else:
-                return rows[0]
+                return row
 
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
         """Write `batch` (at most one change per thread) on `connection`, in the caller's transaction.
@@ -263,20 +264,20 @@ class PostgresThreadStore(ListedStore, EditedStore):
             runs = columns.run_columns(changes)
             async with connection.pipeline():
                 if deleted:
-                    await self._send(connection, "lock_removals", [arrays.texts(deleted)])
-                    await self._send(connection, "apply_removals", [arrays.texts(deleted)])
-                await self._send(connection, "apply_threads", columns.thread_columns(changes))
+                    await self._sql.send(connection, "lock_removals", arrays.texts(deleted))
+                    await self._sql.send(connection, "apply_removals", arrays.texts(deleted))
+                await self._sql.send(connection, "apply_threads", *columns.thread_columns(changes))
                 # COPY has no ON CONFLICT: rows that somebody else put where it will write are deleted first.
                 ends = arrays.ints(c.keep if new and c.appends else c.version for c in changes)
-                await self._send(connection, "apply_cut", (arrays.texts(c.thread_id for c in changes), ends))
+                await self._sql.send(connection, "apply_cut", arrays.texts(c.thread_id for c in changes), ends)
                 for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
                     some = (c for c in changes if c.whole is whole and not (new and c.appends))
                     for messages in columns.message_columns(some):
-                        await self._send(connection, name, messages)
+                        await self._sql.send(connection, name, *messages)
                 for records in runs:
-                    await self._send(connection, "apply_runs", records)
+                    await self._sql.send(connection, "apply_runs", *records)
             if new:
-                await copy(connection, self._sql["copy_messages"], copied(new))
+                await copy(connection, self._sql.texts["copy_messages"], copied(new))
 
     # -- reads -------------------------------------------------------------------------------------------------
 
@@ -286,11 +287,11 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
     async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
         """How many messages each of these threads has; threads that do not exist are left out."""
-        return dict(await self._read("versions", arrays.texts(thread_ids)))
+        return dict(await self._sql.read("versions", arrays.texts(thread_ids)))
 
     async def load_thread(self, thread_id: str) -> Thread | None:
         """The thread without its messages."""
-        rows = await self._read("load_thread", check_id(thread_id, "thread_id"))
+        rows = await self._sql.read("load_thread", check_id(thread_id, "thread_id"))
         return thread_of(thread_id, rows[0]) if rows else None
 
     async def load_messages(self, thread_id: str) -> list[Message] | None:
@@ -300,17 +301,17 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
     async def load_run(self, run_id: str) -> Run | None:
         """A run as it was last saved."""
-        rows = await self._read("load_run", check_id(run_id, "run_id"))
+        rows = await self._sql.read("load_run", check_id(run_id, "run_id"))
         return decode_run(rows[0][0]) if rows else None
 
     async def latest_run(self, thread_id: str) -> Run | None:
         """The run of the thread's newest checkpoint."""
-        rows = await self._read("latest_run", check_id(thread_id, "thread_id"))
+        rows = await self._sql.read("latest_run", check_id(thread_id, "thread_id"))
         return decode_run(rows[0][0]) if rows else None
 
     async def load_thread_state(self, thread_id: str) -> Any:
         """See `ThreadReader.load_thread_state`."""
-        rows = await self._read("load_kept_state", check_id(thread_id, "thread_id"))
+        rows = await self._sql.read("load_kept_state", check_id(thread_id, "thread_id"))
         return decode_message(rows[0][0]) if rows else None
 
     async def load_state(self, thread_id: str, *, with_watermark: bool = False) -> ThreadState:
@@ -318,7 +319,8 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
         `with_watermark`: read the buffer's row for the thread, too (its tables must be in the same schema).
         """
-        return thread_state(thread_id, await self._read("load_state", check_id(thread_id, "thread_id"), with_watermark))
+        rows = await self._sql.read("load_state", check_id(thread_id, "thread_id"), with_watermark)
+        return thread_state(thread_id, rows)
 
     # -- edits -------------------------------------------------------------------------------------------------
 
@@ -329,30 +331,6 @@ class PostgresThreadStore(ListedStore, EditedStore):
         self._parents.forget()
         return await self._edits.change(wanted)
 
-    # -- statements --------------------------------------------------------------------------------------------
-
-    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await self._ask(self._sql[name], parameters)
-
-    async def _ask(self, statement: LiteralString, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-        try:
-            return await self._fetch(statement, parameters, deadline=deadline)
-        except NoAnswer:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise
-            return await self._fetch(statement, parameters, deadline=deadline)
-
-    async def _fetch(
-        self, statement: LiteralString, parameters: Sequence[Any], *, deadline: float
-    ) -> list[tuple[Any, ...]]:
-        left = deadline - asyncio.get_running_loop().time()
-        async with self.pool.lend(left) as connection:
-            return await arrays.rows_of(connection, statement, parameters)
-
-    async def _send(self, connection: AsyncConnection[Any], name: str, parameters: Sequence[Any]) -> None:
-        await arrays.ArrayCursor(connection).execute(self._sql[name], parameters)
-
 
 class _SnapshotReader:
     """See `bufstore.buffer.domain.StateReader`: one statement, one snapshot."""
@@ -360,21 +338,20 @@ class _SnapshotReader:
     def __init__(self, store: PostgresThreadStore, schema: str) -> None:
         """`schema`: the schema of the buffer's tables."""
         self._store, self._beside = store, schema == store.schema
-        ledger = sql.Identifier(schema).as_string()
-        names = ("load_state_of_lane", "counts")
-        self._state, self._counts = (store._sql[name].replace("{ledger}", ledger) for name in names)
+        named, ledger = store._sql, sql.Identifier(schema).as_string()
+        texts = {name: text.replace("{ledger}", ledger) for name, text in named.texts.items()}
+        self._sql = Statements(named.pool, texts, named.timeout_s)
 
     async def state(self, thread_id: str) -> ThreadState:
         if self._beside:
             return await self._store.load_state(thread_id, with_watermark=True)
-        return thread_state(thread_id, await self._store._ask(self._state, [thread_id]))
+        return thread_state(thread_id, await self._sql.read("load_state_of_lane", thread_id))
 
     async def counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
         """See `bufstore.buffer.domain.Versions`; empty when the store's schema has no table of messages."""
-        store = self._store
-        if not (await store._read("has_table", store.schema, "messages"))[0][0]:
+        if not (await self._sql.read("has_table", self._store.schema, "messages"))[0][0]:
             return {}
-        return {t: (a, b, c) for t, a, b, c in await store._ask(self._counts, [arrays.texts(thread_ids)])}
+        return {t: (a, b, c) for t, a, b, c in await self._sql.read("counts", arrays.texts(thread_ids))}
 
     async def answers(self) -> None:
         await self._store.load_run(PROBE)

@@ -1,0 +1,35 @@
+"""The ledger's tables, which are made before the first statement."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from bufstore.postgres.connection.migrate import check_schema, migrate, queries
+from bufstore.postgres.connection.pool import new_pool
+from bufstore.postgres.connection.statements import Statements
+
+_FOLDER = files("bufstore.postgres.ledger") / "sql"
+#: The connections in the pool: enough for one flush and the reads of waiters beside it.
+_CONNECTIONS = 3
+
+
+class LedgerTables(Statements):
+    """The statements of the ledger, with a pool of their own. Postgres need not be up before the first of them."""
+
+    def __init__(self, conninfo: str, schema: str, timeout_s: float) -> None:
+        self.schema = check_schema(schema)
+        super().__init__(new_pool(conninfo, size=_CONNECTIONS), queries(_FOLDER, schema), timeout_s)
+        self._ready = False
+
+    async def setup(self, away_s: float | None = None) -> None:
+        """Create or migrate the tables, once. `away_s`: see `Pool.lend`. Raises like `migrate`."""
+        if not self._ready:
+            async with self.lend(away_s) as connection:
+                await migrate(connection, self.schema, _FOLDER, "buffer")
+            self._ready = True
+
+    async def run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """See `Statements.run`."""
+        await self.setup()
+        return await super().run(name, *parameters)
