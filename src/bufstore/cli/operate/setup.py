@@ -16,7 +16,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
-from bufstore.postgres.connection.migrate import check_schema
+from bufstore.postgres.connection.migrate import check_schema, has_schema
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
 
@@ -105,7 +105,7 @@ async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str]
     async with _owner(target, roles) as connection:
         of_all = _lanes(f"schema {target.schema}", lanes, await tables.lanes(connection, target.schema))
         for schema, of in _places(target.schema, parts, of_all):
-            there = await tables.has_schema(connection, schema)
+            there = await has_schema(connection, schema)
             missing = await tables.missing(connection, schema, of)
             scripts.append(tables.script(schema, missing, roles, new_schema=not there))
     return "".join(script for script in scripts if script != tables.NOTHING) or tables.NOTHING

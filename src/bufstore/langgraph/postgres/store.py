@@ -31,12 +31,19 @@ from bufstore.langgraph.outlines import outline_of
 from bufstore.langgraph.postgres.columns import parameters
 from bufstore.langgraph.protocol import Cursor, Outline, Part, Query
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.migrate import check_rows_shown, check_schema, queries
+from bufstore.postgres.connection.migrate import (
+    check_rows_shown,
+    check_schema,
+    has_table,
+    make_schema,
+    queries,
+    rendered,
+)
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.connection.statements import Statements
 from bufstore.postgres.ledger.ledger import PostgresLedger
 
-_FOLDER = files("bufstore.langgraph.postgres") / "sql"
+_PACKAGE = files("bufstore.langgraph.postgres")
 #: The prefix of the kind of a log that is flushed into LangGraph's tables; the name of their schema follows.
 _KIND = "bufstore.langgraph.postgres:"
 #: LangGraph's migration whose tables this release reads and writes.
@@ -53,16 +60,6 @@ PRIVILEGES = {
 _IN_ORDER = "('9'::text < 'a'::text AND 'aa'::text < 'ab'::text AND 'dd'::text < 'de'::text)"
 #: The key of the lock with which one process at a time creates the tables: any fixed number.
 _LOCK = 0x6C61_6E67_6772_6170
-_CREATE = (
-    "create_migrations",
-    "create_checkpoints",
-    "create_blobs",
-    "create_writes",
-    "create_checkpoints_index",
-    "create_blobs_index",
-    "create_writes_index",
-    "record_migrations",
-)
 
 
 class PostgresCheckpointStore:
@@ -93,7 +90,7 @@ class PostgresCheckpointStore:
         buffer = sql.Identifier(buffer_schema).as_string()
         texts = {
             name: text.replace("{buffer}", buffer).replace("{in_order}", _IN_ORDER)
-            for name, text in queries(_FOLDER, schema).items()
+            for name, text in queries(_PACKAGE / "sql", schema).items()
         }
         self._sql = Statements(self.pool, texts, timeout_s)
 
@@ -138,13 +135,12 @@ class PostgresCheckpointStore:
         row level security hides rows.
         """
         async with self._sql.lend() as connection, connection.transaction():
-            if not (await self._sql.on(connection, "has_migrations", self.schema))[0][0]:
+            if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
-                if not (await self._sql.on(connection, "has_migrations", self.schema))[0][0]:
-                    if not (await self._sql.on(connection, "has_schema", self.schema))[0][0]:
-                        await self._sql.on(connection, "create_schema")
-                    for name in _CREATE:
-                        await self._sql.on(connection, name)
+                if not await has_table(connection, self.schema, "checkpoint_migrations"):
+                    await make_schema(connection, self.schema)
+                    script = (_PACKAGE / "tables.sql").read_text(encoding="utf-8")
+                    await connection.execute(rendered(script, self.schema))
             await check_rows_shown(connection, self.schema, PRIVILEGES)
             version = (await self._sql.on(connection, "version"))[0][0]
         check_migration(self.schema, version)

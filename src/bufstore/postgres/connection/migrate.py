@@ -92,7 +92,7 @@ def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
             name = statement[1]
             if name in found:
                 raise ValueError(f"{file.name}: {name!r} is the name of another statement, too")
-            found[name] = _rendered(statement[3], schema)
+            found[name] = rendered(statement[3], schema)
     return found
 
 
@@ -166,7 +166,9 @@ async def _migrate_at_once(
             await connection.execute(statement)
         missing = await _missing(connection, schema, part, migrations)
         if missing:
-            await _prepare(connection, schema)
+            await make_schema(connection, schema)
+            for statement in preparing(schema):
+                await connection.execute(statement)
         for version in missing:
             await connection.execute(migrations[version])
             reach(Failpoint.MIGRATION_HALF)
@@ -191,7 +193,7 @@ async def _missing(
 def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
     """Return the folder's migrations by version, for `schema`."""
     return {
-        int(match[1]): _rendered(file.read_text(encoding="utf-8"), schema)
+        int(match[1]): rendered(file.read_text(encoding="utf-8"), schema)
         for file in folder.iterdir()
         if (match := _NUMBERED.fullmatch(file.name))
     }
@@ -225,9 +227,7 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
     """Return, by part, the versions that were applied, each with the oldest release that works after it."""
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
-    # Do not use to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
-    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'bufstore_migrations'"
-    if not (await connection.execute(there, [schema])).rowcount:
+    if not await has_table(connection, schema, "bufstore_migrations"):
         return {}
     # Through JSON, because the column may be missing: earlier releases made the table without it.
     cursor = await connection.execute(
@@ -241,13 +241,23 @@ async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> d
     return applied
 
 
-async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
+async def has_table(connection: AsyncConnection[Any], schema: str, table: str) -> bool:
+    """Return whether the schema holds a table."""
+    # Do not use to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
+    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = %s"
+    return bool((await connection.execute(there, [schema, table])).rowcount)
+
+
+async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
+    """Return whether the schema is there."""
+    return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
+
+
+async def make_schema(connection: AsyncConnection[Any], schema: str) -> None:
+    """Create the schema unless it is there."""
     # Not with IF NOT EXISTS alone: that needs the right to create schemas even when this one exists.
-    cursor = await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])
-    if not cursor.rowcount:
+    if not await has_schema(connection, schema):
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
-    for statement in preparing(schema):
-        await connection.execute(statement)
 
 
 def waiting() -> list[sql.Composed]:
@@ -277,6 +287,7 @@ def recording(schema: str, part: str, version: int, migration: str) -> sql.Compo
     )
 
 
-def _rendered(text: str, schema: str) -> LiteralString:
+def rendered(text: str, schema: str) -> LiteralString:
+    """Return the text of one of our SQL files for `schema`."""
     # Our own text with a quoted identifier in it: as literal as a string that is read from a file can be.
     return text.replace("{schema}", sql.Identifier(schema).as_string())

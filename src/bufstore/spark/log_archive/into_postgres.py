@@ -13,9 +13,9 @@ from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, StoreUnavailable
+from bufstore.postgres.connection.migrate import has_schema
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
-from bufstore.threads.postgres.tables import has_schema
 
 _TIMEOUT_S = 30.0
 

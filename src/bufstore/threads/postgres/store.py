@@ -26,7 +26,7 @@ from bufstore.errors import (
 )
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
-from bufstore.postgres.connection.migrate import check_schema, migrate, queries
+from bufstore.postgres.connection.migrate import check_schema, has_table, migrate, queries
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.connection.statements import Statements
 from bufstore.postgres.ledger.ledger import PostgresLedger
@@ -161,9 +161,12 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
     async def _erase_set_aside(self, thread_ids: Sequence[str]) -> int:
         """See `bufstore.buffer.domain.Backing`: erases rows that a Spark sink has set aside in this store's schema."""
-        if not (await self._sql.read("has_table", self.schema, "spark_quarantine"))[0][0]:
+        if not await self._has_table("spark_quarantine"):
             return 0
         return len(await self._sql.read("erase_set_aside", arrays.texts(thread_ids)))
+
+    async def _has_table(self, table: str) -> bool:
+        return await self._sql.answered(lambda connection: has_table(connection, self.schema, table))
 
     # -- writes ------------------------------------------------------------------------------------------------
 
@@ -349,7 +352,7 @@ class _SnapshotReader:
 
     async def counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
         """See `bufstore.buffer.domain.Versions`; empty when the store's schema has no table of messages."""
-        if not (await self._sql.read("has_table", self._store.schema, "messages"))[0][0]:
+        if not await self._store._has_table("messages"):
             return {}
         return {t: (a, b, c) for t, a, b, c in await self._sql.read("counts", arrays.texts(thread_ids))}
 

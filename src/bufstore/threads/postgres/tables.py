@@ -15,6 +15,8 @@ from bufstore.errors import ConfigError
 from bufstore.postgres.connection.migrate import (
     applied_migrations,
     check_schema,
+    has_schema,
+    has_table,
     migrate,
     migrations_of,
     preparing,
@@ -42,14 +44,9 @@ async def missing(connection: AsyncConnection[Any], schema: str, parts: Sequence
     return {part: [v for v in versions if v not in applied.get(part, {})] for part, versions in known.items()}
 
 
-async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
-    return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
-
-
 async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
     """Whether a PostgresThreadStore of this schema holds anything. Only reads."""
-    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'threads'"
-    if not (await connection.execute(there, [schema])).rowcount:
+    if not await has_table(connection, schema, "threads"):
         return False
     rows = sql.SQL("SELECT FROM {}.threads LIMIT 1").format(sql.Identifier(schema))
     return bool((await connection.execute(rows)).rowcount)

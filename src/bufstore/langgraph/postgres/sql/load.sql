@@ -1,3 +1,7 @@
+-- name: version
+-- The last of LangGraph's own migrations of its tables; null: there are none.
+SELECT max(v) FROM {schema}.checkpoint_migrations;
+
 -- name: state
 -- The watermark of one thread, the position of the last of its entries that wait, and whether there is anything of it.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,

@@ -29,7 +29,3 @@ SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT N
 -- name: versions
 -- How many messages each of these threads has.
 SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[]);
-
--- name: has_table
--- Whether the schema holds a table.
-SELECT count(*) = 1 FROM pg_tables WHERE schemaname = $1::text AND tablename = $2::text;
