@@ -52,7 +52,6 @@ from bufstore.threads.model import (
     encode_messages,
 )
 from bufstore.threads.payload import Removal
-from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.copying import COPY_FROM
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
@@ -361,7 +360,7 @@ async def test_only_messages_that_differ_are_written(how: str, shared: PostgresT
 async def test_statements_of_a_large_batch_are_split(
     shared: PostgresThreadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "STATEMENT_BYTES", 100)
+    monkeypatch.setattr(arrays, "STATEMENT_BYTES", 100)
     threads = [fresh() for _ in range(5)]
     await apply_to(shared, *(change(t, 0, ["x" * 90, "y" * 200, 1, 2], run_of(t)) for t in threads))
     for thread_id in threads:

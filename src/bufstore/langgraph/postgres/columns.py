@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from bufstore.langgraph.folded import Folded
-from bufstore.postgres.connection.arrays import Array, blobs, ints, texts
-
-#: How many bytes one statement takes at most: a larger batch goes in several.
-STATEMENT_BYTES = 16 << 20
+from bufstore.postgres.connection.arrays import Array, blobs, chunks, ints, texts
 
 
 def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]:
@@ -29,14 +25,14 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
     kept = (
         (f.thread_id, b.ns, b.channel, b.version, b.type, b.blob) for f in batch for _, b in sorted(f.blobs.items())
     )
-    for columns in _chunks(kept, (5,)):
+    for columns in chunks(kept, lambda row: len(row[5] or b"")):
         yield "put_blobs", [*map(texts, columns[:5]), blobs(columns[5])]
     put = (
         (f.thread_id, c.ns, c.id, c.parent, c.checkpoint, c.metadata)
         for f in batch
         for _, c in sorted(f.checkpoints.items())
     )
-    for columns in _chunks(put, (4, 5)):
+    for columns in chunks(put, lambda row: len(row[4]) + len(row[5])):
         yield "put_checkpoints", [*map(texts, columns[:4]), *map(blobs, columns[4:])]
     for name, replaces in (("put_writes", False), ("replace_writes", True)):
         written = (
@@ -45,29 +41,6 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
             for _, (w, upsert) in sorted(f.writes.items(), key=lambda item: item[0])
             if upsert is replaces
         )
-        for columns in _chunks(written, (7,)):
-            yield (
-                name,
-                [
-                    *map(texts, columns[:4]),
-                    ints(columns[4]),
-                    *map(texts, columns[5:7]),
-                    blobs(columns[7]),
-                    texts(columns[8]),
-                ],
-            )
-
-
-def _chunks(rows: Iterable[tuple[Any, ...]], payloads: Sequence[int]) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield the rows of each statement, as columns. `payloads`: the columns whose bytes count."""
-    chunk: list[tuple[Any, ...]] = []
-    size = 0
-    for row in rows:
-        bytes_ = sum(len(row[i] or b"") for i in payloads)
-        if chunk and size + bytes_ > STATEMENT_BYTES:
-            yield list(zip(*chunk, strict=True))
-            chunk, size = [], 0
-        chunk.append(row)
-        size += bytes_
-    if chunk:
-        yield list(zip(*chunk, strict=True))
+        for columns in chunks(written, lambda row: len(row[7])):
+            key, idx, names, blob, path = columns[:4], columns[4], columns[5:7], columns[7], columns[8]
+            yield name, [*map(texts, key), ints(idx), *map(texts, names), blobs(blob), texts(path)]

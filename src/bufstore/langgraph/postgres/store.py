@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
-import msgspec
 from psycopg import AsyncConnection, sql
 
-from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig
@@ -41,7 +39,7 @@ from bufstore.postgres.connection.migrate import (
 )
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.connection.statements import Statements
-from bufstore.postgres.ledger.ledger import PostgresLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger, watermark_of
 
 _PACKAGE = files("bufstore.langgraph.postgres")
 #: The prefix of the kind of a log that is flushed into LangGraph's tables; the name of their schema follows.
@@ -163,7 +161,7 @@ class PostgresCheckpointStore:
     async def state(self, thread_id: str) -> Tail:
         """See `bufstore.buffer.domain.StateReader`."""
         ((*row, waits_to, there),) = await self._sql.read("state", thread_id)
-        return stored_tail(_watermark(row, waits_to or 0), there=there)
+        return stored_tail(watermark_of(row, waits_to), there=there)
 
     async def answers(self) -> None:
         """See `bufstore.buffer.domain.StateReader`."""
@@ -192,7 +190,7 @@ class PostgresCheckpointStore:
             (BlobRow(ns, *blob) for blob in _rows(row[10:14])),
             (WriteRow(ns, *write) for write in _rows(row[14:21])),
         )
-        return Part(_watermark(row[:7]), tables)
+        return Part(watermark_of(row[:7]), tables)
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """See `CheckpointStore.rows`."""
@@ -204,7 +202,7 @@ class PostgresCheckpointStore:
         )
         tables = Tables()
         tables.add((), (BlobRow(*blob) for blob in _rows(row[7:12])), (WriteRow(*w) for w in _rows(row[12:20])))
-        return Part(_watermark(row[:7]), tables)
+        return Part(watermark_of(row[:7]), tables)
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
         """See `CheckpointStore.page`."""
@@ -296,13 +294,8 @@ def _part(
         (BlobRow(ns, *blob) for blob in _rows(row[11:15])),
         (WriteRow(ns, *write) for write in _rows(row[15:22])),
     )
-    state = stored_tail(_watermark(row[:7], waits_to or 0), there=there)
-    return Part(_watermark(row[:7]), tables, namespaces, state)
-
-
-def _watermark(row: Sequence[Any], waits_to: int = 0) -> Watermark:
-    known = Watermark() if row[0] is None else Watermark(*row)
-    return msgspec.structs.replace(known, waits_to=waits_to) if waits_to else known
+    state = stored_tail(watermark_of(row[:7], waits_to), there=there)
+    return Part(watermark_of(row[:7]), tables, namespaces, state)
 
 
 def _rows(columns: Sequence[Sequence[Any] | None]) -> Iterable[tuple[Any, ...]]:

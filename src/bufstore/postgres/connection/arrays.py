@@ -6,7 +6,7 @@ psycopg's own arrays look at each value twice and quote text.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, LiteralString
 
@@ -15,6 +15,9 @@ from psycopg import AsyncConnection, AsyncRawCursor
 from psycopg.adapt import Dumper
 from psycopg.errors import InvalidBinaryRepresentation
 from psycopg.pq import ExecStatus, Format
+
+#: About how many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
+STATEMENT_BYTES = 16 << 20
 
 _LENGTH = struct.Struct("!i").pack
 _INT8 = struct.Struct("!q").pack
@@ -73,6 +76,21 @@ class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):
         result = self.pgresult
         # Not `description`, which makes an object for each column.
         return await self.fetchall() if result is not None and result.status == ExecStatus.TUPLES_OK else []
+
+
+def chunks(rows: Iterable[tuple[Any, ...]], size_of: Callable[[Any], int]) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield the columns for each statement, of at most STATEMENT_BYTES or one row. `size_of`: a row's bytes."""
+    chunk: list[tuple[Any, ...]] = []
+    size = 0
+    for row in rows:
+        bytes_ = size_of(row)
+        if chunk and size + bytes_ > STATEMENT_BYTES:
+            yield list(zip(*chunk, strict=True))
+            chunk, size = [], 0
+        chunk.append(row)
+        size += bytes_
+    if chunk:
+        yield list(zip(*chunk, strict=True))
 
 
 def texts(values: Iterable[str | None]) -> Array:

@@ -160,7 +160,8 @@ class PostgresLedger:
         return dict(await self._tables.run("flushed"))
 
     async def watermark(self, thread_id: str) -> Watermark:
-        return _watermark((await self._tables.run("row", thread_id))[0])
+        ((*row, waits_to),) = await self._tables.run("row", thread_id)
+        return watermark_of(row, waits_to)
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
         return [(seq, t) for t, seq in await self._tables.run("tombstones", below, after, limit)]
@@ -180,7 +181,7 @@ class PostgresLedger:
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
         found = await self._tables.run("rows", arrays.texts(thread_ids))
-        return {thread_id: (_watermark(row), given_up) for thread_id, given_up, *row in found}
+        return {thread_id: (watermark_of(row, waits), given_up) for thread_id, given_up, *row, waits in found}
 
     async def broken(self) -> frozenset[str]:
         return frozenset(row[0] for row in await self._tables.run("broken"))
@@ -263,7 +264,7 @@ class PostgresLedger:
             )
 
 
-def _watermark(row: Sequence[Any]) -> Watermark:
-    """Return the watermark from a row of ``buffer_threads`` (null: none) and the last position that waits (or null)."""
-    watermark = Watermark() if row[0] is None else Watermark(*row[:-1])
-    return msgspec.structs.replace(watermark, waits_to=row[-1]) if row[-1] is not None else watermark
+def watermark_of(row: Sequence[Any], waits_to: int | None = None) -> Watermark:
+    """Return the watermark from a row of ``buffer_threads`` (nulls: there is none) and the last position that waits."""
+    watermark = Watermark() if row[0] is None else Watermark(*row)
+    return msgspec.structs.replace(watermark, waits_to=waits_to) if waits_to is not None else watermark

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 from psycopg.errors import UniqueViolation
 
-from bufstore.postgres.connection.arrays import Array, blobs, ints, longs, texts
+from bufstore.postgres.connection.arrays import Array, blobs, chunks, ints, longs, texts
 from bufstore.threads.model import RunStatus, Thread, ThreadChange, encoded_id
-
-#: About how many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
-STATEMENT_BYTES = 16 << 20
 
 
 class _WithStatus(msgspec.Struct, gc=False):
@@ -77,17 +73,16 @@ def _ranks(values: Sequence[int]) -> list[int]:
 
 
 def message_columns(changes: Iterable[ThreadChange]) -> Iterator[tuple[Array, ...]]:
-    """The parameters of ``apply_messages`` for each statement of at most STATEMENT_BYTES (or one message)."""
+    """The parameters of ``apply_messages`` for each statement that it takes."""
     rows = (
         (change.thread_id, change.keep + i, payload) for change in changes for i, payload in enumerate(change.messages)
     )
-    for chunk in _chunks(rows, payload=2):
-        thread_ids, seqs, payloads = zip(*chunk, strict=True)
+    for thread_ids, seqs, payloads in chunks(rows, lambda row: len(row[2])):
         yield texts(thread_ids), ints(seqs), blobs(payloads), longs(id_hash(p) for p in payloads)
 
 
 def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
-    """The parameters of ``apply_runs`` for each such statement, in the order of the runs' ids.
+    """The parameters of ``apply_runs`` for each statement that it takes, in the order of the runs' ids.
 
     Raises UniqueViolation when two threads of the batch have the same run id.
     """
@@ -100,21 +95,8 @@ def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
         raise UniqueViolation("a run id belongs to another thread")
     ranks = _ranks([row[3] for row in rows])
     columns: list[tuple[Array, ...]] = []
-    for chunk in _chunks(((*row[:3], rank) for row, rank in zip(rows, ranks, strict=True)), payload=2):
-        run_ids, thread_ids, records, chunk_ranks = zip(*chunk, strict=True)
+    ranked = ((*row[:3], rank) for row, rank in zip(rows, ranks, strict=True))
+    for run_ids, thread_ids, records, chunk_ranks in chunks(ranked, lambda row: len(row[2])):
         statuses = [_status_of(record).status.value for record in records]
         columns.append((texts(run_ids), texts(thread_ids), blobs(records), texts(statuses), ints(chunk_ranks)))
     return columns
-
-
-def _chunks(rows: Iterable[tuple[Any, ...]], *, payload: int) -> Iterator[list[tuple[Any, ...]]]:
-    chunk: list[tuple[Any, ...]] = []
-    size = 0
-    for row in rows:
-        if chunk and size + len(row[payload]) > STATEMENT_BYTES:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(row)
-        size += len(row[payload])
-    if chunk:
-        yield chunk
