@@ -8,9 +8,9 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import StoredEntry
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of_encoded
-from bufstore.threads.model import ThreadChange
+from bufstore.threads.model import Thread, ThreadChange
 from bufstore.threads.payload import decode_payload
-from bufstore.threads.state import ThreadState, changed
+from bufstore.threads.state import ThreadState
 
 #: How many bytes each part of a state takes beside its encoded content.
 _OBJECT_BYTES = 48
@@ -26,7 +26,21 @@ class ThreadsDomain:
         return ThreadState(watermark=watermark)
 
     def overlay(self, state: ThreadState, thread_id: str, change: ThreadChange, watermark: Watermark) -> ThreadState:
-        return changed(state, thread_id, change, watermark)
+        if change.deleted:
+            state = ThreadState(watermark=watermark, deleted=True)
+            if change.gone:
+                return state
+        thread = change.project(state.thread or Thread(thread_id=thread_id))
+        latest = thread.latest_run_id
+        return ThreadState(
+            watermark=watermark,
+            thread=thread,
+            messages=[*state.messages[: change.keep], *change.messages],
+            latest_run=change.runs.get(latest, state.latest_run) if latest is not None else None,
+            tail_runs={**state.tail_runs, **change.runs},
+            state=change.state if change.state is not None else state.state,
+            deleted=state.deleted,
+        )
 
     def nothing(self) -> MessageMemory:
         return MessageMemory()

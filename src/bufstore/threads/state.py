@@ -1,12 +1,11 @@
-"""A thread as a read shows it, and what a change makes of it."""
+"""A thread as a read shows it."""
 
 from __future__ import annotations
 
 import msgspec
 
-from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import State
-from bufstore.threads.model import Checkpoint, Thread, ThreadChange, decode_message, decode_run
+from bufstore.threads.model import Checkpoint, Thread, decode_message, decode_run
 
 
 class ThreadState(State, frozen=True, kw_only=True):
@@ -32,22 +31,3 @@ class ThreadState(State, frozen=True, kw_only=True):
             latest_run=decode_run(self.latest_run) if self.latest_run is not None else None,
             state=decode_message(self.state) if self.state is not None else None,
         )
-
-
-def changed(state: ThreadState, thread_id: str, change: ThreadChange, watermark: Watermark) -> ThreadState:
-    """`state` after `change`. `watermark`: the one that the thread has then."""
-    if change.deleted:
-        state = ThreadState(watermark=watermark, deleted=True)
-        if change.gone:
-            return state
-    thread = change.project(state.thread or Thread(thread_id=thread_id))
-    latest = thread.latest_run_id
-    return ThreadState(
-        watermark=watermark,
-        thread=thread,
-        messages=[*state.messages[: change.keep], *change.messages],
-        latest_run=change.runs.get(latest, state.latest_run) if latest is not None else None,
-        tail_runs={**state.tail_runs, **change.runs},
-        state=change.state if change.state is not None else state.state,
-        deleted=state.deleted,
-    )
