@@ -10,33 +10,29 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
 
 from bufstore.buffer import producers
+from bufstore.buffer.append.tip import Prepare
 from bufstore.buffer.operate.audit import Verification, verification_of_all
 from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, InvalidQuery, StoreUnavailable
 from bufstore.nats.session import Nats
-from bufstore.threads import edits
 from bufstore.threads.behind import lanes_of
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
+from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edited_store import EditedStore
+from bufstore.threads.edits import WantedEdit
 from bufstore.threads.erasing import Erasure, ThreadEraser
 from bufstore.threads.lanes import Lanes, ThreadBuffer
 from bufstore.threads.lineage import Children, LineageChange
 from bufstore.threads.lists import BufferedLists
-from bufstore.threads.model import (
-    Checkpoint,
-    Run,
-    Thread,
-    decode_message,
-    decode_run,
-)
+from bufstore.threads.model import Checkpoint, Run, Thread, decode_message, decode_run
 from bufstore.threads.payload import content_hash
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.queries import (
@@ -71,7 +67,7 @@ class BufferedThreadStore(EditedStore):
         self._runs = Runs(store, lanes)
         self._lists = BufferedLists(store, lanes)
         self._edits = BufferedEdits(store, lanes, self._runs)
-        self._lineage = BufferedLineage(lanes, self._lists, self._edits)
+        self._lineage = BufferedLineage(lanes, self._runs, self._lists, self._edits)
         self._eraser = ThreadEraser(lanes, self._edits, self._lineage)
         #: The bulk writes of pipelines.
         self.bulk = BulkWriter(lanes, self._runs, self._lineage, self._edits)
@@ -157,15 +153,9 @@ class BufferedThreadStore(EditedStore):
         Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
-        if run.parent_thread_id is not None or not self._runs.claimed(run):
-            await self._admit(run)
-        return await self.lanes.of(thread_id).appender.append(
-            thread_id,
-            call.whole_list,
-            key=idempotency_key,
-            content=_content("whole", call) if idempotency_key is not None else b"",
-            mark=producers.item_of(producer) if producer is not None else None,
-        )
+        if not self._runs.admitted(run):
+            await self._lineage.admit(run)
+        return await self._append("whole", call, call.whole_list, idempotency_key, producer)
 
     async def checkpoint_append(
         self,
@@ -184,21 +174,22 @@ class BufferedThreadStore(EditedStore):
         call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
         if len(delta) > 1:
             call.check_new_ids()
-        if run.parent_thread_id is not None or not self._runs.claimed(run):
-            await self._admit(run)
-        return await self.lanes.of(thread_id).appender.append(
-            thread_id,
-            call.appending,
-            key=idempotency_key,
-            content=_content("append", call) if idempotency_key is not None else b"",
-            mark=producers.item_of(producer) if producer is not None else None,
+        if not self._runs.admitted(run):
+            await self._lineage.admit(run)
+        return await self._append("append", call, call.appending, idempotency_key, producer)
+
+    def _append(
+        self, kind: str, call: Call, draft: Prepare[MessageMemory], key: str | None, producer: ProducerSequence | None
+    ) -> Awaitable[Receipt]:
+        return self.lanes.of(call.thread_id).appender.append(
+            call.thread_id,
+            draft,
+            key=key,
+            content=content_hash(kind, call.encoded, call.run) if key is not None else b"",
+            mark=producers.item_of(producer),
         )
 
-    async def create_run(self, run: Run) -> Receipt:
-        """See `ThreadRunStore.create_run`; for the errors of all edits, `bufstore.threads.buffered_edits`."""
-        return await self._edits.create_run(run, edits.create_run(run))
-
-    async def _edit(self, wanted: edits.WantedEdit) -> Receipt:
+    async def _edit(self, wanted: WantedEdit) -> Receipt:
         return await self._edits.edit(wanted)
 
     async def _change(self, wanted: LineageChange) -> Receipt:
@@ -214,10 +205,6 @@ class BufferedThreadStore(EditedStore):
         Raises what `delete_thread` raises, except NotFound; also FlushTimeout, StoreUnavailable.
         """
         return await self._eraser.erase(thread_id, children)
-
-    async def _admit(self, run: Run) -> None:
-        await self._lineage.check_run(run)
-        await self._runs.claim(run)
 
     # --- reads ------------------------------------------------------------------------------------------------
 
@@ -407,7 +394,3 @@ class BufferedThreadStore(EditedStore):
         """
         lags = await self.lanes.each(lambda buffer: buffer.vitals.lag())
         return {lane * len(lag) + partition: n for lane, lag in enumerate(lags) for partition, n in lag.items()}
-
-
-def _content(kind: str, call: Call) -> bytes:
-    return content_hash(kind, call.encoded, call.run)

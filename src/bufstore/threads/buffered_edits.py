@@ -14,7 +14,6 @@ from bufstore.buffer import producers
 from bufstore.errors import ConfigError, LogUnavailable, Rejected, ThreadQuarantined
 from bufstore.threads.edits import Known, WantedEdit
 from bufstore.threads.lanes import Lanes
-from bufstore.threads.model import Run
 from bufstore.threads.payload import Edit, Removal
 from bufstore.threads.protocol import Queryable, WrappableStore
 from bufstore.threads.runs import Runs
@@ -35,12 +34,6 @@ class BufferedEdits:
         self._lanes, self._config = lanes, lanes.config
         self._runs = runs
 
-    async def create_run(self, run: Run, wanted: WantedEdit) -> Receipt:
-        """Claim the run's id, then append. Raises AlreadyExists."""
-        self.check_store()
-        await self._runs.claim(run)
-        return await self.edit(wanted)
-
     async def edit(
         self,
         wanted: WantedEdit,
@@ -48,13 +41,17 @@ class BufferedEdits:
         overtaken: Callable[[], Awaitable[bool]] | None = None,
         mark: bytes | None = None,
     ) -> Receipt:
-        """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append.
+        """Claim the run's id if the edit creates a run; read, decide, append.
+
+        Raises what these raise: AlreadyExists, Rejected errors of the decision, the errors of a read and of an append.
 
         `overtaken` is asked between the read and the append; if it says yes, raises Overtaken. `mark`: an item of
         `bufstore.buffer.producers`. An edit that the thread has already is not decided again: the thread is no longer
         as that edit found it.
         """
         self.check_store()
+        if wanted.run_id is not None:
+            await self._runs.claim(wanted.run_id, wanted.thread_id)
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
         # An append fails unless the thread is still as it was read. A refusal has no such check: prove its read.
         proven = False

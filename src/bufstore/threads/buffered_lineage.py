@@ -56,6 +56,7 @@ from bufstore.threads.lineage import (
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
+from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency, Receipt
 
@@ -77,28 +78,28 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class BufferedLineage:
     """Carries out changes of lineage; see the module's text."""
 
-    def __init__(self, lanes: Lanes, lists: BufferedLists, edits: BufferedEdits) -> None:
+    def __init__(self, lanes: Lanes, runs: Runs, lists: BufferedLists, edits: BufferedEdits) -> None:
         self._lanes, self._config = lanes, lanes.config
         #: The first lane's shared state, which has the record for all lanes.
         self._shared = lanes.first.shared
-        self._lists = lists
-        self._edits = edits
+        self._runs, self._lists, self._edits = runs, lists, edits
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
         #: The ids of changes whose record may have been stored.
         self._placed: set[int] = set()
         #: The sequence of a record that cannot be read, and the loop's time when it was first seen.
         self._unread = (0, 0.0)
 
-    async def check_run(self, run: Run) -> None:
-        """Raise LineageError if the run names a parent that its thread cannot have.
+    async def admit(self, run: Run) -> None:
+        """Check the parent that a run names, and claim its id, before a checkpoint of it.
 
-        When only Postgres knows and it is away, nothing is checked: the checkpoint is more important.
+        When only Postgres knows the parent and it is away, nothing is checked: the checkpoint is more important.
+        Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
-        if run.parent_thread_id is None:
-            return
-        with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
-            async with asyncio.timeout(self._config.read_timeout_s):
-                await self._parents.check(run)
+        if run.parent_thread_id is not None:
+            with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
+                async with asyncio.timeout(self._config.read_timeout_s):
+                    await self._parents.check(run)
+        await self._runs.claim(run.run_id, run.thread_id)
 
     async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
         """Check the change, take a place, carry it out. Raises NotFound, LineageError, what reads and appends raise.

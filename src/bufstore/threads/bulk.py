@@ -67,11 +67,12 @@ class BulkWriter:
             if run is before:
                 continue
             before = run
-            if run.parent_thread_id is None and not self._runs.claimed(run):
+            if run.parent_thread_id is None and not self._runs.admitted(run):
                 with suppress(Rejected):
-                    check_run(run, run.thread_id)
+                    check_run(run)
                     new[run.run_id] = run
-        await asyncio.gather(*(self._runs.claim(run) for run in new.values()), return_exceptions=True)
+        claims = (self._runs.claim(run.run_id, run.thread_id) for run in new.values())
+        await asyncio.gather(*claims, return_exceptions=True)
 
     async def write(self, thread_id: str, steps: Sequence[BulkCheckpoint]) -> Series:
         """Write a thread's checkpoints in order, none behind one that is not stored.
@@ -89,8 +90,8 @@ class BulkWriter:
                     call = call_after(before[1], step.messages, step.producer)
                 else:
                     call, admitted = call_of(thread_id, step.messages, step.run, None, step.producer), False
-                if not (admitted or await written.holds(step)):
-                    await self._admit(step.run)
+                if not (admitted or self._runs.admitted(step.run) or await written.holds(step)):
+                    await self._lineage.admit(step.run)
                     admitted = True
                 if not step.whole:
                     call.check_new_ids()
@@ -120,11 +121,6 @@ class BulkWriter:
             return (await self._lineage.change(wanted, producers.item_of(producer))).repeated
         except NotFound:
             return True
-
-    async def _admit(self, run: Run) -> None:
-        if run.parent_thread_id is not None or not self._runs.claimed(run):
-            await self._lineage.check_run(run)
-            await self._runs.claim(run)
 
 
 class _Written:

@@ -33,7 +33,7 @@ class Known(msgspec.Struct, frozen=True):
 
     thread: Thread | None
     messages: Sequence[bytes] = ()
-    #: Whether the run that the edit is about exists.
+    #: Whether the run that the edit creates exists.
     run_exists: bool = False
 
 
@@ -43,6 +43,7 @@ class WantedEdit(msgspec.Struct, frozen=True):
     thread_id: str
     #: Decides what the edit writes. Raises Rejected errors.
     decide: Callable[[Known], Edit | Removal]
+    #: The run that the edit creates.
     run_id: str | None = None
     #: True when the edit may be made to a thread whose chain is broken.
     heals: bool = False

@@ -25,22 +25,21 @@ class Runs:
         self._home = Home()
         self._claimed: Newest[str, str] = Newest(lanes.config.cached_threads * lanes.config.log.lanes)
 
-    def claimed(self, run: Run) -> bool:
-        """Whether this process has claimed the run lately."""
-        return self._claimed.get(run.run_id) == run.thread_id
+    def admitted(self, run: Run) -> bool:
+        """Whether a checkpoint of the run needs no `BufferedLineage.admit`: it names no parent, and is claimed."""
+        return run.parent_thread_id is None and self._claimed.get(run.run_id) == run.thread_id
 
-    async def claim(self, run: Run) -> None:
-        """Register the run and claim its id, once, before its first checkpoint. Raises AlreadyExists."""
-        if self.claimed(run):
+    async def claim(self, run_id: str, thread_id: str) -> None:
+        """Register the run and claim its id, once, before it is first saved. Raises AlreadyExists."""
+        if self._claimed.get(run_id) == thread_id:
             return
         self._home.check()
         reach(Failpoint.CLAIM_BEFORE)
-        shared = self._lanes.of(run.run_id).shared
-        owner = await shared.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
+        owner = await self._lanes.of(run_id).shared.claim_run(run_id, thread_id, self._config.append_timeout_s)
         reach(Failpoint.CLAIM_STORED)
-        if owner != run.thread_id:
-            raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
-        self._claimed[run.run_id] = run.thread_id
+        if owner != thread_id:
+            raise AlreadyExists(f"run {run_id!r} belongs to another thread")
+        self._claimed[run_id] = thread_id
 
     async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
         """The run as it was last saved; None if there is none. Raises as `Reads.thread` does."""
