@@ -144,8 +144,8 @@ def test_a_circle_of_parents_ends() -> None:
     rows = [CheckpointRow("", i, p, b'{"v":4}', b"{}") for i, p in (("a", "b"), ("b", "a"), ("c", "b"))]
     folded = Folded("t", map(Put, rows))
     thin(folded, "latest")
-    assert [row.id for row in folded.checkpoints.values()] == ["c"]
-    assert folded.checkpoints["", "c"].parent is None
+    assert [row.id for row in folded.rows.checkpoints.values()] == ["c"]
+    assert folded.rows.checkpoints["", "c"].parent is None
 
 
 def test_a_mode_that_there_is_not_is_refused() -> None:

@@ -6,21 +6,14 @@ from collections.abc import Iterable
 
 from bufstore.langgraph.model import (
     BlobKey,
-    BlobRow,
     CheckpointKey,
-    CheckpointRow,
     Delete,
     Drop,
     Operation,
-    Put,
     Rows,
     Tables,
     WriteKey,
-    WriteRow,
     Writes,
-    left_by,
-    merged,
-    put,
 )
 
 
@@ -42,62 +35,35 @@ class Folded:
         self.dropped: set[CheckpointKey] = set()
         self.dropped_namespaces: set[str] = set()
         self.dropped_blobs: set[BlobKey] = set()
-        self.checkpoints: dict[CheckpointKey, CheckpointRow] = {}
-        self.blobs: dict[BlobKey, BlobRow] = {}
+        #: What the operations make of a thread without rows.
+        self.rows = Tables()
         #: The checkpoints that were copied from another thread.
         self.copied: set[CheckpointKey] = set()
-        #: The row of each key, and whether it replaces one that is there.
-        self.writes: dict[WriteKey, tuple[WriteRow, bool]] = {}
+        #: The writes that replace one that is there.
+        self.replacing: set[WriteKey] = set()
+
+    def _fold(self, operation: Operation) -> None:
+        if isinstance(operation, Delete):
+            self._clear()
+            self.deleted = True
+            return
+        self.rows.apply(operation)
+        if isinstance(operation, Writes):
+            if operation.upsert:
+                self.replacing |= {write.key for write in operation.rows}
+        elif isinstance(operation, Rows):
+            self.copied |= {row.key for row in operation.checkpoints}
+        elif isinstance(operation, Drop):
+            self.dropped |= set(operation.checkpoints)
+            self.dropped_namespaces |= set(operation.namespaces)
+            self.dropped_blobs |= set(operation.blobs)
+            self.replacing &= self.rows.writes.keys()
 
     def written(self, tables: Tables) -> Tables:
         """Return what the statements of a flush make of the thread's tables: deletions first, then rows."""
         after = Tables() if self.deleted else tables.copy()
         after.apply(Drop(sorted(self.dropped), sorted(self.dropped_namespaces), sorted(self.dropped_blobs)))
-        after.blobs = {**self.blobs, **after.blobs}
-        for row in self.checkpoints.values():
-            after.apply(Put(row))
-        for write, upsert in self.writes.values():
-            after.apply(Writes([write], upsert))
+        after.apply(Rows(list(self.rows.checkpoints.values()), list(self.rows.blobs.values())))
+        for key, write in self.rows.writes.items():
+            after.apply(Writes([write], key in self.replacing))
         return after
-
-    def _fold(self, operation: Operation) -> None:
-        match operation:
-            case Put(row, blobs, _):
-                self._put(row)
-                self._keep_blobs(blobs)
-            case Writes(rows, upsert):
-                for write in rows:
-                    self._write(write, upsert)
-            case Rows(checkpoints, blobs, writes):
-                for row in checkpoints:
-                    self._put(row)
-                    self.copied.add((row.ns, row.id))
-                self._keep_blobs(blobs)
-                for write in writes:
-                    self._write(write, False)
-            case Delete():
-                self._clear()
-                self.deleted = True
-            case Drop():
-                self._drop(operation)
-
-    def _put(self, row: CheckpointRow) -> None:
-        put(self.checkpoints, row)
-
-    def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:
-        for blob in blobs:
-            self.blobs.setdefault(blob.key, blob)
-
-    def _write(self, write: WriteRow, upsert: bool) -> None:
-        key = write.ns, write.checkpoint_id, write.task_id, write.idx
-        before = self.writes.get(key)
-        if before is None:
-            self.writes[key] = write, upsert
-        else:
-            self.writes[key] = merged(before[0], write, upsert), before[1] or upsert
-
-    def _drop(self, drop: Drop) -> None:
-        self.dropped |= set(drop.checkpoints)
-        self.dropped_namespaces |= set(drop.namespaces)
-        self.dropped_blobs |= set(drop.blobs)
-        self.checkpoints, self.blobs, self.writes = left_by(drop, self.checkpoints, self.blobs, self.writes)

@@ -9,7 +9,7 @@ import msgspec
 
 from bufstore.errors import ConfigError
 from bufstore.langgraph.folded import Folded
-from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, versions_of
+from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, Tables, is_old, versions_of
 from bufstore.langgraph.outlines import outline_of
 from bufstore.types import check_choice
 
@@ -33,12 +33,7 @@ class _Metadata(msgspec.Struct):
     run_id: Any = None
 
 
-class _Checkpoint(msgspec.Struct):
-    v: int = 0
-
-
 _metadata = msgspec.json.Decoder(_Metadata).decode
-_checkpoint = msgspec.json.Decoder(_Checkpoint).decode
 
 
 def thin(folded: Folded, history: History) -> None:
@@ -48,25 +43,26 @@ def thin(folded: Folded, history: History) -> None:
     thread with a DeltaChannel, whose values stand in its history, is left as it is; so is one with a checkpoint of an
     old version, which needs its parent.
     """
-    if history == "all" or any(_needs_history(row, folded) for row in folded.checkpoints.values()):
+    rows = folded.rows
+    if history == "all" or any(_needs_history(row, rows) for row in rows.checkpoints.values()):
         return
     kept = _kept(folded, history)
-    gone = folded.checkpoints.keys() - kept
+    gone = rows.checkpoints.keys() - kept
     if not gone:
         return
     for key in kept:
-        folded.checkpoints[key] = _rewired(folded.checkpoints[key], gone, folded)
-    superseded = _named(folded.checkpoints[key] for key in gone) - _named(folded.checkpoints[key] for key in kept)
-    folded.blobs = {key: blob for key, blob in folded.blobs.items() if key not in superseded}
-    folded.writes = {key: write for key, write in folded.writes.items() if key[:2] not in gone}
-    folded.checkpoints = {key: row for key, row in folded.checkpoints.items() if key not in gone}
+        rows.checkpoints[key] = _rewired(rows.checkpoints[key], gone, rows)
+    superseded = _named(rows.checkpoints[key] for key in gone) - _named(rows.checkpoints[key] for key in kept)
+    rows.blobs = {key: blob for key, blob in rows.blobs.items() if key not in superseded}
+    rows.writes = {key: write for key, write in rows.writes.items() if key[:2] not in gone}
+    rows.checkpoints = {key: row for key, row in rows.checkpoints.items() if key not in gone}
 
 
 def _kept(folded: Folded, history: History) -> set[CheckpointKey]:
     kept, newest = set(folded.copied), dict[tuple[str, Any], str]()
     if history == "run":
-        kept |= {key[:2] for key, (write, _) in folded.writes.items() if write.channel in _STOPS}
-    for (ns, id_), row in folded.checkpoints.items():
+        kept |= {key[:2] for key, write in folded.rows.writes.items() if write.channel in _STOPS}
+    for (ns, id_), row in folded.rows.checkpoints.items():
         groups: list[tuple[str, Any]] = [(ns, None)]
         if history == "run":
             metadata = _metadata(row.metadata)
@@ -75,20 +71,20 @@ def _kept(folded: Folded, history: History) -> set[CheckpointKey]:
                 kept.add((ns, id_))
         for group in groups:
             newest[group] = max(newest.get(group, ""), id_)
-    return (kept & folded.checkpoints.keys()) | {(ns, id_) for (ns, _), id_ in newest.items()}
+    return (kept & folded.rows.checkpoints.keys()) | {(ns, id_) for (ns, _), id_ in newest.items()}
 
 
-def _needs_history(row: CheckpointRow, folded: Folded) -> bool:
-    return _checkpoint(row.checkpoint).v < 4 or outline_of(row, folded.blobs.keys(), parent_sends=False).delta
+def _needs_history(row: CheckpointRow, rows: Tables) -> bool:
+    return is_old(row) or outline_of(row, rows.blobs.keys(), parent_sends=False).delta
 
 
-def _rewired(row: CheckpointRow, gone: Set[CheckpointKey], folded: Folded) -> CheckpointRow:
+def _rewired(row: CheckpointRow, gone: Set[CheckpointKey], rows: Tables) -> CheckpointRow:
     parent, passed = row.parent, set[str]()
     while parent is not None and (row.ns, parent) in gone:
         # No writer makes a circle of parents, but the log may hold anything.
         again = parent in passed
         passed.add(parent)
-        parent = None if again else folded.checkpoints[row.ns, parent].parent
+        parent = None if again else rows.checkpoints[row.ns, parent].parent
     return row if parent == row.parent else msgspec.structs.replace(row, parent=parent)
 
 

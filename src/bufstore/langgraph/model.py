@@ -6,16 +6,13 @@ operation makes of them: the store in memory, a read of the tail, and the tests 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 #: The channel of what tasks send to others. A checkpoint before version 4 takes it from its parent's writes.
 TASKS = "__pregel_tasks"
-
-#: A write, alone or with how it is written.
-W = TypeVar("W")
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -27,6 +24,10 @@ class CheckpointRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     #: JSON.
     checkpoint: bytes
     metadata: bytes
+
+    @property
+    def key(self) -> CheckpointKey:
+        return self.ns, self.id
 
 
 class BlobRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,6 +55,10 @@ class WriteRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     type: str
     blob: bytes
     task_path: str
+
+    @property
+    def key(self) -> WriteKey:
+        return self.ns, self.checkpoint_id, self.task_id, self.idx
 
     @property
     def order(self) -> tuple[str, str, int]:
@@ -120,27 +125,6 @@ class LangGraphChange(msgspec.Struct, frozen=True):
         return isinstance(self.operations[-1][1], Delete)
 
 
-def put(checkpoints: dict[CheckpointKey, CheckpointRow], row: CheckpointRow) -> None:
-    """Put a row among others as Postgres does: a checkpoint that is there already keeps its parent."""
-    before = checkpoints.get((row.ns, row.id))
-    checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
-
-
-def left_by(
-    drop: Drop,
-    checkpoints: Mapping[CheckpointKey, CheckpointRow],
-    blobs: Mapping[BlobKey, BlobRow],
-    writes: Mapping[WriteKey, W],
-) -> tuple[dict[CheckpointKey, CheckpointRow], dict[BlobKey, BlobRow], dict[WriteKey, W]]:
-    """Return what a drop leaves of these rows."""
-    gone, namespaces, dropped = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
-    return (
-        {k: orphaned(row, gone) for k, row in checkpoints.items() if k not in gone and k[0] not in namespaces},
-        {k: b for k, b in blobs.items() if k not in dropped and k[0] not in namespaces},
-        {k: w for k, w in writes.items() if k[:2] not in gone and k[0] not in namespaces},
-    )
-
-
 class Tables:
     """Rows of one thread: all of them, or those that a read asked for."""
 
@@ -163,10 +147,10 @@ class Tables:
     ) -> None:
         """Add rows that are not there."""
         for row in checkpoints:
-            self.checkpoints[row.ns, row.id] = row
+            self.checkpoints[row.key] = row
             self.known |= versions_of(row)
         self.blobs |= {blob.key: blob for blob in blobs}
-        self.writes |= {(w.ns, w.checkpoint_id, w.task_id, w.idx): w for w in writes}
+        self.writes |= {write.key: write for write in writes}
 
     def copy(self) -> Tables:
         """Return the same rows, which can be changed without these."""
@@ -181,8 +165,10 @@ class Tables:
             case Put(row, blobs, empty, untold):
                 self._put(row)
                 self._keep_blobs(blobs)
-                self.known |= {(row.ns, channel, version) for channel, version in empty}
-                self.untold |= {(row.ns, channel, version) for channel, version in untold}
+                if empty:
+                    self.known |= {(row.ns, channel, version) for channel, version in empty}
+                if untold:
+                    self.untold |= {(row.ns, channel, version) for channel, version in untold}
             case Writes(rows, upsert):
                 for write in rows:
                     self._write(write, upsert)
@@ -199,19 +185,32 @@ class Tables:
                 self._drop(operation)
 
     def _put(self, row: CheckpointRow) -> None:
-        put(self.checkpoints, row)
+        # A checkpoint that is there already keeps its parent.
+        key = row.key
+        before = self.checkpoints.get(key)
+        self.checkpoints[key] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
 
     def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:
         for blob in blobs:
-            self.blobs.setdefault(blob.key, blob)
-            self.known.add(blob.key)
+            key = blob.key
+            self.blobs.setdefault(key, blob)
+            self.known.add(key)
 
     def _write(self, write: WriteRow, upsert: bool) -> None:
-        key = write.ns, write.checkpoint_id, write.task_id, write.idx
-        self.writes[key] = merged(self.writes.get(key), write, upsert)
+        key = write.key
+        before = self.writes.setdefault(key, write)
+        if upsert and before is not write:
+            self.writes[key] = msgspec.structs.replace(write, task_path=before.task_path)
 
     def _drop(self, drop: Drop) -> None:
-        self.checkpoints, self.blobs, self.writes = left_by(drop, self.checkpoints, self.blobs, self.writes)
+        gone, namespaces, blobs = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
+        self.checkpoints = {
+            key: orphaned(row, gone)
+            for key, row in self.checkpoints.items()
+            if key not in gone and key[0] not in namespaces
+        }
+        self.blobs = {k: b for k, b in self.blobs.items() if k not in blobs and k[0] not in namespaces}
+        self.writes = {k: w for k, w in self.writes.items() if k[:2] not in gone and k[0] not in namespaces}
         self.dropped = True
 
     @property
@@ -230,13 +229,6 @@ class Tables:
         """A checkpoint's writes in the order in which they take effect."""
         found = [w for key, w in self.writes.items() if key[:2] == (ns, checkpoint_id)]
         return sorted(found, key=lambda w: w.order)
-
-
-def merged(before: WriteRow | None, write: WriteRow, upsert: bool) -> WriteRow:
-    """Return the row that a key has after `write`, if it had the row `before`."""
-    if before is None:
-        return write
-    return msgspec.structs.replace(write, task_path=before.task_path) if upsert else before
 
 
 def orphaned(row: CheckpointRow, gone: set[CheckpointKey]) -> CheckpointRow:
@@ -259,6 +251,11 @@ def versions_of(row: CheckpointRow) -> set[BlobKey]:
     return {(row.ns, channel, str(version)) for channel, version in versions.items()}
 
 
+def is_old(row: CheckpointRow) -> bool:
+    """Whether the checkpoint is of a version that takes what was sent to it from its parent's writes."""
+    return _versions(row.checkpoint).v < 4
+
+
 def takes_sends(row: CheckpointRow) -> bool:
-    """Whether the checkpoint is of an old version that takes what was sent from its parent's writes."""
-    return row.parent is not None and _versions(row.checkpoint).v < 4
+    """Whether the checkpoint is of an old version and has a parent to take from what was sent to it."""
+    return row.parent is not None and is_old(row)

@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
-from bufstore.langgraph.model import BlobKey, CheckpointRow, Drop, versions_of
+from bufstore.langgraph.model import BlobKey, CheckpointRow, Drop, takes_sends, versions_of
 from bufstore.langgraph.protocol import Outline
 
 
 class _Checkpoint(msgspec.Struct):
-    v: int = 0
     ts: Any = None
     channel_values: dict[str, Any] | None = None
 
@@ -46,7 +45,7 @@ def outline_of(row: CheckpointRow, blobs: Container[BlobKey], *, parent_sends: b
         blobs=frozenset(named),
         root=root if isinstance(root, str) else None,
         delta=bool(snapshot) or counted or metadata.delta_writes_versioned is not msgspec.UNSET,
-        needs_parent=row.parent is not None and checkpoint.v < 4 and parent_sends,
+        needs_parent=parent_sends and takes_sends(row),
         ts=checkpoint.ts if isinstance(checkpoint.ts, str) else "",
     )
 

@@ -23,14 +23,16 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
         if rows := sorted(keys):
             yield name, [texts(column) for column in zip(*rows, strict=True)]
     kept = (
-        (f.thread_id, b.ns, b.channel, b.version, b.type, b.blob) for f in batch for _, b in sorted(f.blobs.items())
+        (f.thread_id, b.ns, b.channel, b.version, b.type, b.blob)
+        for f in batch
+        for _, b in sorted(f.rows.blobs.items())
     )
     for columns in chunks(kept, lambda row: len(row[5] or b"")):
         yield "put_blobs", [*map(texts, columns[:5]), blobs(columns[5])]
     put = (
         (f.thread_id, c.ns, c.id, c.parent, c.checkpoint, c.metadata)
         for f in batch
-        for _, c in sorted(f.checkpoints.items())
+        for _, c in sorted(f.rows.checkpoints.items())
     )
     for columns in chunks(put, lambda row: len(row[4]) + len(row[5])):
         yield "put_checkpoints", [*map(texts, columns[:4]), *map(blobs, columns[4:])]
@@ -38,9 +40,9 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
         written = (
             (f.thread_id, w.ns, w.checkpoint_id, w.task_id, w.idx, w.channel, w.type, w.blob, w.task_path)
             for f in batch
-            for _, (w, upsert) in sorted(f.writes.items(), key=lambda item: item[0])
-            if upsert is replaces
+            for key, w in sorted(f.rows.writes.items())
+            if (key in f.replacing) is replaces
         )
         for columns in chunks(written, lambda row: len(row[7])):
-            key, idx, names, blob, path = columns[:4], columns[4], columns[5:7], columns[7], columns[8]
-            yield name, [*map(texts, key), ints(idx), *map(texts, names), blobs(blob), texts(path)]
+            row, idx, names, blob, path = columns[:4], columns[4], columns[5:7], columns[7], columns[8]
+            yield name, [*map(texts, row), ints(idx), *map(texts, names), blobs(blob), texts(path)]
