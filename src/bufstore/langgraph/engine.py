@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -404,7 +404,8 @@ class CheckpointEngine:
         """
         copied: set[BlobKey] = set()
         bytes_max = min(_COPY_BYTES, self.buffer.config.log.entry_bytes_max // 2)
-        rows, size = _Copied([], [], []), 0
+        rows: list[CheckpointRow | BlobRow | WriteRow] = []
+        size = 0
         async for _, tables in self.pages(Query(thread_id=source), None):
             (checkpoint,) = tables.checkpoints.values()
             blobs = [blob for key, blob in tables.blobs.items() if key not in copied]
@@ -413,29 +414,21 @@ class CheckpointEngine:
             parts: list[CheckpointRow | BlobRow | WriteRow] = [*blobs, *writes, checkpoint]
             for row in parts:
                 added = _bytes_of(row)
-                if size and size + added > bytes_max:
-                    await self.append(target, Rows(*rows))
-                    rows, size = _Copied([], [], []), 0
-                rows.add(row)
+                if rows and size + added > bytes_max:
+                    await self.append(target, _copied(rows))
+                    rows, size = [], 0
+                rows.append(row)
                 size += added
-        if size:
-            await self.append(target, Rows(*rows))
+        if rows:
+            await self.append(target, _copied(rows))
 
 
-class _Copied(NamedTuple):
-    """Rows of an entry of a copied thread."""
-
-    checkpoints: list[CheckpointRow]
-    blobs: list[BlobRow]
-    writes: list[WriteRow]
-
-    def add(self, row: CheckpointRow | BlobRow | WriteRow) -> None:
-        if isinstance(row, CheckpointRow):
-            self.checkpoints.append(row)
-        elif isinstance(row, BlobRow):
-            self.blobs.append(row)
-        else:
-            self.writes.append(row)
+def _copied(rows: Sequence[CheckpointRow | BlobRow | WriteRow]) -> Rows:
+    return Rows(
+        [row for row in rows if isinstance(row, CheckpointRow)],
+        [row for row in rows if isinstance(row, BlobRow)],
+        [row for row in rows if isinstance(row, WriteRow)],
+    )
 
 
 def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:

@@ -9,7 +9,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
@@ -73,7 +73,7 @@ def _blocking(
 
 
 class SaverOptions(TypedDict, total=False):
-    """The options that `BufferedSaver` passes on to `AsyncBufferedSaver.open`."""
+    """The options of `AsyncBufferedSaver.open`, as the other ways to open a saver pass them on."""
 
     config: BufferConfig | None
     serde: SerializerProtocol | None
@@ -143,32 +143,18 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         buffer_schema: str = "bufstore_langgraph",
         history: History = "all",
         pool_size: int = 16,
-        config: BufferConfig | None = None,
-        serde: SerializerProtocol | None = None,
-        consistency: Consistency = Consistency.READ_YOUR_WRITES,
-        new_threads: NewThreads = "ask",
-        on_conflict: OnConflict = "allow",
-        cache_bytes: int = 64 << 20,
+        **options: Unpack[SaverOptions],
     ) -> AsyncIterator[Self]:
         """Open a saver on LangGraph's tables in `schema` for the block, whose end flushes what is acknowledged.
 
         `conn_string`: Postgres, as a URL or key=value. `buffer_schema`: where the buffer keeps its own tables.
-        `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). For the other arguments and
-        the errors see `open`.
+        `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). For the options and the errors
+        see `open`.
         """
         store = PostgresCheckpointStore(
             conn_string, schema=schema, buffer_schema=buffer_schema, history=history, pool_size=pool_size
         )
-        saver = await cls.open(
-            store,
-            nats=nats,
-            config=config,
-            serde=serde,
-            consistency=consistency,
-            new_threads=new_threads,
-            on_conflict=on_conflict,
-            cache_bytes=cache_bytes,
-        )
+        saver = await cls.open(store, nats=nats, **options)
         try:
             yield saver
         finally:
@@ -250,22 +236,17 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         Raises FlushTimeout, StoreUnavailable, LogUnavailable.
         """
+        thread_id, _, checkpoint_id = place(config) if config else (None, None, None)
         query = Query(
+            thread_id=thread_id,
+            ns=config["configurable"].get("checkpoint_ns") if config else None,
+            checkpoint_id=checkpoint_id,
             metadata=json_of(filter, "the filter") if filter else None,
             before=id_in(before) if before is not None else None,
         )
-        if config:
-            thread_id, _, checkpoint_id = place(config)
-            query = Query(
-                thread_id=thread_id,
-                ns=config["configurable"].get("checkpoint_ns"),
-                checkpoint_id=checkpoint_id,
-                metadata=query.metadata,
-                before=query.before,
-            )
-        async for thread_id, tables in self.engine.pages(query, limit):
+        async for found_in, tables in self.engine.pages(query, limit):
             (row,) = tables.checkpoints.values()
-            yield tuple_of(self.serde, self.get_next_version, thread_id, tables, row)
+            yield tuple_of(self.serde, self.get_next_version, found_in, tables, row)
 
     async def adelete_thread(self, thread_id: str) -> None:
         """Delete all of a thread's checkpoints and writes. Raises like `aput`."""

@@ -108,8 +108,8 @@ def put_of(
         ns,
         checkpoint["id"],
         parent,
-        _json({**checkpoint, "channel_values": inline}, "the checkpoint"),
-        _json(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
+        json_of({**checkpoint, "channel_values": inline}, "the checkpoint"),
+        json_of(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
     )
     if not _surely_fit([thread_id, ns, row.id, *told, *map(str, told.values()), *(blob.type for blob in blobs)]):
         for blob in blobs:
@@ -200,11 +200,6 @@ def config_of(thread_id: str, ns: str, checkpoint_id: str) -> RunnableConfig:
     return {"configurable": {"thread_id": thread_id, "checkpoint_ns": ns, "checkpoint_id": checkpoint_id}}
 
 
-def json_of(value: Any, what: str) -> bytes:
-    """Return the value as JSON that a jsonb column takes. Raises InvalidRecord."""
-    return _json(value, what)
-
-
 def _encoder() -> Callable[[Any], str]:
     """Return a function like `_JSON.encode` that uses one encoder in C for all texts, not a new one for each."""
     make: Any = getattr(json.encoder, "c_make_encoder", None)
@@ -218,7 +213,8 @@ def _encoder() -> Callable[[Any], str]:
 _encode = _encoder()
 
 
-def _json(value: Any, what: str) -> bytes:
+def json_of(value: Any, what: str) -> bytes:
+    """Return the value as JSON that a jsonb column takes. Raises InvalidRecord, which names it as `what`."""
     try:
         text = _encode(value).encode()
     except UnicodeEncodeError:
