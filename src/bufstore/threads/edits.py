@@ -22,9 +22,11 @@ from bufstore.threads.model import (
     encode_metadata,
     encode_run,
     encode_value,
+    encoded_id,
+    encoded_ids,
 )
 from bufstore.threads.payload import Edit, Removal
-from bufstore.threads.queries import check_message_id, record_of
+from bufstore.threads.queries import check_message_id
 from bufstore.types import Message, check_id, check_ids
 
 
@@ -95,7 +97,7 @@ def append_messages(thread_id: str, messages: Sequence[Message], expected_versio
     check_id(thread_id, "thread_id")
     check_version(expected_version)
     encoded = encode_messages(messages)
-    new = _ids(thread_id, encoded)
+    new = encoded_ids(encoded)
     if len(set(new)) < len(new):
         raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
 
@@ -103,7 +105,7 @@ def append_messages(thread_id: str, messages: Sequence[Message], expected_versio
         version = len(known.messages)
         if expected_version is not None and expected_version != version:
             raise VersionConflict(thread_id, expected=expected_version, actual=version)
-        if new and not set(_ids(thread_id, known.messages)).isdisjoint(new):
+        if new and not set(encoded_ids(known.messages)).isdisjoint(new):
             raise AlreadyExists(f"thread {thread_id!r} already has a message with the id of a new one")
         return Edit(version, encoded)
 
@@ -119,7 +121,7 @@ def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> Wanted
         _there(thread_id, known)
         if wanted is None:
             return Edit(0)
-        ids = [record_of(thread_id, 0, m).message_id for m in known.messages]
+        ids = [encoded_id(m) for m in known.messages]
         missing = wanted.difference(ids)
         if missing:
             raise NotFound(f"thread {thread_id!r} has no message {min(missing)!r}")
@@ -178,8 +180,3 @@ def remove_remains(thread_id: str) -> WantedEdit:
 def _there(thread_id: str, known: Known) -> None:
     if known.thread is None:
         raise NotFound(f"there is no thread {thread_id!r}")
-
-
-def _ids(thread_id: str, encoded: Sequence[bytes]) -> list[str]:
-    found = (record_of(thread_id, 0, m).message_id for m in encoded)
-    return [i for i in found if i is not None]

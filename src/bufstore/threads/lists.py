@@ -26,7 +26,7 @@ from bufstore.errors import (
     ThreadQuarantined,
 )
 from bufstore.threads.lanes import Lanes
-from bufstore.threads.message_pages import LAST, check_range, message_page
+from bufstore.threads.message_pages import LAST, check_range, message_page, of_list
 from bufstore.threads.protocol import Queryable, WrappableStore
 from bufstore.threads.queries import (
     MessagePage,
@@ -70,12 +70,7 @@ class BufferedLists:
             page = await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
             return msgspec.structs.replace(page, quarantined=marked)
         state = await self._lanes.of(thread_id).reads.thread(thread_id, level, quarantined="known")
-
-        async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
-            found = list(enumerate(state.messages, 1))[low - 1 : high]
-            return (found[::-1] if newest_first else found)[:count]
-
-        page = await message_page(thread_id, query, limit, cursor, fetch)
+        page = await message_page(thread_id, query, limit, cursor, of_list(state.messages))
         return msgspec.structs.replace(page, quarantined=_marked(thread_id, state.watermark))
 
     async def message(self, thread_id: str, message_id: str, level: Consistency) -> MessageRecord | None:

@@ -15,11 +15,10 @@ from bufstore.memory.ledger import MemoryLedger
 from bufstore.threads import edits, lineage
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.edited_store import EditedStore
-from bufstore.threads.message_pages import LAST, check_range, message_page
+from bufstore.threads.message_pages import LAST, check_range, message_page, of_list
 from bufstore.threads.model import (
     Checkpoint,
     Run,
-    RunSave,
     Thread,
     ThreadChange,
     check_run,
@@ -28,7 +27,7 @@ from bufstore.threads.model import (
     decode_run,
     encode_messages,
     encode_run,
-    encoded_id,
+    encoded_ids,
 )
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.queries import (
@@ -52,6 +51,7 @@ from bufstore.threads.queries import (
 )
 from bufstore.threads.state import ThreadState
 from bufstore.threads.state_readers import ComparingReader
+from bufstore.threads.write import save_of
 from bufstore.types import Message, Receipt, check_id
 
 _REMEMBERED_KEYS = 16
@@ -128,7 +128,7 @@ class MemoryThreadStore(EditedStore):
         if expected_version not in (None, len(before)):
             self._check_run(run.run_id, thread_id)
             raise VersionConflict(thread_id, expected=expected_version, actual=len(before))
-        new, old = _ids(payloads), _ids(before)
+        new, old = encoded_ids(payloads), encoded_ids(before)
         if len(set(new)) < len(new) or set(new) & set(old):
             raise AlreadyExists(f"thread {thread_id!r}: a message to append has an id that is taken")
         await self._check_parent(run)
@@ -217,12 +217,8 @@ class MemoryThreadStore(EditedStore):
         self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
     ) -> MessagePage:
         """See `Queryable.query_messages`."""
-
-        async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
-            found = list(enumerate(self._messages.get(thread_id, ()), 1))[low - 1 : high]
-            return (found[::-1] if newest_first else found)[:count]
-
-        return await message_page(thread_id, query, limit, cursor, fetch)
+        messages = self._messages.get(check_id(thread_id, "thread_id"), [])
+        return await message_page(thread_id, query, limit, cursor, of_list(messages))
 
     async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
         """See `Queryable.load_message`."""
@@ -339,9 +335,5 @@ def _change(thread_id: str, keep: int, payloads: list[bytes], run: Run, record: 
         messages=payloads,
         whole=whole,
         runs={run.run_id: record},
-        saves=[RunSave(run.run_id, run.status, run.parent_thread_id)],
+        saves=[save_of(run)],
     )
-
-
-def _ids(payloads: Sequence[bytes]) -> list[str]:
-    return [found for found in map(encoded_id, payloads) if found is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from bufstore.threads.queries import (
     MessagePage,
@@ -53,6 +53,16 @@ async def message_page(
     page = found[:limit]
     more = len(found) > limit
     return MessagePage(records=page, next_cursor=new_cursor(query, thread_id, page[-1].seq) if more else None)
+
+
+def of_list(messages: Sequence[bytes]) -> Fetch:
+    """Return what reads from all messages of a thread, encoded."""
+
+    async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
+        found = list(enumerate(messages, 1))[low - 1 : high]
+        return (found[::-1] if newest_first else found)[:count]
+
+    return fetch
 
 
 def check_range(first: int, last: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ A *checkpoint* saves the messages and one run of a thread together. A thread's *
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -371,6 +371,11 @@ def encoded_id(data: bytes) -> str | None:
     except msgspec.ValidationError:  # not all keys are str
         return id_of(_decode(data))
     return found if type(found) is str else None
+
+
+def encoded_ids(encoded: Iterable[bytes]) -> list[str]:
+    """The ids of those encoded messages that have one."""
+    return [found for found in map(encoded_id, encoded) if found is not None]
 
 
 #: Deepest nesting of lists and dicts in a message: decoding must not depend on how deep the caller's stack is.
