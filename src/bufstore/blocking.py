@@ -154,16 +154,13 @@ class BlockingBufferedStore(_BufferedCalls, BlockingThreadStore):
     @property
     def bulk(self) -> BlockingBulkWriter:
         """See `BufferedThreadStore.bulk`."""
-        store: Any = self._store
-        return BlockingBulkWriter(self, store.bulk)
+        return BlockingBulkWriter(self, self._store.bulk)
 
     @property
     def quarantine(self) -> BlockingQuarantine:
         """See `BufferedThreadStore.quarantine`."""
-        store: Any = self._store
-        return BlockingQuarantine(self, store.quarantine)
+        return BlockingQuarantine(self, self._store.quarantine)
 
     def quarantine_of(self, thread_id: str) -> BlockingQuarantine:
         """See `BufferedThreadStore.quarantine_of`."""
-        store: Any = self._store
-        return BlockingQuarantine(self, store.quarantine_of(thread_id))
+        return BlockingQuarantine(self, self._store.quarantine_of(thread_id))

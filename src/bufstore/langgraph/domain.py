@@ -42,11 +42,7 @@ def stored_tail(watermark: Watermark, *, there: bool) -> Tail:
     return Tail(watermark=watermark, base=STORE, base_seq=watermark.flushed_seq, new=new)
 
 
-_lives = itertools.count()
-
-
-def _new_life() -> int:
-    return next(_lives)
+_new_life = itertools.count().__next__
 
 
 class Known(msgspec.Struct):

@@ -17,15 +17,11 @@ from bufstore.threads.model import encoded_id, id_of
 _NOTHING: tuple[array[int], array[int]] = array("q"), array("q")
 
 
-def _empty() -> array[int]:
-    return array("q")
-
-
 class MessageMemory(msgspec.Struct, gc=False, eq=False):
     """Digests of a thread's messages and of their ids, in order."""
 
-    digests: array[int] = msgspec.field(default_factory=_empty)
-    ids: array[int] = msgspec.field(default_factory=_empty)
+    digests: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    ids: array[int] = msgspec.field(default_factory=lambda: array("q"))
     _known_ids: set[int] | None = None
 
     @property

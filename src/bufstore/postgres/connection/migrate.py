@@ -192,22 +192,22 @@ async def _missing(
 
 def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
     """Return the folder's migrations by version, for `schema`."""
-    return {
-        int(match[1]): rendered(file.read_text(encoding="utf-8"), schema)
-        for file in folder.iterdir()
-        if (match := _NUMBERED.fullmatch(file.name))
-    }
+    return {version: rendered(file.read_text(encoding="utf-8"), schema) for version, file in _files(folder).items()}
 
 
 def tables_of(folder: Traversable) -> list[str]:
     """Return the tables that the folder's migrations make, and the table that records migrations."""
-    migrations = [file.read_text(encoding="utf-8") for file in folder.iterdir() if _NUMBERED.fullmatch(file.name)]
-    return ["bufstore_migrations", *(name for text in migrations for name in _TABLE.findall(text))]
+    texts = [file.read_text(encoding="utf-8") for file in _files(folder).values()]
+    return ["bufstore_migrations", *(name for text in texts for name in _TABLE.findall(text))]
 
 
 def newest(folder: Traversable) -> int:
     """Return the newest version of the folder's tables that this release knows."""
-    return max(int(match[1]) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name)))
+    return max(_files(folder))
+
+
+def _files(folder: Traversable) -> dict[int, Traversable]:
+    return {int(match[1]): file for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))}
 
 
 def oldest_release(migration: str, version: int) -> int:
