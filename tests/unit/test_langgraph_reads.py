@@ -366,7 +366,8 @@ def test_the_cache_holds_no_more_bytes_than_it_may() -> None:
         tables = Tables()
         tables.add(blobs=[BlobRow("", "a", "1", "bytes", bytes(1000))])
         cache.put(f"t{n % 20}", ("", None if n % 2 else str(n)), Part(Watermark(flushed_seq=n), tables), 0.0)
-        assert sum(thread.size for thread in cache._threads.values()) == cache._bytes <= 10_000
+        assert sum(read.size for thread in cache._threads.values() for read in thread.reads.values()) == cache._bytes
+        assert cache._bytes <= 10_000
     assert cache.get("t19", ("", None)) is not None
     assert cache.get("t0", ("", None)) is None
     assert cache.oldest("nothing") is None
@@ -407,8 +408,8 @@ def test_the_cache_keeps_no_rows_with_the_namespaces_of_an_earlier_read() -> Non
         cache.put(f"t{n}", ("", None), Part(Watermark(flushed_seq=1), tables, frozenset({""})), 0.0)
         cache.put(f"t{n}", ("", None), Part(Watermark(flushed_seq=2), Tables()), 0.0)
         assert cache.knows_namespaces(f"t{n}")
-        held = sum(read.part.tables.size for thread in cache._threads.values() for read in thread.all())
+        held = sum(read.part.tables.size for thread in cache._threads.values() for read in thread.reads.values())
         assert held <= cache._bytes <= 10_000
     cache.forget_read_at("t99", 2)
     assert not cache.knows_namespaces("t99")
-    assert sum(thread.size for thread in cache._threads.values()) == cache._bytes
+    assert sum(read.size for thread in cache._threads.values() for read in thread.reads.values()) == cache._bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +22,7 @@ _FOLLOWED_MAX = 5000
 class _Read(msgspec.Struct):
     part: Part
     at: float
+    size: int
     #: Whether this process would have seen it if anybody had written to the thread since.
     followed: bool = True
 
@@ -31,17 +32,10 @@ class _Read(msgspec.Struct):
 
 
 class _Thread(msgspec.Struct):
-    reads: dict[Asked, _Read]
-    #: The read that told all namespaces of the thread, without its rows; None: no read did.
-    namespaces: _Read | None = None
-    size: int = 0
+    #: By what was asked. None: the last read that told all namespaces of the thread, without its rows.
+    reads: dict[Asked | None, _Read]
     #: Whether any of these reads is followed.
     followed: bool = True
-
-    def all(self) -> Iterator[_Read]:
-        yield from self.reads.values()
-        if self.namespaces is not None:
-            yield self.namespaces
 
 
 class ReadCache:
@@ -55,20 +49,18 @@ class ReadCache:
     def knows_namespaces(self, thread_id: str) -> bool:
         """Whether the thread's namespaces are remembered."""
         thread = self._threads.get(thread_id)
-        return thread is not None and thread.namespaces is not None
+        return thread is not None and None in thread.reads
 
     def put(self, thread_id: str, asked: Asked, part: Part, at: float) -> None:
         """Remember what a read has found that began at the time `at` (`bufstore.buffer.elapsed`)."""
         thread = self._threads.setdefault(thread_id, _Thread({}))
         self._threads.move_to_end(thread_id)
         before = thread.reads.get(asked)
-        if before is not None and before.part.watermark.flushed_seq > part.watermark.flushed_seq:
+        if before is not None and before.position > part.watermark.flushed_seq:
             return
-        self._grow(thread, _size(part) - (_size(before.part) if before is not None else 0))
-        thread.reads[asked] = _Read(part, at)
-        thread.followed = True
+        self._note(thread, asked, part, at)
         if part.namespaces is not None:
-            self._note_namespaces(thread, _Read(Part(part.watermark, Tables(), part.namespaces), at))
+            self._note(thread, None, Part(part.watermark, Tables(), part.namespaces), at)
         while self._bytes > self._bytes_max and self._threads:
             self.forget(next(iter(self._threads)))
 
@@ -80,7 +72,7 @@ class ReadCache:
         read = thread.reads.get(asked)
         if read is not None:
             return read.part
-        told = thread.namespaces
+        told = thread.reads.get(None)
         if told is None or told.part.namespaces is None or asked[0] in told.part.namespaces:
             return None
         return Part(told.part.watermark, Tables())
@@ -91,7 +83,7 @@ class ReadCache:
         if thread is None:
             return None
         self._threads.move_to_end(thread_id)
-        return min((read.part.watermark for read in thread.all()), key=lambda w: w.flushed_seq, default=None)
+        return min((read.part.watermark for read in thread.reads.values()), key=lambda w: w.flushed_seq, default=None)
 
     def is_last(self, thread_id: str, position: int, head: int, since: float) -> bool:
         """Whether it is known that nobody has written to the thread behind a position at which it was read.
@@ -100,7 +92,7 @@ class ReadCache:
         counts even if it is not followed.
         """
         thread = self._threads.get(thread_id)
-        reads = [read for read in thread.all() if read.position == position] if thread is not None else []
+        reads = [read for read in thread.reads.values() if read.position == position] if thread is not None else []
         return head <= position and any(read.followed or read.at > since for read in reads)
 
     def let_go(self, head: Callable[[str], int] | None) -> None:
@@ -114,9 +106,9 @@ class ReadCache:
             if thread.followed:
                 last = head(thread_id) if head is not None and left else sys.maxsize
                 left -= left > 0
-                for read in thread.all():
+                for read in thread.reads.values():
                     read.followed = read.followed and last <= read.position
-                thread.followed = any(read.followed for read in thread.all())
+                thread.followed = any(read.followed for read in thread.reads.values())
 
     def forget_read_at(self, thread_id: str, position: int) -> None:
         """Forget what was read at this position or an earlier one: the log does not reach back to it any more."""
@@ -124,24 +116,17 @@ class ReadCache:
         if thread is None:
             return
         for asked in [asked for asked, read in thread.reads.items() if read.position <= position]:
-            self._grow(thread, -_size(thread.reads.pop(asked).part))
-        if thread.namespaces is not None and thread.namespaces.position <= position:
-            self._note_namespaces(thread, None)
-
-    def _note_namespaces(self, thread: _Thread, told: _Read | None) -> None:
-        before, thread.namespaces = thread.namespaces, told
-        self._grow(thread, sum(_size(read.part) * sign for read, sign in ((told, 1), (before, -1)) if read is not None))
+            self._bytes -= thread.reads.pop(asked).size
 
     def forget(self, thread_id: str) -> None:
         """Forget the thread."""
         thread = self._threads.pop(thread_id, None)
         if thread is not None:
-            self._bytes -= thread.size
+            self._bytes -= sum(read.size for read in thread.reads.values())
 
-    def _grow(self, thread: _Thread, bytes_: int) -> None:
-        thread.size += bytes_
-        self._bytes += bytes_
-
-
-def _size(part: Part) -> int:
-    return part.tables.size + sum(map(len, part.namespaces or ()))
+    def _note(self, thread: _Thread, asked: Asked | None, part: Part, at: float) -> None:
+        before = thread.reads.get(asked)
+        size = part.tables.size + sum(map(len, part.namespaces or ()))
+        self._bytes += size - (before.size if before is not None else 0)
+        thread.reads[asked] = _Read(part, at, size)
+        thread.followed = True
