@@ -1,12 +1,12 @@
 -- name: delete_threads
--- Whole threads, whatever of them is written again after this.
+-- Delete whole threads. Later statements of the batch may write some of them again.
 WITH gone AS (SELECT unnest($1::text[]) AS thread_id),
 writes AS (DELETE FROM {schema}.checkpoint_writes AS w USING gone WHERE w.thread_id = gone.thread_id),
 blobs AS (DELETE FROM {schema}.checkpoint_blobs AS b USING gone WHERE b.thread_id = gone.thread_id)
 DELETE FROM {schema}.checkpoints AS c USING gone WHERE c.thread_id = gone.thread_id;
 
 -- name: drop_namespaces
--- All rows of these namespaces.
+-- Delete all rows of these namespaces.
 WITH gone AS (SELECT * FROM unnest($1::text[], $2::text[]) AS s (thread_id, ns)),
 writes AS (
     DELETE FROM {schema}.checkpoint_writes AS w USING gone
@@ -19,7 +19,7 @@ blobs AS (
 DELETE FROM {schema}.checkpoints AS c USING gone WHERE c.thread_id = gone.thread_id AND c.checkpoint_ns = gone.ns;
 
 -- name: drop_checkpoints
--- These checkpoints and their writes. One that stays loses a parent that goes.
+-- Delete these checkpoints and their writes. A checkpoint that stays loses a parent that is deleted.
 WITH gone AS (SELECT * FROM unnest($1::text[], $2::text[], $3::text[]) AS s (thread_id, ns, id)),
 writes AS (
     DELETE FROM {schema}.checkpoint_writes AS w USING gone
@@ -37,19 +37,19 @@ DELETE FROM {schema}.checkpoints AS c USING gone
 WHERE c.thread_id = gone.thread_id AND c.checkpoint_ns = gone.ns AND c.checkpoint_id = gone.id;
 
 -- name: drop_blobs
--- Blobs that no checkpoint names any more.
+-- Delete blobs that no checkpoint names any more.
 DELETE FROM {schema}.checkpoint_blobs AS b
 USING unnest($1::text[], $2::text[], $3::text[], $4::text[]) AS s (thread_id, ns, channel, version)
 WHERE b.thread_id = s.thread_id AND b.checkpoint_ns = s.ns AND b.channel = s.channel AND b.version = s.version;
 
 -- name: put_blobs
--- Blobs; a version of a channel has one value for good.
+-- Blobs. The value of a channel's version never changes.
 INSERT INTO {schema}.checkpoint_blobs (thread_id, checkpoint_ns, channel, version, type, blob)
 SELECT * FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::text[], $6::bytea[])
 ON CONFLICT (thread_id, checkpoint_ns, channel, version) DO NOTHING;
 
 -- name: put_checkpoints
--- Checkpoints; one that is there keeps its parent.
+-- Checkpoints. One that is there already keeps its parent.
 INSERT INTO {schema}.checkpoints (
     thread_id, checkpoint_ns, checkpoint_id, parent_checkpoint_id, checkpoint, metadata
 )
@@ -62,7 +62,7 @@ ON CONFLICT (thread_id, checkpoint_ns, checkpoint_id) DO UPDATE SET
     metadata = excluded.metadata;
 
 -- name: put_writes
--- Writes of which the first one of an index counts.
+-- Writes of tasks, where the first write of an index counts.
 INSERT INTO {schema}.checkpoint_writes (
     thread_id, checkpoint_ns, checkpoint_id, task_id, idx, channel, type, blob, task_path
 )
@@ -72,7 +72,7 @@ SELECT * FROM unnest(
 ON CONFLICT (thread_id, checkpoint_ns, checkpoint_id, task_id, idx) DO NOTHING;
 
 -- name: replace_writes
--- Writes of which the last one of an index counts.
+-- Writes of tasks, where the last write of an index counts.
 INSERT INTO {schema}.checkpoint_writes (
     thread_id, checkpoint_ns, checkpoint_id, task_id, idx, channel, type, blob, task_path
 )

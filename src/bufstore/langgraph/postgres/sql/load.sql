@@ -3,7 +3,7 @@
 SELECT max(v) FROM {schema}.checkpoint_migrations;
 
 -- name: state
--- The watermark of one thread, the position of the last of its entries that wait, and whether there is anything of it.
+-- The watermark of one thread, the position of its last waiting entry, and whether the tables have anything of it.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
     (SELECT max(w.seq) FROM {buffer}.buffer_waiting AS w WHERE w.thread_id = $1::text),
     EXISTS (SELECT FROM {schema}.checkpoints AS c WHERE c.thread_id = $1::text)
@@ -11,11 +11,11 @@ SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b
 FROM (SELECT $1::text AS thread_id) AS s LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id;
 
 -- name: latest
--- The newest checkpoint of a namespace with its blobs and writes, and the writes of later ones that are not there yet;
--- of a checkpoint of an old version also what was sent to it, which stands with its parent. And the thread's
--- namespaces, $3 of them at most: one step through the index for each, however many checkpoints it has. And what `state`
--- tells. One row, always. (in_order: where the database would take another checkpoint for the newest, the thread's are
--- sorted.)
+-- The newest checkpoint of a namespace with its blobs and writes, and the writes of later checkpoints that are not
+-- there yet. For a checkpoint of an old version also what was sent to it, which is stored with its parent. Then the
+-- thread's namespaces, $3 at most: each takes one step through the index, however many checkpoints it has. Last, what
+-- `state` returns. Always one row. (in_order: where the database's order would show another checkpoint as the newest,
+-- the thread's checkpoints are sorted.)
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
     c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*, (
         WITH RECURSIVE found (ns) AS (
@@ -67,7 +67,7 @@ CROSS JOIN LATERAL (
 ) AS writes;
 
 -- name: one
--- A checkpoint by its id, likewise, with no more writes than its own and what was sent to it.
+-- A checkpoint by its id, like `latest`, but without namespaces, and only with its own writes and what was sent to it.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
     c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*,
     (SELECT max(w.seq) FROM {buffer}.buffer_waiting AS w WHERE w.thread_id = $1::text),
@@ -97,9 +97,10 @@ CROSS JOIN LATERAL (
 ) AS writes;
 
 -- name: ancestors
--- A checkpoint and its ancestors, $5 of them at most, with their blobs and writes of the channels $4, up to those that
--- have a value of all the channels (`stored`: those that have had one further up). One row, always. Without a LIMIT
--- each ancestor would be looked for among all of the thread's checkpoints, where nobody has analyzed the table.
+-- A checkpoint and its ancestors, $5 at most, with their blobs and writes of the channels $4, back to where each
+-- channel has a stored value (`stored`: the channels that have met one already). Always one row. The LIMIT 1 has each
+-- ancestor found through the index; on a table that was never analyzed, Postgres would go through all of the thread's
+-- checkpoints.
 WITH RECURSIVE chain (id, parent, checkpoint, stored, values, depth) AS (
     SELECT NULL::text, $3::text, NULL::jsonb, '{}'::text[], '{}'::text[], 0
     UNION ALL
@@ -153,7 +154,7 @@ CROSS JOIN LATERAL (
 ) AS writes;
 
 -- name: rows
--- Blobs by their keys ($2 to $4), and the writes of checkpoints ($5 and $6). One row, always.
+-- Blobs by their keys ($2 to $4), and the writes of checkpoints ($5 and $6). Always one row.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources, blobs.*, writes.*
 FROM (SELECT $1::text AS thread_id) AS s
 LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
@@ -211,7 +212,7 @@ JOIN {schema}.checkpoint_writes AS x
     ON x.thread_id = k.thread_id AND x.checkpoint_ns = k.ns AND x.checkpoint_id = k.id;
 
 -- name: outlines
--- All checkpoints of a thread without their values; a value that only says that a blob is there stays.
+-- All checkpoints of a thread, without their values except those that only say that there is a blob.
 SELECT c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id,
     jsonb_build_object(
         'v', c.checkpoint -> 'v', 'ts', c.checkpoint -> 'ts', 'channel_versions', c.checkpoint -> 'channel_versions',

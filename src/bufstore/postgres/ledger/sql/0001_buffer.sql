@@ -1,4 +1,4 @@
--- What the buffer knows of the threads, the partitions and the log. Changed in flush transactions only.
+-- What the buffer knows about threads, partitions and the log.
 
 -- One row per thread: its watermark (flushed_seq, applied_id) and what travels with the chain.
 CREATE TABLE {schema}.buffer_threads (
@@ -10,7 +10,8 @@ CREATE TABLE {schema}.buffer_threads (
     broken_since bigint
 ) WITH (fillfactor = 80);
 
--- One row per partition: everything up to the cursor is applied or parked; only the holder of the term may commit.
+-- One row per partition: everything up to the cursor is applied, parked or waiting. Only the holder of the term may
+-- commit.
 CREATE TABLE {schema}.buffer_partitions (
     partition int PRIMARY KEY,
     term bigint NOT NULL,

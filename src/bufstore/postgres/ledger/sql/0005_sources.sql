@@ -1,2 +1,2 @@
--- The highest number of each source that writes to the thread: how a repeat is known, however much later it comes.
+-- The highest number of each producer that writes to the thread: it shows a repeated write, however late that comes.
 ALTER TABLE {schema}.buffer_threads ADD COLUMN sources bytea NOT NULL DEFAULT '';

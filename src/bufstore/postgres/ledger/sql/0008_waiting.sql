@@ -1,6 +1,7 @@
 -- Works with: 0007
--- Entries that cannot be flushed now, while the others of their partition can: the cursor has passed them. No foreign
--- key to the thread: its row may be what somebody holds. Written and deleted in flush transactions only.
+-- Entries that cannot be flushed now, while others of their partition can: the cursor has passed them. There is no
+-- foreign key to the thread, because its row may be the one that another session holds. Written and deleted in flush
+-- transactions only.
 CREATE TABLE {schema}.buffer_waiting (
     thread_id text COLLATE "C" NOT NULL,
     seq bigint NOT NULL,
@@ -13,9 +14,9 @@ CREATE TABLE {schema}.buffer_waiting (
 );
 CREATE INDEX buffer_waiting_partition ON {schema}.buffer_waiting (partition, seq);
 
--- A release that does not know this table would flush later entries of a thread past those that wait here. It must not
--- own their partition: for its `take`, the row of such a partition is one that somebody else holds. Every later release
--- says that it knows. (Of its statements, only `take` names the owner.)
+-- A release that does not know this table would flush later entries of a thread past those that wait here, so it must
+-- not own their partition. This trigger makes the partition's row look to its `take`, the only one of its statements
+-- that sets the owner, like one that another session holds. Every later release says that it knows the table.
 CREATE FUNCTION {schema}.buffer_knows_waiting() RETURNS trigger LANGUAGE plpgsql AS $body$
 BEGIN
     IF current_setting('bufstore.knows_waiting', true) IS DISTINCT FROM 'yes'

@@ -1,9 +1,10 @@
 -- Works with: 0008
--- How the store's threads are shared out among lanes, by their ids: a log that is begun anew must do the same.
+-- How the store's threads are distributed over lanes and partitions by their ids: a new log must do the same.
 ALTER TABLE {schema}.buffer_log
     ADD COLUMN lanes int,
     ADD COLUMN partitions int;
--- The threads that go with one that is being erased. Once they are deleted, nothing else tells whose children they were.
+-- The threads that are erased together with another one. Once they are deleted, nothing else tells whose children they
+-- were.
 CREATE TABLE {schema}.buffer_erasures (
     erased text COLLATE "C" NOT NULL,
     thread_id text COLLATE "C" NOT NULL,

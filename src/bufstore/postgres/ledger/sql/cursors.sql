@@ -3,8 +3,8 @@
 SELECT partition, term, cursor_seq, cursor_id FROM {schema}.buffer_partitions ORDER BY partition;
 
 -- name: take
--- A new owner: raise the terms, which fences every earlier one. A row that somebody holds is left out, and not waited
--- for: the other partitions need not wait for that one. A trigger is told that this release knows of waiting entries.
+-- A new owner: raise the terms, which fences every earlier owner. Rows that another session holds are skipped, so that
+-- the other partitions need not wait for them. The setting tells a trigger that this release knows of waiting entries.
 WITH free AS (
     SELECT p.partition
     FROM {schema}.buffer_partitions AS p, (SELECT set_config('bufstore.knows_waiting', 'yes', true)) AS settings
@@ -23,10 +23,10 @@ WITH free AS (
 SELECT * FROM raised UNION ALL SELECT * FROM made;
 
 -- name: lock_partitions
--- The partitions of a flush, held until its commit. The settings end with the transaction, too: nobody waits long for a
--- lock, and a process that stops in the middle (it is frozen, or its host is gone) holds none for long. The advisory
--- lock tells others that this is a flush, and for how many milliseconds it may stand still: see open_flushes. Nobody
--- waits for it; its first number is any fixed one.
+-- The partitions of a flush, locked until its commit. The settings end with the transaction, too: it does not wait long
+-- for a lock, and a process that stops in the middle (frozen, or its host is gone) does not hold its locks for long.
+-- The advisory lock tells others that this is a flush, and for how many milliseconds it may stand still: see
+-- open_flushes. Nobody waits for that lock. Its first number is arbitrary, but fixed.
 SELECT p.partition, p.term, p.cursor_seq, p.cursor_id, p.owner
 FROM {schema}.buffer_partitions AS p, (
     SELECT set_config('lock_timeout', $3::text, true),
@@ -37,10 +37,10 @@ FROM {schema}.buffer_partitions AS p, (
 WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE OF p;
 
 -- name: open_flushes
--- The flushes into these tables whose transactions are open: for how long each may stand still, and for how long it has
--- stood still within a pipeline: the session is active, and waits for its client. That is counted from the start of its
--- last statement. Between statements the session is idle, and Postgres' own limit holds. Null: another role's, of which
--- we may not know.
+-- The open transactions of flushes into these tables: for how long each may stand still, and for how long it has stood
+-- still within a pipeline. There the session is active and waits for its client, and the time counts from the start of
+-- its last statement. Between statements the session is idle (0), and Postgres' own limit applies. Null: the session
+-- belongs to another role, and ours may not see its state.
 SELECT f.pid, f.virtualtransaction, a.usename::text, (f.objid::bigint / 1000.0)::float8, (
     CASE WHEN a.query_start IS NULL THEN NULL
     WHEN a.state <> 'active' OR a.wait_event_type IS DISTINCT FROM 'Client' THEN 0
@@ -54,13 +54,13 @@ WHERE f.locktype = 'advisory' AND f.classid = 1651861107 AND f.objsubid = 2 AND 
     AND t.relation = (SELECT p.tableoid FROM {schema}.buffer_partitions AS p LIMIT 1);
 
 -- name: end_flush
--- End the session of a flush, if it is still in that transaction: behind a pooler it may be another's by now.
+-- End the session of a flush if it is still in that transaction: behind a pooler, another client may use it by now.
 SELECT pg_terminate_backend(f.pid) FROM pg_locks AS f
 WHERE f.pid = $1::int AND f.virtualtransaction = $2::text
     AND f.locktype = 'advisory' AND f.classid = 1651861107 AND f.objsubid = 2;
 
 -- name: advance_cursors
--- The last statement of a flush: where its partitions stand now. The term is the one that was locked.
+-- The last statement of a flush: the new cursors of its partitions. The term is the one that was locked.
 UPDATE {schema}.buffer_partitions AS p SET cursor_seq = s.cursor_seq, cursor_id = s.cursor_id, term = s.term
 FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[]) AS s (partition, cursor_seq, cursor_id, term)
 WHERE p.partition = s.partition;

@@ -8,11 +8,12 @@ INSERT INTO {schema}.buffer_log (epoch) VALUES ($1::int)
 ON CONFLICT (only_one) DO UPDATE SET epoch = greatest(buffer_log.epoch, excluded.epoch);
 
 -- name: target
--- Where the log is flushed to; no row while that is not put down.
+-- Where the log is flushed to; no row until that is stored.
 SELECT domain, store, target FROM {schema}.buffer_log WHERE target IS NOT NULL;
 
 -- name: claim
--- Put down where the log is flushed to. The first one wins: of several that begin at the same time, all get the same.
+-- Store where the log is flushed to, unless it is stored already: processes that start at the same time all get the
+-- same answer.
 INSERT INTO {schema}.buffer_log AS l (epoch, domain, store, target) VALUES ($1::int, $2::text, $3::text, $4::text)
 ON CONFLICT (only_one) DO UPDATE SET
     epoch = greatest(l.epoch, excluded.epoch),
@@ -22,23 +23,23 @@ ON CONFLICT (only_one) DO UPDATE SET
 RETURNING domain, store, target;
 
 -- name: layout
--- How many lanes and partitions the log has; no row while that is not put down.
+-- How many lanes and partitions the log has; no row until that is stored.
 SELECT lanes, partitions FROM {schema}.buffer_log WHERE lanes IS NOT NULL;
 
 -- name: set_layout
--- Put it down, unless it is.
+-- Store how many lanes and partitions the log has, unless it is stored already.
 UPDATE {schema}.buffer_log SET lanes = $1::int, partitions = $2::int WHERE lanes IS NULL;
 
 -- name: begin_erasure
--- Remember the threads that go with one. Those that an earlier try has remembered stay.
+-- Remember the threads that are erased together with another one. Those that an earlier try has remembered stay.
 INSERT INTO {schema}.buffer_erasures (erased, thread_id) SELECT $1::text, unnest($2::text[]) ON CONFLICT DO NOTHING;
 
 -- name: erasing
--- The threads that go with one.
+-- The threads that are erased together with another one.
 SELECT thread_id FROM {schema}.buffer_erasures WHERE erased = $1::text ORDER BY thread_id;
 
 -- name: end_erasure
--- These are erased.
+-- Forget threads that have been erased.
 DELETE FROM {schema}.buffer_erasures WHERE erased = $1::text AND thread_id = ANY ($2::text[]);
 
 -- name: archived

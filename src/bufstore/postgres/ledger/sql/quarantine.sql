@@ -1,6 +1,6 @@
 -- name: lock_quarantine
--- Whoever parks counts first, one at a time: two flushers together must not exceed the limit. Any row will do that
--- everybody has.
+-- One session at a time counts the parked entries and adds to them: two flushers together must not exceed the limit.
+-- Any row that is always there can serve as the lock.
 SELECT epoch FROM {schema}.buffer_log FOR UPDATE;
 
 -- name: quarantined
@@ -8,13 +8,13 @@ SELECT epoch FROM {schema}.buffer_log FOR UPDATE;
 SELECT count(*) FROM {schema}.buffer_quarantine;
 
 -- name: park
--- Park entries. One that is parked already stays as it is.
+-- Park entries. An entry that is parked already stays as it is.
 INSERT INTO {schema}.buffer_quarantine (seq, hash, thread_id, entry_id, base_id, cause, messages)
 SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[], $4::bigint[], $5::bigint[], $6::text[], $7::bytea[])
 ON CONFLICT (seq) DO NOTHING;
 
 -- name: parked_list
--- A page of the quarantine. Superseded: the thread has gone on since the entry was parked.
+-- A page of the quarantine. The last column: whether the thread has gone on since the entry was parked (superseded).
 SELECT q.seq, q.thread_id, nullif(q.entry_id, 0), q.cause, octet_length(q.messages)::bigint, q.hash, q.parked_at,
     q.thread_id IS NOT NULL AND q.base_id IS DISTINCT FROM b.applied_id
 FROM {schema}.buffer_quarantine AS q
@@ -36,7 +36,8 @@ SELECT DISTINCT thread_id FROM {schema}.buffer_quarantine WHERE thread_id > $1::
 ORDER BY thread_id LIMIT $2::bigint;
 
 -- name: parked_of_thread
--- The thread's parked entries from a position on, oldest first: at most so many, and at most so many bytes (or one).
+-- The thread's parked entries from a position on, oldest first: $3 entries at most, and $4 bytes at most (or one
+-- entry).
 SELECT p.seq, p.thread_id, p.base_id, p.cause, p.parked_at, p.messages
 FROM (
     SELECT q.*, sum(octet_length(q.messages)) OVER (ORDER BY q.seq) - octet_length(q.messages) AS before
@@ -48,14 +49,14 @@ FROM (
 WHERE p.before < $4::bigint ORDER BY p.seq;
 
 -- name: rebase_parked
--- What stays parked behind the last replayed entry now waits on that.
+-- What stays parked behind the last replayed entry now builds on that entry.
 UPDATE {schema}.buffer_quarantine SET base_id = $4::bigint
 WHERE thread_id = $1::text AND seq > $2::bigint AND base_id = $3::bigint;
 
 -- name: unpark
--- Remove entries that were replayed or discarded; those that are there.
+-- Remove entries that were replayed or discarded, and return which of them were there.
 DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]) RETURNING seq;
 
 -- name: unpark_nameless
--- Remove entries of which no thread is known: nothing else depends on them.
+-- Remove entries whose thread is not known: nothing else depends on them.
 DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]) AND thread_id IS NULL RETURNING seq;

@@ -1,12 +1,13 @@
--- Threads by change, newest first, now read backwards: what has changed last then goes to the index's right end, which
--- fills its pages and splits one without moving half of it.
+-- Threads by their last change. A page of the newest reads this index backwards: what changed last goes to its right
+-- end, where pages are filled, and split without half of their entries being moved.
 CREATE INDEX threads_by_last_change ON {schema}.threads (updated_at, thread_id DESC);
 DROP INDEX {schema}.threads_by_change;
 
--- A thread's row with its latest run and, if asked for, the buffer's row for it. A function, because Postgres plans each
--- statement anew (a pooler in transaction mode forbids prepared ones) but keeps the plans of a function: planning these
--- lookups took longer than reading a hundred messages. STABLE: it sees what the statement that calls it sees, so both
--- are of one moment. A plan kept from when the tables were small must not read them whole: hence no enable_seqscan.
+-- A thread's row with its latest run and, if asked for, the buffer's row for it. This is a function because Postgres
+-- keeps the plans of a function, while it plans each statement anew (a pooler in transaction mode forbids prepared
+-- statements): planning these lookups took longer than reading a hundred messages. STABLE: it sees what the calling
+-- statement sees, so both are of one moment. Without enable_seqscan, a plan that was made when the tables were small
+-- does not read them whole later.
 CREATE FUNCTION {schema}.thread_row_v1(
     p_thread text,
     p_watermark boolean,

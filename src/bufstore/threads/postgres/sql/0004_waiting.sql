@@ -1,6 +1,6 @@
 -- Works with: 0003
--- As thread_row_v1, which an earlier release uses, and with the buffer's row also the position of the last of the
--- thread's entries that wait behind it: of the same moment.
+-- Like thread_row_v1, which earlier releases use. With the buffer's row it also returns the position of the thread's
+-- last waiting entry, as of the same moment.
 CREATE FUNCTION {schema}.thread_row_v2(
     p_thread text,
     p_watermark boolean,

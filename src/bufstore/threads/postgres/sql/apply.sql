@@ -1,19 +1,20 @@
 -- name: lock_removals
--- The rows of threads that were deleted, in the order of all writers: what somebody wrote past the buffer, who held one,
--- is there for the next statement to see.
+-- Lock the rows of deleted threads, in the order that all writers use. If another session held one to write past the
+-- buffer, the next statement sees what it wrote.
 SELECT FROM {schema}.threads WHERE thread_id = ANY ($1::text[]) ORDER BY thread_id COLLATE "C" FOR UPDATE;
 
 -- name: apply_removals
--- Threads that were deleted, with their runs and messages, whatever of them is written again after this.
+-- Delete threads with their runs and messages. Later statements of the batch may write some of them again.
 WITH gone AS (SELECT unnest($1::text[]) COLLATE "C" AS thread_id),
 messages AS (DELETE FROM {schema}.messages AS m USING gone WHERE m.thread_id = gone.thread_id),
 runs AS (DELETE FROM {schema}.runs AS r USING gone WHERE r.thread_id = gone.thread_id)
 DELETE FROM {schema}.threads AS t USING gone WHERE t.thread_id = gone.thread_id;
 
 -- name: apply_threads
--- The threads' rows after a batch. Sorted, so that two batches lock in one order and never deadlock. Where every saved
--- run is done ($11), a run is only taken off the row if it is one of those ($12, $13): the row as it was decides. Else
--- the last states are known. `rank` tells which of the batch was changed later.
+-- The threads' rows after a batch, sorted so that two batches lock in one order and never deadlock. If all saved runs
+-- of a thread are done (the threads in $11), the row as it was decides: its active and open run are cleared only if
+-- they are among those runs ($12, $13). Otherwise the last states are known. The parents of threads in $14 were set on
+-- their own. `rank` is the order in which the threads of the batch were changed.
 INSERT INTO {schema}.threads AS t (
     thread_id, version, parent_thread_id, latest_run_id, active_run_id, open_run_id,
     metadata, resource_id, state, updated_at
@@ -49,9 +50,9 @@ ON CONFLICT (thread_id) DO UPDATE SET
 
 -- name: apply_cut
 -- Messages beyond the new end of their thread. OFFSET 0 and ctid leave the planner one way, through the index: with no
--- or old statistics it would read the whole table for a few threads. The row itself says whether it goes: in a table
--- that is partitioned or inherited, rows of other threads have the same ctid. (|| '': otherwise it might go through the
--- index once more, and look for each row in the whole array.)
+-- or old statistics it would read the whole table for a few threads. Thread and position are compared once more,
+-- because rows of other threads may have the same ctid in a table that is partitioned or inherited. (|| '' keeps the
+-- planner from using the index for that comparison, and from looking for each row in the whole array.)
 DELETE FROM {schema}.messages AS m USING unnest($1::text[], $2::int[]) AS s (thread_id, version)
 WHERE m.thread_id || '' = s.thread_id AND m.seq >= s.version AND m.ctid = ANY (ARRAY(
     SELECT beyond.ctid
@@ -62,7 +63,7 @@ WHERE m.thread_id || '' = s.thread_id AND m.seq >= s.version AND m.ctid = ANY (A
 ));
 
 -- name: apply_messages
--- Messages that are new or follow the thread's kept part: few, if any, are there already.
+-- Messages that are new or follow what the thread keeps: few of them, if any, are there already.
 INSERT INTO {schema}.messages AS m (thread_id, seq, payload, id_hash)
 SELECT * FROM unnest($1::text[], $2::int[], $3::bytea[], $4::bigint[])
 ON CONFLICT (thread_id, seq) DO UPDATE SET payload = excluded.payload, id_hash = excluded.id_hash
@@ -70,7 +71,7 @@ WHERE m.payload IS DISTINCT FROM excluded.payload;
 
 -- name: apply_whole_messages
 -- Messages of whole lists: many are there already, and only those that differ are written. (ON CONFLICT … WHERE alone
--- would lock, and so rewrite, every row. OFFSET 0: see apply_cut.)
+-- would lock every row, and so rewrite it. OFFSET 0: see apply_cut.)
 INSERT INTO {schema}.messages (thread_id, seq, payload, id_hash)
 SELECT s.*
 FROM unnest($1::text[], $2::int[], $3::bytea[], $4::bigint[]) AS s (thread_id, seq, payload, id_hash)
@@ -81,15 +82,15 @@ WHERE there.payload IS DISTINCT FROM s.payload
 ON CONFLICT (thread_id, seq) DO UPDATE SET payload = excluded.payload, id_hash = excluded.id_hash;
 
 -- name: copy_messages
--- Messages that cannot be there yet, many of them: a third of what the INSERT costs that looks for each
+-- Many messages that cannot be there yet. This costs a third of an INSERT, which looks for each of them
 -- (docs/adr/0017).
 COPY {schema}.messages (thread_id, seq, payload, id_hash) FROM STDIN (FORMAT binary);
 
 -- name: apply_runs
--- Newest records of runs, sorted by run id (as for threads). A run of another thread fails the batch. `rank` tells
--- which of the batch was created later. A run saved again as it was is not written again: most steps change the
--- messages and nothing of the run. (ON CONFLICT … WHERE alone would lock, and so write, the row. OFFSET 0: see
--- apply_cut.)
+-- The newest records of runs, sorted by run id for the same reason as threads. A run of another thread fails the batch.
+-- `rank` is the order in which the runs of the batch were created. A run that is saved as it was is not written again:
+-- most steps change the messages and nothing of the run. (ON CONFLICT … WHERE alone would lock the row, and so write
+-- it. OFFSET 0: see apply_cut.)
 INSERT INTO {schema}.runs AS r (run_id, thread_id, record, status, created_at)
 SELECT s.run_id, s.thread_id, s.record, s.status, (SELECT clock_timestamp()) + s.rank * interval '1 microsecond'
 FROM unnest($1::text[], $2::text[], $3::bytea[], $4::text[], $5::int[])

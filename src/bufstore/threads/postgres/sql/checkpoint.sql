@@ -8,14 +8,14 @@ SELECT * FROM {schema}.checkpoint_v1(
 );
 
 -- name: lock_new_thread
--- A row that does not exist cannot be locked: make it first. One row if it is new.
+-- A row that does not exist cannot be locked, so it is inserted first. Returns a row if the thread is new.
 INSERT INTO {schema}.threads (thread_id) VALUES ($1::text) ON CONFLICT DO NOTHING RETURNING true;
 
 -- name: lock_thread
--- The thread's row, held until the edit commits. Of a process that stops in the middle the lock is free soon.
+-- The thread's row, locked until the edit commits. If the process stops in the middle, the lock is soon released.
 SELECT t.saves FROM {schema}.threads AS t, set_config('idle_in_transaction_session_timeout', '10s', true)
 WHERE t.thread_id = $1::text FOR UPDATE OF t;
 
 -- name: count_save
--- Give the thread the number and id of the edit's receipt.
+-- Store the number and id of the edit's receipt in the thread's row.
 UPDATE {schema}.threads SET saves = $2::bigint, last_id = $3::bigint WHERE thread_id = $1::text;

@@ -1,5 +1,6 @@
 -- name: lock_lineage
--- One change of lineage at a time in a schema, until the transaction ends; of a process that stops in the middle, soon.
+-- Lets one change of lineage at a time run in a schema, until the transaction ends, which is soon if the process stops
+-- in the middle.
 SELECT pg_advisory_xact_lock(hashtextextended('bufstore lineage ' || $1::text, 0)),
     set_config('idle_in_transaction_session_timeout', '10s', true);
 
@@ -8,5 +9,5 @@ SELECT pg_advisory_xact_lock(hashtextextended('bufstore lineage ' || $1::text, 0
 SELECT thread_id FROM {schema}.threads WHERE parent_thread_id = $1::text ORDER BY thread_id;
 
 -- name: erase_set_aside
--- Remove what jobs on Spark have set aside of these threads.
+-- Delete the rows of these threads that jobs on Spark have set aside.
 DELETE FROM {schema}.spark_quarantine WHERE thread_id = ANY ($1::text[]) RETURNING rank;

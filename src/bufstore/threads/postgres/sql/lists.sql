@@ -37,6 +37,6 @@ SELECT seq + 1, payload FROM {schema}.messages
 WHERE thread_id = $1::text AND seq BETWEEN $2::int - 1 AND $3::int - 1 ORDER BY seq DESC LIMIT $4::int;
 
 -- name: messages_by_id
--- The messages that may have an id: by its hash, which the primary key's index carries. Maybe one too many, never one
--- too few.
+-- The messages that may have an id, found by its hash, which the primary key's index carries. There may be one too
+-- many, never one too few.
 SELECT seq + 1, payload FROM {schema}.messages WHERE thread_id = $1::text AND id_hash = $2::bigint ORDER BY seq;

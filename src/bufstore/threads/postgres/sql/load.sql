@@ -1,7 +1,7 @@
 -- name: load_state
--- A thread with its latest run (one row, seq -1, always there), and its messages, unsorted: one statement, one
--- snapshot. (Sorted here, the payloads would go through a sort that spills to disk.) $2: with the buffer's row for the
--- thread.
+-- A thread with its latest run (one row with seq -1, which is always there) and its messages, in one statement and so
+-- of one moment. They are not sorted here, because the payloads would go through a sort that spills to disk. $2:
+-- whether to include the buffer's row for the thread.
 SELECT -1 AS seq, t.* FROM {schema}.thread_row_v2($1::text, $2::boolean) AS t
 UNION ALL
 SELECT m.seq, m.payload, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
@@ -23,7 +23,7 @@ FROM {schema}.threads AS t JOIN {schema}.runs AS r ON r.run_id = t.latest_run_id
 WHERE t.thread_id = $1::text;
 
 -- name: load_kept_state
--- The thread's state; no row when it has none.
+-- The state kept with a thread; no row if there is none.
 SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT NULL;
 
 -- name: versions

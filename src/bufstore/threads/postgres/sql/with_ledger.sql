@@ -1,5 +1,5 @@
 -- name: load_state_of_lane
--- As load_state with the buffer's row, for a lane: its ledger stands in a schema of its own.
+-- Like load_state with the buffer's row, for a lane, whose ledger has a schema of its own.
 SELECT -1 AS seq, t.record, t.version, t.parent_thread_id, t.latest_run_id, t.active_run_id, t.open_run_id, t.metadata,
     t.state, b.flushed_seq, b.applied_id, b.version AS known_version, b.ring, b.broken_since, b.sources,
     (SELECT max(w.seq) FROM {ledger}.buffer_waiting AS w WHERE w.thread_id = $1::text)
@@ -10,7 +10,7 @@ SELECT m.seq, m.payload, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, N
 FROM {schema}.messages AS m WHERE m.thread_id = $1::text;
 
 -- name: counts
--- What the buffer's row says of each thread, and what this store holds of it, of one moment: for the self-check.
+-- For the self-check: what the buffer's row says about each thread, and what this store holds of it, as of one moment.
 SELECT b.thread_id, b.version, t.version::bigint, (
     SELECT count(*) FROM {schema}.messages AS m WHERE m.thread_id = b.thread_id
 )
