@@ -1,1 +1,1 @@
-"""The ledger in Postgres: watermarks, cursors, terms and quarantine. Knows no domain."""
+"""The ledger in Postgres: watermarks, cursors, terms, quarantine, and what waits. Knows no domain."""

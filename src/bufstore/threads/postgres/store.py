@@ -209,18 +209,11 @@ class PostgresThreadStore(ListedStore, EditedStore):
         entry_id = secrets.randbits(63)
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
         outcome, saves, last_id, version = await self._exactly_once(call.thread_id, key, parameters)
-        if outcome == "repeated" and (last_id == entry_id or call.key is None):
-            # This call's own first try had taken effect.
-            return Receipt(thread_id=call.thread_id, thread_seq=saves, id=entry_id, version=version)
-        if outcome in ("stored", "repeated"):
-            return Receipt(
-                thread_id=call.thread_id,
-                thread_seq=saves,
-                id=last_id,
-                version=version,
-                repeated=outcome == "repeated",
-            )
-        raise _refusal(outcome, call, expected, version)
+        if outcome not in ("stored", "repeated"):
+            raise _refusal(outcome, call, expected, version)
+        # If the second try finds what the first one has stored, that is no repetition.
+        repeated = outcome == "repeated" and last_id != entry_id and call.key is not None
+        return Receipt(call.thread_id, saves, last_id if repeated else entry_id, version, repeated)
 
     async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> list[Any]:
         """Run the checkpoint function. When no answer comes, run it once more with the same key."""
@@ -394,7 +387,7 @@ class _Call(NamedTuple):
         return (
             self.thread_id,
             append,
-            expected if expected is None or (isinstance(expected, int) and 0 <= expected < 1 << 31) else -1,
+            expected if expected is None or 0 <= expected < 1 << 31 else -1,
             arrays.blobs(self.payloads),
             arrays.longs(self.id_hashes),
             self.run_id,
