@@ -194,12 +194,7 @@ class PostgresCheckpointStore:
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """See `CheckpointStore.rows`."""
-        ((*row,),) = await self._sql.read(
-            "rows",
-            thread_id,
-            *(arrays.texts(key[i] for key in blobs) for i in range(3)),
-            *(arrays.texts(key[i] for key in writes_of) for i in range(2)),
-        )
+        ((*row,),) = await self._sql.read("rows", thread_id, *_texts(blobs, 3), *_texts(writes_of, 2))
         tables = Tables()
         tables.add((), (BlobRow(*blob) for blob in _rows(row[7:12])), (WriteRow(*w) for w in _rows(row[12:20])))
         return Part(watermark_of(row[:7]), tables)
@@ -232,8 +227,8 @@ class PostgresCheckpointStore:
             keys.add((thread_id, ns, id_))
             for of in {id_, parent if takes_sends(row) else id_}:
                 names.setdefault((thread_id, ns, of), []).append((thread_id, ns, id_))
-        blobs = await self._sql.on(connection, "blobs_of", *_texts(sorted(keys)))
-        writes = await self._sql.on(connection, "writes_of", *_texts(sorted(names)))
+        blobs = await self._sql.on(connection, "blobs_of", *_texts(sorted(keys), 3))
+        writes = await self._sql.on(connection, "writes_of", *_texts(sorted(names), 3))
         kept: dict[tuple[str, str, str, str], BlobRow] = {}
         for thread_id, *blob in blobs:
             kept[thread_id, *blob[:3]] = BlobRow(*blob)
@@ -303,5 +298,6 @@ def _rows(columns: Sequence[Sequence[Any] | None]) -> Iterable[tuple[Any, ...]]:
     return zip(*(column or () for column in columns), strict=True)
 
 
-def _texts(keys: Sequence[tuple[str, str, str]]) -> list[arrays.Array]:
-    return [arrays.texts(key[i] for key in keys) for i in range(3)]
+def _texts(keys: Sequence[tuple[str, ...]], width: int) -> list[arrays.Array]:
+    """Return the columns of keys that have this many parts each."""
+    return [arrays.texts(key[i] for key in keys) for i in range(width)]
