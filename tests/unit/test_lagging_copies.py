@@ -261,8 +261,8 @@ class Replicated(FeedServer):
     async def identity(self, seq: int) -> StoredMessage | None:
         return None if self.leader_lags and seq > (self.has or seq) else await super().identity(seq)
 
-    async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        return self.stream.last_of(subject)
+    async def fresh_end(self, timeout_s: float) -> int:
+        return self.stream.last_of(SUBJECTS.groups)
 
 
 async def _three_entries(world: World, one: Instance, log: Replicated) -> None:

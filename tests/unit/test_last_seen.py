@@ -293,7 +293,7 @@ class Replicas:
         self.proofs += 1
         return self.ends[-1] + self.proofs
 
-    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+    async def fresh_end(self, timeout_s: float) -> int:
         return max((seq for seq in range(1, self.ends[-1] + 1) if seq not in self.removed), default=0)
 
     def refuse(self, reason: str) -> None:
@@ -320,7 +320,7 @@ def test_nodes_that_lag_or_lead_no_more_make_nobody_refuse_a_log(
             found = await standing(log, SUBJECTS.groups, Seen(seq, seq), 5.0)
         except LogUnavailable:
             return
-        last = await log.fresh_end("", 5.0)
+        last = await log.fresh_end(5.0)
         assert (found is Standing.LOST) == (seq > leader)
         if found is Standing.PASSED:
             assert last > seq

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from bufstore.shared_call import SharedCall
 from helpers import fresh, run_of
 from unit.fake_log import run
 
-SUBJECT = "thread.0.t"
+SUBJECT = "thread.groups.0"
 
 
 class TwoLeaders(NatsLog):
@@ -51,8 +50,8 @@ class TwoLeaders(NatsLog):
 
     def client(self) -> None: ...
 
-    def end_of(self, filter_: str, has: int | None = None) -> int:
-        return max((n for n, s in enumerate(self.log[:has], 1) if fnmatchcase(s, filter_)), default=0)
+    def end_of(self, subject: str, has: int | None = None) -> int:
+        return max((n for n, s in enumerate(self.log[:has], 1) if s == subject), default=0)
 
     async def write(self, messages: Sequence[Outgoing], batch: None, timeout_s: float, *, again: bool) -> bytes:
         await asyncio.sleep(0.01)
@@ -95,25 +94,21 @@ def test_whoever_answers_a_read_shows_all_that_was_acknowledged_before(data: st.
     """Replicas that lag and deposed leaders answer at random, and others write meanwhile."""
 
     async def main() -> None:
-        subjects = [f"thread.{p}.{t}" for p in (0, 1) for t in "abc"]
+        subjects = [SUBJECT, "thread.parts.0", "thread.erased.0"]
         acked = data.draw(st.lists(st.sampled_from(subjects), max_size=20), label="acknowledged")
         has = data.draw(st.lists(st.integers(0, 20), max_size=2), label="what other nodes have")
         answering = data.draw(st.lists(st.integers(0, 2), max_size=40), label="who answers")
         log = TwoLeaders(lambda nodes: answering.pop() % nodes if answering else 0, has)
         log.log += acked
         log.others = data.draw(st.lists(st.sampled_from(subjects), max_size=10), label="written meanwhile")
-        before = {s: log.end_of(s) for s in [*subjects, "thread.0.*", "thread.1.*"]}
 
-        async def each(subject: str) -> None:
-            found = await log.latest(subject, 60.0)
-            assert before[subject] <= found <= log.end_of(subject)
+        async def ask(at: float) -> None:
+            await asyncio.sleep(at)
+            before = log.end_of(SUBJECT)
+            found = await log.fresh_end(60.0)
+            assert before <= found <= log.end_of(SUBJECT)
 
-        async def partitions() -> None:
-            for filter_, found in zip(two, await log.latest_ends(two, 60.0), strict=True):
-                assert before[filter_] <= found <= log.end_of(filter_)
-
-        two = ["thread.0.*", "thread.1.*"]
-        await asyncio.gather(*map(each, subjects), partitions())
+        await asyncio.gather(*(ask(n / 200) for n in range(8)))
         await log.aclose()
 
     run(main())
@@ -126,12 +121,9 @@ def test_a_node_that_was_left_is_never_believed() -> None:
         log = TwoLeaders(lambda nodes: nodes - 1, has=[1])
         log.log += [SUBJECT, SUBJECT]
         with pytest.raises(LogUnavailable):
-            await log.latest(SUBJECT, 10.0)
-        with pytest.raises(LogUnavailable):
-            await log.latest_ends(["thread.0.*"], 10.0)
+            await log.fresh_end(10.0)
         log.has = [None]
-        assert await log.latest(SUBJECT, 10.0) == 2
-        assert await log.latest_ends(["thread.0.*"], 10.0) == [2]
+        assert await log.fresh_end(10.0) == 2
         await log.aclose()
 
     run(main())
@@ -141,13 +133,13 @@ def test_a_leader_proves_that_it_leads_before_it_is_believed() -> None:
     async def main() -> None:
         log = TwoLeaders()
         log.log.append(SUBJECT)
-        assert await log.latest(SUBJECT, 1.0) == 1
+        assert await log.fresh_end(1.0) == 1
         assert (log.proofs, log.reads) == (1, 1)
         log.alone = True
         with pytest.raises(LogUnavailable, match="prove"):
-            await log.latest(SUBJECT, 1.0)
+            await log.fresh_end(1.0)
         with pytest.raises(LogUnavailable, match="prove"):
-            await log.latest(SUBJECT, 10.0)
+            await log.fresh_end(10.0)
         assert log.reads == 1
         await log.aclose()
 
@@ -158,7 +150,7 @@ def test_reads_at_the_same_time_share_one_proof_and_one_answer() -> None:
     async def main() -> None:
         log = TwoLeaders()
         log.log.append(SUBJECT)
-        assert await asyncio.gather(*(log.latest(SUBJECT, 1.0) for _ in range(100))) == [1] * 100
+        assert await asyncio.gather(*(log.fresh_end(1.0) for _ in range(100))) == [1] * 100
         assert (log.proofs, log.reads) == (1, 1)
         await log.aclose()
 
@@ -177,7 +169,7 @@ def test_old_proofs_go_and_the_last_stays() -> None:
 
         log.api = api  # type: ignore[assignment]
         for _ in range(1100):
-            await log.latest(SUBJECT, 1.0)
+            await log.fresh_end(1.0)
         assert len(purged) == 4
         await log.aclose()
 

@@ -350,7 +350,7 @@ class MemoryLog:
         """Return 0: the one server always leads."""
         return 0
 
-    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+    async def fresh_end(self, timeout_s: float) -> int:
         """Return 0: the one server always leads."""
         return 0
 

@@ -20,9 +20,9 @@ from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StorageFull, StreamMissing, StreamTaken
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, Part
-from bufstore.jetstream.stream import NatsStream, Shown
+from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
+from bufstore.nats.fresh_end import PROOF_S, FreshEnd
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.listener import Listener, listen
 from bufstore.nats.same_log import SameLog
@@ -70,7 +70,7 @@ class NatsLog(NatsStream):
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._same = SameLog(config.log.stream, out_of_service(config.log)[0], config.log.replicas > 1)
         self._proof = SharedCall(self._prove)
-        self._fresh = FreshEnds(_Replicas(self), self._subjects.proof)
+        self._fresh = FreshEnd(self, self._subjects.groups, self._subjects.proof)
         self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))
         self._leftovers = Leftovers(self._remove_consumer)
         #: The number of times in a row that no consumer could be made.
@@ -227,46 +227,28 @@ class NatsLog(NatsStream):
         except AppendUnknown:
             raise LogUnavailable("no node proves that it leads the log") from None
 
-    async def latest(self, subject: str, timeout_s: float) -> int:
+    async def fresh_end(self, timeout_s: float) -> int:
+        """Return where the groups end, as of a moment after the call; 0 on a single server, which always knows."""
         if not self.replicated:
-            found = (await self.last([subject], timeout_s)).get(subject)
-            return found.seq if found is not None else 0
+            return 0
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._fresh.of_subject(subject)
-        except LogFull:
-            return (await self._ends_of_a_full_log([subject], timeout_s))[0]
+                return await self._fresh()
+        except LogFull:  # no byte is left for a proof: one node proves that it leads, and a node answers
+            await self.prove_leader(timeout_s)
+            return (await self.ends([self._subjects.groups], timeout_s))[0]
         except TimeoutError:
-            raise LogUnavailable("no node proved in time where the thread ends in the log") from None
-
-    async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        """Return where the subject ends, as of a moment after the call; 0 on a single server, which always knows."""
-        return await self.latest(subject, timeout_s) if self.replicated else 0
+            raise LogUnavailable("no node proved in time where the log ends") from None
 
     @property
     def may_lag(self) -> bool:
         """See `bufstore.buffer.groups.stream.GroupsInStream`."""
         return self.replicated
 
-    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        if not self.replicated:
-            return await self.ends(filters, timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._fresh.of_filters(filters)
-        except LogFull:
-            return await self._ends_of_a_full_log(filters, timeout_s)
-        except TimeoutError:
-            raise LogUnavailable("no node proved in time where the log ends") from None
-
-    async def _ends_of_a_full_log(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """Return the ends when no byte is left for a proof: one node proves that it leads, and a node answers."""
-        await self.prove_leader(timeout_s)
-        return await self.ends(filters, timeout_s)
-
-    async def store_proof(self, expected: int | None = None, expected_of: str | None = None) -> int:
-        """See `bufstore.nats.fresh_ends.Replicas`. Also raises LogFull, and LogRolledBack while the log is refused."""
+    async def store_proof(self, expected: int | None = None) -> int:
+        """See `bufstore.nats.fresh_end.Replicas`. Also raises LogFull, and LogRolledBack while the log is refused."""
         self._same.check()
+        expected_of = self._subjects.groups if expected is not None else None
         message = Outgoing(self._subjects.proof, b"", expected=expected, expected_of=expected_of)
         try:
             seq = await self._stored(message)
@@ -373,17 +355,3 @@ class NatsLog(NatsStream):
         )
         if reason is not None:
             self.refuse(reason)
-
-
-class _Replicas:
-    """The log in the form that `FreshEnds` asks."""
-
-    def __init__(self, log: NatsLog) -> None:
-        self._log = log
-        self.store_proof = log.store_proof
-
-    async def shown(self, subjects: Sequence[str], start: int) -> Shown:
-        return await self._log.shown(subjects, start, PROOF_S)
-
-    async def believed_end(self, filter_: str) -> int:
-        return (await self._log.ends([filter_], PROOF_S))[0]

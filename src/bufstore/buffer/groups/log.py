@@ -262,7 +262,7 @@ class GroupLog:
 
     async def _ends_in_last_groups(self, timeout_s: float) -> dict[int, int]:
         """Where those partitions end that have entries in the last groups; empty if the node that answers lags."""
-        end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
+        end = await self._stream.fresh_end(timeout_s)
         if not end:
             last = (await self._stream.last([self._subjects.groups], timeout_s)).get(self._subjects.groups)
             end = last.seq if last is not None else 0
@@ -275,7 +275,7 @@ class GroupLog:
 
     async def _see_fresh(self, timeout_s: float) -> None:
         """Return once everything has been seen that was acknowledged when this was called. Raises LogUnavailable."""
-        end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
+        end = await self._stream.fresh_end(timeout_s)
         await self._see_all()
         while self._heads.seen < end:  # the replica that answered lags
             await asyncio.sleep(_LAG_S)

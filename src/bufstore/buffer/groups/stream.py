@@ -55,8 +55,8 @@ class GroupsInStream(Generations, Announcements, Protocol):
     async def identity(self, seq: int) -> StoredMessage | None: ...
     async def prove_leader(self, timeout_s: float) -> None: ...
 
-    async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        """The subject's last sequence, as of a moment after the call; 0 where every read is as fresh as that."""
+    async def fresh_end(self, timeout_s: float) -> int:
+        """The last group's sequence, as of a moment after the call; 0 where every read is as fresh as that."""
         ...
 
     @property
