@@ -15,7 +15,6 @@ from typing import Any
 
 from bufstore.errors import InvalidId, InvalidQuery
 from bufstore.notify.idle import wait_for_work
-from bufstore.notify.listener_state import ListenerState
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
 from bufstore.testing.basics import Check, raises, registrar
@@ -302,7 +301,7 @@ async def a_worker_that_stops_when_it_is_called_passes_it_on(subject: Notifiers)
             return None
 
         waiting = asyncio.create_task(wait_for_work(here, [kind], nothing_due, stopping=stopping))
-        await eventually(lambda: here._scheduled.count(kind) == 1 and here._scheduled.state is ListenerState.RUNNING)
+        await eventually(lambda: here._scheduled.count(kind) == 1 and here._scheduled._teardown is not None)
         call, passed_on = here._call, Heard()
 
         def call_and_stop(callback: Callable[..., None], *args: str) -> None:

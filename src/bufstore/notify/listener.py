@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.errors import Closed
 from bufstore.notify.broker import Teardown
-from bufstore.notify.listener_state import ListenerState, ListenerStep, after
 from bufstore.notify.protocol import Unlisten
 from bufstore.tasks import spawn
 
@@ -50,19 +49,15 @@ class SharedListener(Generic[P, C]):
         self._name = name
         self._open = open_
         self._deliver = deliver
-        self._state = ListenerState.IDLE
         self._members: dict[str, dict[_Member[C], None]] = {}
         self._moving = asyncio.Lock()
         self._moves: set[asyncio.Task[None]] = set()
+        #: Ends the subscription; None: there is none.
         self._teardown: Teardown | None = None
         self._generation = 0
         self._failures = 0
         self._failure: Exception | None = None
         self._closed = False
-
-    @property
-    def state(self) -> ListenerState:
-        return self._state
 
     def count(self, key: str) -> int:
         """Return how many callbacks there are for a key."""
@@ -147,11 +142,10 @@ class SharedListener(Generic[P, C]):
         failures = self._failures
         async with self._moving:
             # A callback that left meanwhile needs no subscription; one that came meanwhile needs no second one.
-            if self._state is not ListenerState.IDLE or not self._members:
+            if self._teardown is not None or not self._members:
                 return
             if self._failure is not None and self._failures != failures:
                 raise self._failure  # another attempt hung while this one waited: one such wait is enough for all
-            self._state = after(self._state, ListenerStep.WANTED)
             self._generation += 1
             generation = self._generation
 
@@ -162,20 +156,16 @@ class SharedListener(Generic[P, C]):
             began = time.monotonic()
             try:
                 self._teardown = await self._open(deliver)
-            except BaseException as e:
-                self._state = after(self._state, ListenerStep.FAILED)
-                if isinstance(e, Exception) and time.monotonic() > began + BUSY_S:
+            except Exception as e:
+                if time.monotonic() > began + BUSY_S:
                     self._failures += 1
                     self._failure = e
                 raise
-            self._state = after(self._state, ListenerStep.STARTED)
 
     async def _stop(self) -> None:
         async with self._moving:
-            if self._state is not ListenerState.RUNNING or self._members:
+            if self._teardown is None or self._members:
                 return
-            self._state = after(self._state, ListenerStep.EMPTY)
-            assert self._teardown is not None
             try:
                 await self._teardown()
             except Exception as e:
@@ -184,4 +174,3 @@ class SharedListener(Generic[P, C]):
                 # A callback that is registered while this subscription ends waits for a new one.
                 self._generation += 1
                 self._teardown = None
-                self._state = after(self._state, ListenerStep.STOPPED)
