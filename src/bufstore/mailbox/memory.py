@@ -121,9 +121,6 @@ class MemoryBackend(Backend):
     async def open(self) -> None:
         self._closed = False
 
-    def closes_here(self) -> bool:
-        return True
-
     async def aclose(self) -> None:
         self._closed = True
         for stop in tuple(self._stops):

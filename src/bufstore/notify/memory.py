@@ -6,13 +6,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from bufstore.notify.broker import Teardown
+from bufstore.notify.broker import Broker, Teardown
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import HINT_TTL_S
 from bufstore.notify.protocol import Event
 
 
-class MemoryBroker:
+class MemoryBroker(Broker):
     """See `bufstore.notify.broker.Broker`. Several notifiers on one broker hear each other."""
 
     def __init__(self, *, hint_ttl_s: float = HINT_TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,9 +52,6 @@ class MemoryBroker:
 
     def on_restored(self, hook: Callable[[], None]) -> None:
         """Do nothing: memory has no connection that is lost and comes back."""
-
-    def closes_here(self) -> bool:
-        return True
 
     async def aclose(self) -> None:
         """Do nothing: memory has no connections to release."""

@@ -6,7 +6,7 @@ asked now and then whether it still listens: behind a pooler in transaction mode
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
 
@@ -15,11 +15,11 @@ from psycopg import AsyncConnection, sql
 from psycopg_pool import AsyncConnectionPool
 
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
-from bufstore.notify.broker import HintUnavailable, Teardown
+from bufstore.notify.broker import HintUnavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
-from bufstore.notify.subscription import Heard, Subscription
+from bufstore.notify.subscription import HealingBroker, Heard
 from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
@@ -35,22 +35,19 @@ _CHANNEL_BYTES = 63
 AnyPool = AsyncConnectionPool[Any]
 
 
-class PostgresBroker:
+class PostgresBroker(HealingBroker):
     """See `bufstore.notify.broker.Broker`."""
 
     def __init__(
         self, pool: AnyPool, prefix: str, *, owned: bool, listen: str | None, timeout_s: float, quiet_s: float
     ) -> None:
+        super().__init__("notifier on Postgres")
         self._pool = pool
         self._owned = owned
         self._listen = listen
         self._timeout_s = timeout_s
         self._quiet_s = quiet_s
         self._channels = {event: channel(prefix, event, "_") for event in Event}
-        self._subscription = Subscription("notifier on Postgres", self._attach)
-
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        self._subscription.on_restored(hook)
 
     async def publish(self, event: Event, payload: str) -> None:
         async with self._borrow() as connection:
@@ -62,14 +59,11 @@ class PostgresBroker:
     def claim(self, hint: str, wanted: int) -> int:
         return wanted
 
-    async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-        return await self._subscription.subscribe(event, deliver)
-
     def closes_here(self) -> bool:
         return not isinstance(self._pool, Pool) or self._pool.closes_here()
 
     async def aclose(self) -> None:
-        await self._subscription.aclose()
+        await super().aclose()
         if self._owned:
             await self._pool.close()
 

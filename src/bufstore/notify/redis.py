@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any, Self
 
 from redis.asyncio import Redis
@@ -16,11 +15,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from bufstore.errors import ConfigError, NotifyUnavailable
-from bufstore.notify.broker import HintUnavailable, Teardown
+from bufstore.notify.broker import HintUnavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import HINT_TTL_S, channel, check_prefix, hint_key
 from bufstore.notify.protocol import Event
-from bufstore.notify.subscription import Heard, Subscription
+from bufstore.notify.subscription import HealingBroker, Heard
 
 #: A listening connection that is silent for this long is asked whether it lives.
 _QUIET_S = 5.0
@@ -41,7 +40,7 @@ return take
 """
 
 
-class RedisBroker:
+class RedisBroker(HealingBroker):
     """See `bufstore.notify.broker.Broker`."""
 
     def __init__(
@@ -55,6 +54,7 @@ class RedisBroker:
         timeout_s: float,
         quiet_s: float,
     ) -> None:
+        super().__init__("notifier on Redis")
         self._client: Any = client
         self._listener = listener
         self._prefix = prefix
@@ -62,10 +62,6 @@ class RedisBroker:
         self._owned = owned
         self._timeout_s = timeout_s
         self._quiet_s = quiet_s
-        self._subscription = Subscription("notifier on Redis", self._attach)
-
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        self._subscription.on_restored(hook)
 
     async def publish(self, event: Event, payload: str) -> None:
         try:
@@ -94,14 +90,8 @@ class RedisBroker:
             raise NotifyUnavailable(f"cannot ask Redis for a hint: {type(e).__name__}") from None
         return wanted if taken < 0 else taken
 
-    async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-        return await self._subscription.subscribe(event, deliver)
-
-    def closes_here(self) -> bool:
-        return True
-
     async def aclose(self) -> None:
-        await self._subscription.aclose()
+        await super().aclose()
         if self._owned:
             await self._client.aclose()
 

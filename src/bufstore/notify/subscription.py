@@ -1,4 +1,4 @@
-"""A subscription that heals itself: whenever its connection ends, it makes a new one, as long as it is wanted.
+"""A broker whose subscription heals itself: whenever its connection ends, it makes a new one, as long as it is wanted.
 
 Subscribers are not told that the connection is gone. They are told, once, that it is back: they may have missed
 something.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.notify.broker import Teardown
+from bufstore.notify.broker import Broker, Teardown
 from bufstore.notify.listener import SharedListener
 from bufstore.notify.protocol import Event
 from bufstore.tasks import end, spawn
@@ -33,21 +33,22 @@ class Source(Protocol):
         """Release the connection."""
 
 
-class Subscription:
-    """One `Source` at a time, shared by the events, as long as one of them is subscribed to."""
+class HealingBroker(Broker):
+    """Has one `Source` at a time, shared by the events, as long as one of them is subscribed to."""
 
-    def __init__(self, name: str, attach: Callable[[], Awaitable[Source]]) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._attach = attach
         self._restored: list[Callable[[], None]] = []
         self._shared: SharedListener[Heard, Callable[[str], None]] = SharedListener(name, self._open, self._deliver)
 
+    async def _attach(self) -> Source:
+        """Return a new source. Raises NotifyUnavailable, ConfigError, StoreMisconfigured."""
+        raise NotImplementedError
+
     def on_restored(self, hook: Callable[[], None]) -> None:
-        """Call `hook` when payloads may have been missed, and arrive again from now on."""
         self._restored.append(hook)
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-        """Deliver an event's payloads. The first subscription makes the source, and raises what that raises."""
         return await self._shared.subscribe([event.value], deliver)
 
     async def aclose(self) -> None:
