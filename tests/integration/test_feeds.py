@@ -14,7 +14,6 @@ from typing import Any
 import psycopg
 
 from bufstore import Consistency, ThreadQuery
-from bufstore.config import as_nats_config
 from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream.messages import Outgoing
 from bufstore.nats.feed import consumer_config, open_feed
@@ -47,8 +46,7 @@ async def test_a_message_larger_than_a_feed_asks_for_at_once_is_delivered(deploy
             await stream.publish(Outgoing(f"{log.subject}.groups.0", b"x" * size), 5)
         arrived, came, left = [], asyncio.Event(), list[str]()
         config = consumer_config(f"{log.subject}-large", f"{log.subject}.groups.0", 1, 100)
-        api = as_nats_config(deployment.servers.nats.url).api
-        feed = await open_feed(session.connection, stream, api, log.stream, config, came.set, 1000, left.append, 5)
+        feed = await open_feed(session.connection.client(), stream, config, came.set, 1000, left.append, 5)
         async with asyncio.timeout(10):
             while len(arrived) < 4:
                 await came.wait()

@@ -10,6 +10,7 @@ import pytest
 
 from bufstore import ConfigError, LogUnavailable, NatsConfig
 from bufstore.config import BufferConfig, LogConfig
+from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
@@ -93,14 +94,15 @@ def test_who_is_no_member_asks_the_leader_for_the_members() -> None:
     run(main())
 
 
-class Log:
-    """The API of a stream as clients see it; the node that leads the consumer has the stream up to `has`."""
+class Log(NatsStream):
+    """The API of a stream as its clients see it; the node that leads the consumer has the stream up to `has`."""
 
     def __init__(self, end: int, has: int) -> None:
+        super().__init__(cast(Connection, Client()), "$JS.API", "T", 3)
         self._end, self.has = end, has
         self.asked: list[str] = []
 
-    async def api(self, verb: str, body: object = None, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         self.asked.append(verb.split(".")[1])
         return {"num_pending": max(0, self.has - 10), "cluster": {"leader": "n1"}}
 
@@ -109,7 +111,7 @@ class Log:
 
 
 class Client:
-    """A connection and its client, which accept whatever is sent and asked."""
+    """A connection, its client and a subscription, which take whatever is sent and asked."""
 
     is_connected = True
     max_payload = 1 << 20
@@ -120,7 +122,10 @@ class Client:
     def new_inbox(self) -> str:
         return "_INBOX.x"
 
-    async def listen(self, subject: str, heard: object) -> None: ...
+    async def listen(self, subject: str, heard: object) -> Client:
+        return self
+
+    async def unsubscribe(self) -> None: ...
 
     async def publish(self, subject: str, data: bytes, reply: str) -> None: ...
 
@@ -133,8 +138,7 @@ class Client:
 
 async def _opened(log: Log) -> None:
     config = consumer_config("t-flusher-0-1", "t.0.*", 11, 100)
-    connection, stream = cast(Connection, Client()), cast(NatsStream, log)
-    await open_feed(connection, stream, "$JS.API", "T", config, lambda: None, 1000, lambda _: None, 2.0)
+    await open_feed(cast(ListeningClient, Client()), log, config, lambda: None, 1000, lambda _: None, 2.0)
 
 
 def test_no_consumer_is_followed_whose_node_lacks_what_the_log_holds() -> None:

@@ -45,6 +45,28 @@ class Delivery(NamedTuple):
     reply: str
 
 
+class Numbers(NamedTuple):
+    """What the reply subject of a delivery says."""
+
+    #: As in `Delivery`.
+    times: int
+    seq: int
+    #: The number of the delivery among all of the consumer's.
+    counter: int
+    stored_at_ns: int
+    #: How many messages the consumer has left to deliver.
+    pending: int
+
+
+def numbers_of(reply: str) -> Numbers:
+    """Return what a reply subject says. Raises ValueError and others for what is none: anybody may send to an inbox."""
+    words = reply.split(".")
+    # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>, and from 2.16 on with
+    # domain and account hash before the stream.
+    at = 4 if len(words) < 11 else 6
+    return Numbers(*map(int, words[at : at + 5]))
+
+
 class _Waiter:
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -124,10 +146,8 @@ class Pulls:
 
     def _on_message(self, subject: str, reply: str, data: bytes, headers: bytes) -> Coroutine[Any, Any, None] | None:
         if reply:
-            words = reply.split(".")
-            # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>…; from 2.16 on, domain and account hash come first.
-            at = 2 if len(words) < 11 else 4
-            came = Delivery(subject, int(words[at + 3]), int(words[at + 2]), reply)
+            numbers = numbers_of(reply)
+            came = Delivery(subject, numbers.seq, numbers.times, reply)
             for waiter in self._waiting.values():
                 if not waiter.ended.done():
                     waiter.came.append(came)

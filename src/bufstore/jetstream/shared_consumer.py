@@ -28,11 +28,11 @@ def consumer_config(name: str, ack_wait_s: float, pending_max: int, **more: Any)
 class SharedConsumer:
     """A consumer of a stream, and the pulls from it. Make it before the connection is opened."""
 
-    def __init__(self, connection: Connection, stream: NatsStream, api: str, wanted: dict[str, Any], ours: str) -> None:
+    def __init__(self, connection: Connection, stream: NatsStream, wanted: dict[str, Any], ours: str) -> None:
         """`ours` is the place of the consumer's settings, for `ConfigDrift`."""
         self._stream, self._wanted, self._ours = stream, wanted, ours
         self._name = str(wanted["durable_name"])
-        self.pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{stream.name}.{self._name}")
+        self.pulls = Pulls(connection, stream.next_of(self._name))
 
     async def setup(self) -> None:
         """Create the consumer, or check it. Raises ConfigDrift, ConfigError, LogUnavailable."""

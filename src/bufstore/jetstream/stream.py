@@ -236,9 +236,17 @@ class NatsStream:
         """Return what the server says of the stream."""
         return await self.api(f"STREAM.INFO.{self.name}", timeout_s=timeout_s)
 
-    async def consumer(self, name: str) -> dict[str, Any]:
+    async def consumer(self, name: str, timeout_s: float = 5.0) -> dict[str, Any]:
         """Return what the server says of a consumer of the stream. Raises ConsumerMissing."""
-        return await self.api(f"CONSUMER.INFO.{self.name}.{name}")
+        return await self.api(f"CONSUMER.INFO.{self.name}.{name}", timeout_s=timeout_s)
+
+    async def remove_consumer(self, name: str) -> None:
+        """Remove a consumer, if that takes no longer than a second. Raises ConsumerMissing."""
+        await self.api(f"CONSUMER.DELETE.{self.name}.{name}", timeout_s=1.0)
+
+    def next_of(self, consumer: str) -> str:
+        """Return the subject on which this consumer is asked for messages."""
+        return f"{self._api}.CONSUMER.MSG.NEXT.{self.name}.{consumer}"
 
     async def delete(self, seq: int) -> None:
         """Remove one message. Raises MessageMissing."""

@@ -64,7 +64,7 @@ class NatsBackend(NatsSweeps, Backend):
         bucket = Bucket(self._connection, self._stream, keys, config.timeout_s, names.max_bytes)
         wait_s = config.signal_ack_wait_s
         wanted = consumer_config(names.consumer, wait_s, names.signals_pending_max, filter_subject=keys.of("s", "*"))
-        signals = NatsSignals(self._connection, self._stream, nats.api, wanted, "MailboxConfig, NatsMailboxNames")
+        signals = NatsSignals(self._connection, self._stream, wanted, "MailboxConfig, NatsMailboxNames")
         patience_s = max(wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
         super().__init__(bucket, signals, patience_s)
         self._live = NatsLive(bucket, names)

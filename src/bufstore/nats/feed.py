@@ -22,11 +22,11 @@ from nats.aio.subscription import Subscription
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.client import ListeningClient
-from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.headers import entry_header, fields, status_of
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.pulls import numbers_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.pull_sizes import PullSizes
 
@@ -66,30 +66,24 @@ class NatsFeed:
 
     def __init__(
         self,
-        connection: Connection,
+        client: ListeningClient,
         stream: NatsStream,
-        api: str,
-        stream_name: str,
         config: dict[str, Any],
         wake: Callable[[], None],
-        bytes_max: int,
-        batch_max: int,
+        sizes: PullSizes,
         leave: Callable[[str], None],
     ) -> None:
-        """`batch_max`: see `PullSizes`. `leave`: has a consumer removed later that could not be removed now."""
-        self._connection = connection
+        """`leave`: has a consumer removed later that could not be removed now."""
+        self._client = client
         self._stream = stream
-        self._api = api
-        self._stream_name = stream_name
         self._name: str = config["name"]
         self._wake = wake
         self._messages_max: int = config["max_ack_pending"]
-        self._sizes = PullSizes(bytes_max, batch_max)
+        self._sizes = sizes
         self._leave = leave
         self._loop = asyncio.get_running_loop()
-        self._client: ListeningClient | None = None
-        self._subscription: Subscription | None = None
-        self._inbox = ""
+        self._inbox = client.new_inbox()
+        self._subscription: Subscription
         self._arrived: list[StoredMessage] = []
         #: The messages that were delivered and are not acked yet: (sequence, reply subject, bytes).
         self._held: deque[tuple[int, str, int]] = deque()
@@ -100,17 +94,15 @@ class NatsFeed:
         self._heard = 0.0
         self._lost: str | None = None
 
-    async def start(self, client: ListeningClient) -> None:
+    async def start(self) -> None:
         """Subscribe and ask for the first messages."""
-        self._client = client
-        self._inbox = client.new_inbox()
-        self._subscription = await client.listen(self._inbox, self._on_message)
+        self._subscription = await self._client.listen(self._inbox, self._on_message)
         await self._pull()
 
     @property
     def lost(self) -> str | None:
         if self._lost is None:
-            if self._client is None or not self._client.is_connected:
+            if not self._client.is_connected:
                 self._lost = "the connection to NATS was lost"
             elif self._outstanding and self._loop.time() - self._heard > 3 * _HEARTBEAT_S:
                 self._lost = "NATS sends no heartbeat"
@@ -129,7 +121,7 @@ class NatsFeed:
         while self._held and self._held[0][0] <= seq:
             _, reply, size = self._held.popleft()
             self._held_bytes -= size
-        if reply is None or self._client is None:
+        if reply is None:
             return
         try:
             # The third line that matters, the ack: only after the commit. Acking first would let the log forget
@@ -141,12 +133,12 @@ class NatsFeed:
 
     async def close(self) -> None:
         self._lost = self._lost or "closed"
-        if self._subscription is None or self._client is None or not self._client.is_connected:
+        if not self._client.is_connected:
             self._leave(self._name)
             return
         try:
             await self._subscription.unsubscribe()
-            await self._stream.api(f"CONSUMER.DELETE.{self._stream_name}.{self._name}", timeout_s=1.0)
+            await self._stream.remove_consumer(self._name)
         except (nats.errors.Error, BufstoreError) as e:
             _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
             if not isinstance(e, ConsumerMissing):
@@ -156,7 +148,7 @@ class NatsFeed:
         """Keep one request open while there is space for its messages."""
         room = self._messages_max - len(self._held)
         full = room <= self._messages_max // 4 or self._held_bytes >= self._sizes.bytes_max
-        if self._outstanding or full or self._lost or self._client is None:
+        if self._outstanding or full or self._lost:
             return
         size = self._sizes.next(room)
         self._outstanding = size["batch"]
@@ -167,7 +159,7 @@ class NatsFeed:
             "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
         }
         try:
-            subject = f"{self._api}.CONSUMER.MSG.NEXT.{self._stream_name}.{self._name}"
+            subject = self._stream.next_of(self._name)
             await self._client.publish(subject, json.dumps(request).encode(), reply=self._inbox)
         except nats.errors.Error as e:
             self._lose(f"asking for messages failed: {type(e).__name__}")
@@ -176,11 +168,7 @@ class NatsFeed:
         self._heard = self._loop.time()
         if not reply:
             return self._on_status(headers)
-        words = reply.split(".")
-        # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>, and from 2.16 on
-        # with domain and account hash before the stream.
-        at = 2 if len(words) < 11 else 4
-        seq, counter = int(words[at + 3]), int(words[at + 4])
+        _, seq, counter, *_ = numbers_of(reply)
         if counter != self._counter + 1:
             self._lose(f"delivery {self._counter + 1} is missing")
             return None
@@ -221,10 +209,8 @@ class NatsFeed:
 
 
 async def open_feed(
-    connection: Connection,
+    client: ListeningClient,
     stream: NatsStream,
-    api: str,
-    stream_name: str,
     config: dict[str, Any],
     wake: Callable[[], None],
     bytes_max: int,
@@ -233,33 +219,32 @@ async def open_feed(
 ) -> NatsFeed:
     """Create the consumer, or check the existing one, and follow it. Raises ConfigError, LogUnavailable."""
     name = config["name"]
-    client = connection.client()
     try:
         made = await stream.api(
-            f"CONSUMER.CREATE.{stream_name}.{name}.{config['filter_subject']}",
-            {"stream_name": stream_name, "config": config, "action": "create"},
+            f"CONSUMER.CREATE.{stream.name}.{name}.{config['filter_subject']}",
+            {"stream_name": stream.name, "config": config, "action": "create"},
             timeout_s=made_within_s,
         )
     except ConfigError:
         # No two owners have the same term, so a consumer of this name is not ours: say how it differs. If there is no
         # such consumer, the server does not accept it, and has said why.
         with contextlib.suppress(LogUnavailable):
-            found = (await stream.api(f"CONSUMER.INFO.{stream_name}.{name}"))["config"]
-            remove = f"nats consumer rm {stream_name} {name}"
+            found = (await stream.consumer(name))["config"]
+            remove = f"nats consumer rm {stream.name} {name}"
             way_out = f"Another process made this consumer: remove it (`{remove}`)."
             check(f"consumer {name}", config, found, "", remove, way_out=way_out)
         raise
     reach(Failpoint.TAKE_NEW_MADE)
     if not made.get("num_pending"):
-        await _check_not_behind(stream, stream_name, config)
+        await _check_not_behind(stream, config)
     # The server writes a limit of its own (max_request_batch) into the consumer, and refuses pulls that ask for more.
     batch_max = made.get("config", {}).get("max_batch", 0)
-    feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max, batch_max, leave)
-    await feed.start(client)
+    feed = NatsFeed(client, stream, config, wake, PullSizes(bytes_max, batch_max), leave)
+    await feed.start()
     return feed
 
 
-async def _check_not_behind(stream: NatsStream, stream_name: str, config: dict[str, Any]) -> None:
+async def _check_not_behind(stream: NatsStream, config: dict[str, Any]) -> None:
     """Raise LogUnavailable when a consumer's leader has nothing of what the log's leader has for the consumer.
 
     A node that was cut off leads new consumers again long before it has caught up. Until then it delivers nothing, and
@@ -270,7 +255,7 @@ async def _check_not_behind(stream: NatsStream, stream_name: str, config: dict[s
         return
     for pause in _LOOK_AGAIN_S:
         await asyncio.sleep(pause)
-        info = await stream.api(f"CONSUMER.INFO.{stream_name}.{config['name']}", timeout_s=_LOOK_TIMEOUT_S)
+        info = await stream.consumer(config["name"], _LOOK_TIMEOUT_S)
         if info["num_pending"]:
             return
     node = (info.get("cluster") or {}).get("leader")

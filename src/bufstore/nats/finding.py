@@ -31,7 +31,7 @@ async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> Fou
     connection = Connection(nats, name)
     await connection.open()
     try:
-        found = await NatsStream(connection, nats.api, stream, 1).api(f"STREAM.INFO.{stream}")
+        found = await NatsStream(connection, nats.api, stream, 1).info()
     except StreamMissing:
         return None
     finally:

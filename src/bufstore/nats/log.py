@@ -72,7 +72,7 @@ class NatsLog(NatsStream):
         self._proof = SharedCall(self._prove)
         self._fresh = FreshEnd(self, self._subjects.groups, self._subjects.proof)
         self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))
-        self._leftovers = Leftovers(self._remove_consumer)
+        self._leftovers = Leftovers(self.remove_consumer)
         #: The number of times in a row that no consumer could be made.
         self._unmade = 0
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
@@ -96,7 +96,7 @@ class NatsLog(NatsStream):
         return epoch
 
     async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
+        info = await self.info(timeout_s)
         metadata = info["config"].get("metadata") or {}
         self._windows, self._target = windows_of(self._config.log, metadata), target_of(metadata)
         return info
@@ -125,7 +125,7 @@ class NatsLog(NatsStream):
         """Change the stream's metadata. Raises LogUnavailable if another process wins at the same time."""
         found = (await self._look())["config"]
         said = change(found.get("metadata") or {})
-        await self.api(f"STREAM.UPDATE.{self._config.log.stream}", {**found, "metadata": said})
+        await self.api(f"STREAM.UPDATE.{self.name}", {**found, "metadata": said})
         now = (await self._look())["config"].get("metadata") or {}
         if change(now) != now:
             raise LogUnavailable("another process changed the log's metadata at the same time: try again")
@@ -139,27 +139,23 @@ class NatsLog(NatsStream):
         wanted = stream_config(self._config.log, epoch, target)
         try:
             with contextlib.suppress(StreamTaken):  # it has other settings: the next look says which
-                await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
+                await self.api(f"STREAM.CREATE.{self.name}", wanted)
         except LogFull as e:
             why = e.said if isinstance(e, StorageFull) else e
             raise ConfigError(
-                f"stream {self._config.log.stream} cannot be created with LogConfig.max_bytes = "
+                f"stream {self.name} cannot be created with LogConfig.max_bytes = "
                 f"{self._config.log.max_bytes} ({why}): lower it, or raise the storage of the server or the account"
             ) from e
 
     async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
-        name = self._config.log.stream
-        info = await self.api(f"STREAM.INFO.{name}")
-        wanted, kept = withdrawn(self._config.log, info["config"], common)
-        await self.api(f"STREAM.UPDATE.{name}", wanted)
+        wanted, kept = withdrawn(self._config.log, (await self.info())["config"], common)
+        await self.api(f"STREAM.UPDATE.{self.name}", wanted)
         return kept
 
     async def remove(self) -> None:
-        name = self._config.log.stream
         with contextlib.suppress(StreamMissing):
-            info = await self.api(f"STREAM.INFO.{name}")
-            if is_withdrawn(self._config.log, info["config"]):
-                await self.api(f"STREAM.DELETE.{name}")
+            if is_withdrawn(self._config.log, (await self.info())["config"]):
+                await self.api(f"STREAM.DELETE.{self.name}")
 
     @property
     def refused(self) -> str | None:
@@ -188,14 +184,9 @@ class NatsLog(NatsStream):
         await self._leftovers.aclose()
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        self._sending()
-        return self._acked_one(await super().publish(message, timeout_s), message)
-
-    def _sending(self) -> None:
         self._same.check()
         reach(Failpoint.PUBLISH_BEFORE)
-
-    def _acked_one(self, seq: int, message: Outgoing) -> int:
+        seq = await super().publish(message, timeout_s)
         reach(Failpoint.PUBLISH_ACKED)
         return self._same.acked(seq, message)
 
@@ -281,7 +272,7 @@ class NatsLog(NatsStream):
 
     async def _forget_proofs(self, which: dict[str, int]) -> None:
         with contextlib.suppress(LogUnavailable):
-            await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": self._subjects.proof, **which})
+            await self.api(f"STREAM.PURGE.{self.name}", {"filter": self._subjects.proof, **which})
 
     async def barrier(self, timeout_s: float) -> int:
         if not self.replicated:
@@ -304,7 +295,7 @@ class NatsLog(NatsStream):
         # A purge would only forget where the message is.
         self._same.check()
         with contextlib.suppress(MessageMissing):
-            await self.api(f"STREAM.MSG.DELETE.{self._config.log.stream}", {"seq": seq})
+            await self.api(f"STREAM.MSG.DELETE.{self.name}", {"seq": seq})
 
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> NatsFeed:
         """Deliver the messages of a subject from sequence `start` on. `name` belongs to this follower alone."""
@@ -313,10 +304,8 @@ class NatsLog(NatsStream):
         bytes_max = max(min(self._config.flush_max_bytes, _ASKED_BYTES_MAX), 2 * self.message_bytes_max)
         try:
             feed = await open_feed(
-                self._connection,
+                self._connection.client(),
                 self,
-                self._api,
-                self._config.log.stream,
                 config,
                 wake,
                 bytes_max,
@@ -342,16 +331,11 @@ class NatsLog(NatsStream):
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""
         self._same.check()
-        await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"seq": seq})
-
-    async def _remove_consumer(self, name: str) -> None:
-        await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{name}", timeout_s=1.0)
+        await self.api(f"STREAM.PURGE.{self.name}", {"seq": seq})
 
     async def _check_end(self, client: Client) -> None:
         """Check, before a new connection is used, whether this is still the log that we wrote to; refuse it if not."""
         self.connections += 1
-        reason = await self._same.look(
-            client, f"{self._api}.STREAM.INFO.{self._config.log.stream}", self._subjects.proof
-        )
+        reason = await self._same.look(client, f"{self._api}.STREAM.INFO.{self.name}", self._subjects.proof)
         if reason is not None:
             self.refuse(reason)

@@ -26,6 +26,7 @@ from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.pulls import numbers_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import log_config
 from bufstore.nats.pull_sizes import PullSizes
@@ -84,8 +85,6 @@ class LogReader:
     """Reads one log. Raises LogUnavailable, and ConfigError for a stream that bufstore did not create."""
 
     def __init__(self, config: NatsConfig, stream: str, bucket: str | None = None) -> None:
-        self._api = config.api
-        self._name = stream
         self._bucket = bucket
         self._connection = Connection(config, "bufstore-reader")
         # As if there were several replicas: ask the leader for single messages, because only it knows what was purged.
@@ -103,9 +102,9 @@ class LogReader:
         """Return the log as it is now. Raises NoLog when there is none."""
         await self._connection.wait_up(_SILENCE_S)
         try:
-            info = await self._stream.api(f"STREAM.INFO.{self._name}")
+            info = await self._stream.info()
         except StreamMissing:
-            raise NoLog(self._name) from None
+            raise NoLog(self._stream.name) from None
         state, config = info["state"], info["config"]
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
@@ -213,9 +212,9 @@ class LogReader:
         if since_ns is not None:
             del config["opt_start_seq"]
             config |= {"deliver_policy": "by_start_time", "opt_start_time": _rfc3339(since_ns)}
-        created = await self._stream.api(
-            f"CONSUMER.CREATE.{self._name}.{name}", {"stream_name": self._name, "config": config, "action": "create"}
-        )
+        stream = self._stream
+        request = {"stream_name": stream.name, "config": config, "action": "create"}
+        created = await stream.api(f"CONSUMER.CREATE.{stream.name}.{name}", request)
         if not created["num_pending"]:
             return
         batch_max = created.get("config", {}).get("max_batch", 0)  # see `nats/feed.py`
@@ -225,7 +224,6 @@ class LogReader:
             "expires": _EXPIRES_S * 1_000_000_000,
             "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
         }
-        verb = f"{self._api}.CONSUMER.MSG.NEXT.{self._name}.{name}"
         try:
             while not inbox.done:
                 # The next batch is requested before the last one is worked on, so at most two are in memory.
@@ -233,7 +231,7 @@ class LogReader:
                 if inbox.wanted <= room // 4:
                     size = inbox.sizes.next(room)
                     inbox.wanted += size["batch"]
-                    await client.publish(verb, json.dumps(pull | size).encode(), reply=reply)
+                    await client.publish(stream.next_of(name), json.dumps(pull | size).encode(), reply=reply)
                 if part := await inbox.take(lambda: client.is_connected):
                     yield part
                 elif inbox.idle and await self._nothing_left(name, inbox):
@@ -245,12 +243,12 @@ class LogReader:
         finally:
             with contextlib.suppress(nats.errors.Error, LogUnavailable):
                 await subscription.unsubscribe()
-                await self._stream.api(f"CONSUMER.DELETE.{self._name}.{name}", timeout_s=1.0)
+                await stream.remove_consumer(name)
 
     async def _nothing_left(self, consumer: str, inbox: _Inbox) -> bool:
         """Return whether all that the consumer has was received: then the rest of the range was removed."""
         inbox.idle = False
-        info = await self._stream.api(f"CONSUMER.INFO.{self._name}.{consumer}")
+        info = await self._stream.consumer(consumer)
         return not info["num_pending"] and int(info["delivered"]["consumer_seq"]) == inbox.counter
 
 
@@ -282,11 +280,7 @@ class _Inbox:
         if not reply:
             self._status(headers)
             return
-        words = reply.split(".")
-        # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>, and from 2.16 on with
-        # domain and account hash before the stream.
-        at = 2 if len(words) < 11 else 4
-        seq, counter, stored_at, pending = (int(word) for word in words[at + 3 : at + 7])
+        _, seq, counter, stored_at, pending = numbers_of(reply)
         if counter != self.counter + 1:
             self._trouble = f"delivery {self.counter + 1} is missing"
         self.counter = counter

@@ -75,7 +75,7 @@ class ExclusiveWork(Keyed):
         self._stored = Register(self._items, config.timeout_s)  # for the ages of items
         # Only idle workers ask the consumer for items, and many of them wait at once.
         wanted = consumer_config(WORKERS, config.ttl_s, _TOLD_MAX, max_waiting=_ASKING_MAX)
-        self._consumer = SharedConsumer(connection, self._items, api, wanted, "TokensConfig")
+        self._consumer = SharedConsumer(connection, self._items, wanted, "TokensConfig")
         self._pulls = self._consumer.pulls
         self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
         #: When to look for items that nobody was told of, and how many were found.
