@@ -15,9 +15,9 @@ writers, but at most for a fraction of the last group's time.
 
 Large units go beside the groups, one by one (`_LARGE_BYTES`).
 
-A *unit* is what must be stored as neighbours or not at all (one thread's entries, the chunks of an entry). Units of
-different writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved
-are found with one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
+A *unit* is what must be stored as neighbours or not at all (the messages of a mailbox's step, say). Units of different
+writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved are found with
+one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
 
 After a lost answer every unit of the group fails with AppendUnknown: its writer, which knows what it expected, must
 find out whether it is stored.
@@ -29,6 +29,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -40,10 +41,12 @@ from bufstore.jetstream.messages import (
     BatchRefused,
     Conflict,
     Outgoing,
-    Stream,
 )
 from bufstore.jetstream.publish_mode import PublishModes
 from bufstore.tasks import end, spawn
+
+if TYPE_CHECKING:
+    from bufstore.jetstream.stream import NatsStream
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +119,7 @@ class Awaited(AppendUnit, kw_only=True, eq=False):
 class GroupCommit:
     """Writes units to one stream, one group at a time."""
 
-    def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S, linger: float = 0.0) -> None:
+    def __init__(self, stream: NatsStream, *, timeout_s: float = _GROUP_TIMEOUT_S, linger: float = 0.0) -> None:
         """`timeout_s`: the longest wait for an answer. `linger`: a fraction of a group's time, 0 to 1."""
         self._stream = stream
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
@@ -163,21 +166,16 @@ class GroupCommit:
         takes the unit back if it was not sent yet.
         """
         unit = Awaited(messages)
-        self.add(unit)
-        return unit.stored
-
-    def add(self, unit: AppendUnit) -> None:
-        """Queue a unit, whose `ended` is called at its end: see `submit`."""
         if self._closed:
-            asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
-            return
-        if _is_large(unit):
+            end_one(unit, Closed("the store is closed"))
+        elif sum(len(message.body) for message in messages) > _LARGE_BYTES:
             self._large.append(unit)
             self._send_large()
-            return
-        self._waiting.append(unit)
-        if self._ahead is None and not self._lingers() and not self._due:
-            self._look_soon()
+        else:
+            self._waiting.append(unit)
+            if self._ahead is None and not self._lingers() and not self._due:
+                self._look_soon()
+        return unit.stored
 
     def _lingers(self) -> bool:
         """Return whether to wait for more units; if so, the queue is looked at when the time to linger is over."""
@@ -376,13 +374,6 @@ class GroupCommit:
             else:
                 rest.append(unit)
         return rest
-
-
-def _is_large(unit: AppendUnit) -> bool:
-    messages = unit.messages
-    if len(messages) == 1:
-        return len(messages[0].body) > _LARGE_BYTES
-    return sum(len(message.body) for message in messages) > _LARGE_BYTES
 
 
 def _about(message: Outgoing) -> str:

@@ -1,10 +1,9 @@
-"""One JetStream stream, seen as subjects to write to and read from."""
+"""The messages of a stream, as they are read and as they are to be written, and what becomes of a write."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -80,41 +79,3 @@ class BatchRefused(Exception):
 
 class AppendUnknown(Exception):
     """The message was sent, and no answer came: it may or may not be stored."""
-
-
-class Stream(Protocol):
-    """One JetStream stream, seen as a writer and reader of subjects.
-
-    Writes raise Conflict, BatchRefused, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
-    """
-
-    @property
-    def message_bytes_max(self) -> int:
-        """The server's max_payload: headers and body of one message."""
-        ...
-
-    async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """Store one message durably. Returns its sequence."""
-        ...
-
-    async def publish_each(
-        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
-    ) -> None:
-        """Store the messages one by one, side by side; return when all have ended.
-
-        `ended` is called for each with its number and its sequence, or the error that `publish` would raise. Raises
-        only a BufstoreError, when nothing was sent.
-        """
-        ...
-
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        """Store all messages or none, as neighbours. Returns the last sequence."""
-        ...
-
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        """Return the last message of each subject (wildcards allowed); subjects without one are left out."""
-        ...
-
-    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """Return the subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
-        ...

@@ -68,7 +68,10 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 class NatsStream:
-    """One stream; see `bufstore.jetstream.messages.Stream` for what each method promises."""
+    """One stream, seen as a writer and reader of subjects.
+
+    Writes raise Conflict, BatchRefused, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
+    """
 
     def __init__(
         self, connection: Connection, api: str, name: str, replicas: int, *, consumed_whole: bool = False
@@ -106,6 +109,7 @@ class NatsStream:
 
     @property
     def message_bytes_max(self) -> int:
+        """The server's max_payload: headers and body of one message."""
         return self._connection.client().max_payload
 
     def check_size(self, body: bytes) -> None:
@@ -115,11 +119,18 @@ class NatsStream:
             raise TooLarge(len(body), limit, "the NATS server's max_payload")
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """Store one message durably. Returns its sequence."""
         return self._seq(await self._connection.write([message], "", timeout_s, doubt=self._doubt))
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
     ) -> None:
+        """Store the messages one by one, side by side; return when all have ended.
+
+        `ended` is called for each with its number and its sequence, or the error that `publish` would raise. Raises
+        only a BufstoreError, when nothing was sent.
+        """
+
         def answered(number: int, answer: bytes | Exception) -> None:
             outcome: int | Exception
             try:
@@ -131,6 +142,7 @@ class NatsStream:
         await self._connection.write_each(messages, timeout_s, answered, doubt=self._doubt)
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        """Store all messages or none, as neighbours. Returns the last sequence."""
         batch = secrets.token_hex(8)
         return self._seq(await self._connection.write(messages, batch, timeout_s, doubt=self._doubt))
 
@@ -146,6 +158,7 @@ class NatsStream:
         return ack.seq
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        """Return the last message of each subject (wildcards allowed); subjects without one are left out."""
         found: dict[str, StoredMessage] = {}
         if self.replicated and not any("*" in s or ">" in s for s in subjects):
             for message in await asyncio.gather(*(self._leader_get({"last_by_subj": s}, timeout_s) for s in subjects)):
@@ -159,6 +172,7 @@ class NatsStream:
         return found
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """Return the subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
         if not self.replicated:
             return await self.read(subject, seq, timeout_s, limit)
         messages: list[StoredMessage] = []

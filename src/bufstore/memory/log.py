@@ -76,7 +76,7 @@ class MemoryStream:
         return found[-1].seq if found else 0
 
     def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
-        """See `bufstore.jetstream.messages.Stream.last`."""
+        """See `bufstore.jetstream.stream.NatsStream.last`."""
         return {name: self._of_subject[name][-1] for s in subjects for name in self.names(s)}
 
     def after(self, filter_: str, seq: int) -> Iterator[StoredMessage]:

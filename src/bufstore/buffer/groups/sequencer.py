@@ -63,7 +63,7 @@ class GroupStream(Announcements, Protocol):
         ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """See `bufstore.jetstream.messages.Stream`."""
+        """See `bufstore.jetstream.stream.NatsStream`."""
         ...
 
 
