@@ -441,7 +441,7 @@ async def test_what_anybody_sends_to_our_inboxes_ends_no_connection(deployment: 
         groups = log._feeds._common._groups  # type: ignore[attr-defined]
         stranger = await nats.connect(deployment.servers.nats.url)
         try:
-            for inbox in (f"{connection._inbox}.1", f"{log._stream._inbox}.1", groups._inbox):  # type: ignore[attr-defined]
+            for inbox in (f"{connection._inbox}.1", groups._inbox):  # type: ignore[attr-defined]
                 for reply in ("", "a.b", "a.b.c.d.e.f.g.h.i"):
                     await stranger.publish(inbox, b"\xff{", reply=reply, headers={"Nats-Sequence": "x"})
             await stranger.flush()

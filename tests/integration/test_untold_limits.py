@@ -46,7 +46,7 @@ async def test_too_few_subscriptions_are_told_and_end_no_connection(caplog: pyte
     async def live(_: bytes) -> None: ...
 
     account = "users: [{user: a, password: p}], jetstream: enabled, limits {max_subs: %d}"
-    few, more = f"F {{ {account % 4} }}", f"M {{ {account % 20} }}".replace("user: a", "user: b")
+    few, more = f"F {{ {account % 3} }}", f"M {{ {account % 20} }}".replace("user: a", "user: b")
     with Servers(nats_config=f"accounts {{ {few}, {more} }}\n") as servers:
         at = f"p@127.0.0.1:{servers.nats.port}"
         with pytest.raises(ConfigError, match="max_subs"):

@@ -133,8 +133,6 @@ class Client:
 
     def on_lost(self, hook: object) -> None: ...
 
-    def on_forbidden(self, hook: object) -> None: ...
-
 
 async def _opened(log: Log) -> None:
     config = consumer_config("t-flusher-0-1", "t.0.*", 11, 100)

@@ -46,7 +46,7 @@ class TwoLeaders(NatsLog):
 
     def on_connect(self, hook: Any) -> None: ...
 
-    on_lost = on_forbidden = on_connect
+    on_lost = on_connect
 
     def client(self) -> None: ...
 

@@ -138,8 +138,6 @@ class Connection:
 
     def on_lost(self, hook: Any) -> None: ...
 
-    def on_forbidden(self, hook: Any) -> None: ...
-
     async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
         if "STREAM.INFO" in subject:
             return json.dumps(info(self.end)).encode()

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
-from bufstore.jetstream.side_by_side import SideBySide
+from bufstore.jetstream.side_by_side import Ended, SideBySide
 from bufstore.tasks import Closing, end, no_cancel_lost, spawn
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ class Connection:
         self._tokens = itertools.count()
         self._answers: dict[str, Question] = {}
         self._pace = Pace()
-        self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
         self._told_forbidden = Forbidden()
         self._on_lost: list[Callable[[], None]] = []
         self._asking, self._lives = Asking(), ShortLives()
@@ -91,10 +90,6 @@ class Connection:
     def on_lost(self, hook: Callable[[], None]) -> None:
         """Run `hook` when a connection is lost."""
         self._on_lost.append(hook)
-
-    def on_forbidden(self, hook: Callable[[str, ConfigError], None]) -> None:
-        """Run `hook` with the subject (in lower case) and an error when NATS does not permit us to publish on it."""
-        self._on_forbidden.append(hook)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -215,12 +210,7 @@ class Connection:
             raise
 
     async def write_each(
-        self,
-        messages: Sequence[Outgoing],
-        timeout_s: float,
-        ended: Callable[[int, bytes | Exception], None],
-        *,
-        doubt: Doubt | None = None,
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Ended, *, doubt: Doubt | None = None
     ) -> None:
         """Send messages side by side. `ended` gets the number of each and its answer, or the error of `write`."""
         if len(messages) <= 1 or not frames.supported:
@@ -229,11 +219,10 @@ class Connection:
         messages = self._addressed(messages)
         side_by_side = SideBySide(len(messages), ended, doubt)
 
-        def heard(number: int, outcome: bytes | Exception) -> None:
+        def heard(number: int, outcome: bytes | Exception) -> bool:
             if isinstance(outcome, bytes) and not leaderless(outcome):
                 self._choice.wrote(_now())
-            if side_by_side.heard(number, outcome):
-                self._answers[tokens[number]] = Question([messages[number].subject], partial(heard, number))
+            return side_by_side.heard(number, outcome)
 
         tokens = [self._ask([message.subject], partial(heard, number)) for number, message in enumerate(messages)]
         error: Exception = AppendUnknown("given up")
@@ -259,12 +248,7 @@ class Connection:
                 self._end(token, error)
 
     async def _write_one(
-        self,
-        number: int,
-        message: Outgoing,
-        timeout_s: float,
-        ended: Callable[[int, bytes | Exception], None],
-        doubt: Doubt | None,
+        self, number: int, message: Outgoing, timeout_s: float, ended: Ended, doubt: Doubt | None
     ) -> None:
         outcome: bytes | Exception
         try:
@@ -290,13 +274,13 @@ class Connection:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         accepted: list[bytes] = []
 
-        def heard(outcome: bytes | Exception) -> None:
-            if doubt is not None and isinstance(outcome, bytes):
-                if doubt.refused(outcome):
-                    self._answers[token] = Question(subjects, heard)  # another leader may answer, too
-                else:
-                    accepted.append(outcome)
+        def heard(outcome: bytes | Exception) -> bool:
             settle(answer, outcome)
+            if doubt is None or not isinstance(outcome, bytes):
+                return False
+            if not doubt.refused(outcome):
+                accepted.append(outcome)
+            return not accepted  # another leader may answer, too
 
         token = self._ask(subjects, heard)
         sent, asked_at = False, _now()
@@ -333,20 +317,42 @@ class Connection:
         except BufstoreError as e:  # the message was sent, and a leader that stores it may answer later
             raise AppendUnknown(f"a node that may no longer be the leader refused the write: {e}") from None
 
-    def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
+    @contextlib.contextmanager
+    def answers(
+        self, subject: str, heard: Callable[[bytes, bytes], None], end: Callable[[bytes | Exception], bool]
+    ) -> Iterator[str]:
+        """Give the block a reply subject for a request on `subject` that may have several answers: `heard` gets each.
+
+        `end` gets AppendUnknown when the connection is lost, ConfigError when NATS does not permit the request.
+        """
+        token = self._ask([subject], end, heard)
+        try:
+            yield f"{self._inbox}.{token}"
+        finally:
+            self._answers.pop(token, None)
+
+    def _ask(
+        self,
+        subjects: Sequence[str],
+        end: Callable[[bytes | Exception], bool],
+        heard: Callable[[bytes, bytes], None] | None = None,
+    ) -> str:
         # Our own table of answers: nats-py's does not notice a lost connection, so its requests would wait for their
         # whole timeout.
         token = str(next(self._tokens))
-        self._answers[token] = Question(subjects, end)
+        self._answers[token] = Question(subjects, end, heard)
         return token
 
     def _end(self, token: str, outcome: bytes | Exception) -> None:
-        question = self._answers.pop(token, None)
-        if question is not None:
-            question.end(outcome)
+        question = self._answers.get(token)
+        if question is not None and not question.end(outcome):
+            self._answers.pop(token, None)
 
     def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         token = subject.rpartition(".")[2]
+        if (asked := self._answers.get(token)) is not None and asked.heard is not None:
+            asked.heard(data, headers)
+            return
         if headers and status_of(headers)[0] == "503":
             self._failed(_now())
             self._end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
@@ -368,8 +374,6 @@ class Connection:
         for token, question in list(self._answers.items()):
             if any(s.lower() in sent for s in question.subjects):
                 self._end(token, error)
-        for hook, s in itertools.product(self._on_forbidden, sent):
-            hook(s, error)
 
     async def _connect(self) -> None:
         """Connect to the next server that accepts us. An error of one server says nothing about the others."""
@@ -456,8 +460,10 @@ class Connection:
             async for attempt in AsyncRetrying(wait=wait_random_exponential(multiplier=0.05, max=2)):
                 with attempt:
                     try:
-                        await self._reconnect()
-                    except Exception:
+                        if not self._closed and not self._home.left:
+                            await self._connect()
+                    except Exception as e:
+                        self._reason = text_of(e)
                         news = news or self._tell_lost()  # this is more than a short life
                         raise
             if news:
@@ -466,14 +472,6 @@ class Connection:
     def _tell_lost(self) -> bool:
         _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra={"action": "nats_lost"})
         return True
-
-    async def _reconnect(self) -> None:
-        try:
-            if self._home is not None and not self._closed and not self._home.left:
-                await self._connect()
-        except Exception as e:
-            self._reason = text_of(e)
-            raise
 
     async def _discard(self) -> None:
         client, self._client = self._client, None

@@ -13,8 +13,11 @@ class Question:
     """A request or write that waits for its answer."""
 
     subjects: Sequence[str]
-    #: Called once, with the answer's payload or the error that says why there is none.
-    end: Callable[[bytes | Exception], None]
+    #: Called with the answer's payload, or the error that says why there is none. Returns whether another answer may
+    #: come; none comes after an error.
+    end: Callable[[bytes | Exception], bool]
+    #: Called with payload and headers of each answer, where there may be several; then `end` gets errors only.
+    heard: Callable[[bytes, bytes], None] | None = None
 
 
 class Doubt(NamedTuple):

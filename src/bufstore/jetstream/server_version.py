@@ -26,7 +26,7 @@ def text_of(version: tuple[int, int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def check_version(client: Client) -> None:
+async def check_version(client: Client) -> None:
     """Raise ConfigError for a server on which nothing works."""
     if (0, 0, 0) < (version := version_of(client)) < _WITH_BATCHES:
         needed = text_of(VERSION_MIN)

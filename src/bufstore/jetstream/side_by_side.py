@@ -7,12 +7,15 @@ from collections.abc import Awaitable, Callable
 
 from bufstore.jetstream.questions import Doubt
 
+#: Gets each message's number, once, and its answer or the error that says why there is none.
+Ended = Callable[[int, bytes | Exception], None]
+
 
 class SideBySide:
     """Which messages have ended, and which were refused by a node that may no longer lead. On one event loop."""
 
-    def __init__(self, count: int, ended: Callable[[int, bytes | Exception], None], doubt: Doubt | None) -> None:
-        """`ended` gets each message's number, once, and its answer or the error; `doubt`: see `Connection.write`."""
+    def __init__(self, count: int, ended: Ended, doubt: Doubt | None) -> None:
+        """`doubt`: see `Connection.write`."""
         self._ended = ended
         self._doubt = doubt
         self._left = set(range(count))

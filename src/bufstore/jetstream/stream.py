@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ import nats.errors
 
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
-from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
@@ -86,26 +84,7 @@ class NatsStream:
         #: its writer checks what is there. One proof is enough for all writes that were refused meanwhile.
         leads = self._remove_nothing if consumed_whole else lambda: self.prove(f"{name}.unused", _PROOF_S)
         self._doubt = Doubt(_is_refused, SharedCall(leads)) if self.replicated else None
-        self._gets: dict[str, _Get] = {}
-        self._inbox = ""
-        self._tokens = itertools.count()
-        connection.on_connect(self._subscribe)
-        connection.on_lost(self._fail_gets)
-        connection.on_forbidden(self._forbid_gets)
-
-    async def _subscribe(self, client: ListeningClient) -> None:
-        check_version(client)
-        self._inbox = client.new_inbox()
-        await client.listen(self._inbox + ".*", self._on_reply)
-
-    def _fail_gets(self) -> None:
-        for get in self._gets.values():
-            get.fail(LogUnavailable("the connection was lost while reading"))
-
-    def _forbid_gets(self, subject: str, error: ConfigError) -> None:
-        if subject == f"{self._api}.DIRECT.GET.{self.name}".lower():
-            for get in self._gets.values():
-                get.fail(error)
+        connection.on_connect(check_version)
 
     @property
     def message_bytes_max(self) -> int:
@@ -306,30 +285,18 @@ class NatsStream:
 
     async def _get(self, request: dict[str, Any], timeout_s: float, *, partly: bool = False) -> Shown:
         """Send one direct get. `partly`: the messages that have come when the time is over are an answer, too."""
-        client = self._connection.client()
-        token = str(next(self._tokens))
-        get = self._gets[token] = _Get(self.name)
+        client, get, subject = self._connection.client(), _Get(self.name), f"{self._api}.DIRECT.GET.{self.name}"
         try:
-            await frames.post(
-                client, f"{self._api}.DIRECT.GET.{self.name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
-            )
-            async with asyncio.timeout(timeout_s):
-                return await get.done
+            with self._connection.answers(subject, get.add, get.end) as reply:
+                await frames.post(client, subject, json.dumps(request).encode(), reply)
+                async with asyncio.timeout(timeout_s):
+                    return await get.done
         except TimeoutError:
             if partly and (came := get.came()) is not None:
                 return came
             raise LogUnavailable("the log did not answer a read in time") from None
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
-        finally:
-            del self._gets[token]
-
-    def _on_reply(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
-        # A message comes on the inbox subject that the request named, and has its stored subject in a header. A status
-        # comes on that inbox subject, too.
-        get = self._gets.get(subject.rpartition(".")[2])
-        if get is not None:
-            get.add(data, headers)
 
 
 def _is_refused(answer: bytes) -> bool:
@@ -356,6 +323,7 @@ class _Get:
         return Shown(self._messages, max(left, 1), 0) if self._messages else None
 
     def add(self, data: bytes, headers: bytes) -> None:
+        """Take a message, whose stored subject is in a header, or the status that ends the answer."""
         # A stored message may have a status of its own, because anybody may publish. Only the server adds a sequence.
         seq = added(headers, b"Nats-Sequence")
         if seq is not None:
@@ -375,6 +343,11 @@ class _Get:
                 self.fail(TooManyResults("the log has too many subjects for one read"))
             else:
                 self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
+
+    def end(self, error: bytes | Exception) -> bool:
+        """Note that no more comes."""
+        self.fail(error if isinstance(error, ConfigError) else LogUnavailable("the connection was lost while reading"))
+        return False
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
