@@ -9,6 +9,7 @@ from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
 
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
@@ -24,7 +25,6 @@ from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_end import PROOF_S, FreshEnd
 from bufstore.nats.leftovers import Leftovers
-from bufstore.nats.listener import Listener, listen
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
     check_form,
@@ -321,7 +321,11 @@ class NatsLog(NatsStream):
 
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> Listener:
         """See `bufstore.buffer.groups.others.Announcements`."""
-        return await listen(self._connection.client(), subject, heard)
+        client = self._connection.client()
+        try:
+            return Listener(client, await client.listen(subject, lambda subject, reply, data, headers: heard(data)))
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"cannot listen to other writers: {type(e).__name__}") from None
 
     async def tell(self, subject: str, words: bytes) -> None:
         """Send `words` to all listeners on the subject, if that is possible."""
@@ -339,3 +343,19 @@ class NatsLog(NatsStream):
         reason = await self._same.look(client, f"{self._api}.STREAM.INFO.{self.name}", self._subjects.proof)
         if reason is not None:
             self.refuse(reason)
+
+
+class Listener:
+    """Listens on a connection, as long as that lives: see `bufstore.buffer.groups.others.Listening`."""
+
+    def __init__(self, client: Client, subscription: Subscription) -> None:
+        self._client, self._subscription = client, subscription
+
+    @property
+    def lost(self) -> bool:
+        return not self._client.is_connected
+
+    async def close(self) -> None:
+        if not self.lost:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._subscription.unsubscribe()

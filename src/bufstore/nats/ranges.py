@@ -22,6 +22,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import LogUnavailable, NoLog
+from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.headers import added, entry_header, status_of
@@ -218,7 +219,7 @@ class LogReader:
         if not created["num_pending"]:
             return
         batch_max = created.get("config", {}).get("max_batch", 0)  # see `nats/feed.py`
-        inbox = _Inbox(end, PullSizes(max(_PULL_BYTES, 2 * client.max_payload), batch_max))
+        inbox = _Inbox(client, end, PullSizes(max(_PULL_BYTES, 2 * client.max_payload), batch_max))
         subscription = await client.listen(reply := client.new_inbox(), inbox.heard)
         pull = {
             "expires": _EXPIRES_S * 1_000_000_000,
@@ -232,7 +233,7 @@ class LogReader:
                     size = inbox.sizes.next(room)
                     inbox.wanted += size["batch"]
                     await client.publish(stream.next_of(name), json.dumps(pull | size).encode(), reply=reply)
-                if part := await inbox.take(lambda: client.is_connected):
+                if part := await inbox.take():
                     yield part
                 elif inbox.idle and await self._nothing_left(name, inbox):
                     break
@@ -255,7 +256,8 @@ class LogReader:
 class _Inbox:
     """The messages that a consumer has sent."""
 
-    def __init__(self, end: int, sizes: PullSizes) -> None:
+    def __init__(self, client: ListeningClient, end: int, sizes: PullSizes) -> None:
+        self._client = client
         self._end = end
         self.sizes = sizes
         self._arrived: list[Read] = []
@@ -306,7 +308,7 @@ class _Inbox:
         elif status:
             self._trouble = f"the consumer ended: {status} {description}"
 
-    async def take(self, alive: Any) -> list[Read]:
+    async def take(self) -> list[Read]:
         """Wait for messages, and return what has arrived. Raises LogUnavailable when the server falls silent."""
         self._something.clear()
         if not self._arrived and not self.done and self._trouble is None:
@@ -315,7 +317,7 @@ class _Inbox:
                     await self._something.wait()
             except TimeoutError:
                 self._trouble = "no heartbeat"
-        if self._trouble is None and not self.done and not alive():
+        if self._trouble is None and not self.done and not self._client.is_connected:
             self._trouble = "the connection was lost"
         if self._trouble is not None:
             raise LogUnavailable(f"cannot read the log: {self._trouble}")
