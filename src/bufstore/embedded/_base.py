@@ -165,7 +165,8 @@ class Server:
         raise NotImplementedError
 
     def _initialise(self) -> tuple[_wheels.Account | None, dict[str, str]]:
-        raise NotImplementedError
+        """Make what the server needs; return the account it runs under (None: this one's) and its environment."""
+        return None, dict(os.environ)
 
     def _command(self, port: int) -> list[str]:
         raise NotImplementedError

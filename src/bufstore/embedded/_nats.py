@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from pathlib import Path
 
@@ -41,9 +40,6 @@ class NatsServer(Server):
 
     def _check_programs(self) -> None:
         _wheels.nats_binary()
-
-    def _initialise(self) -> tuple[None, dict[str, str]]:
-        return None, dict(os.environ)
 
     def _command(self, port: int) -> list[str]:
         def quoted(value: object) -> str:

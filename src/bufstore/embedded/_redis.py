@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 from . import _wheels
@@ -27,9 +26,6 @@ class RedisServer(Server):
 
     def _check_programs(self) -> None:
         _wheels.redis_binary()
-
-    def _initialise(self) -> tuple[None, dict[str, str]]:
-        return None, dict(os.environ)
 
     def _command(self, port: int) -> list[str]:
         lines = [
