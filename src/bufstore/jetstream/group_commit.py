@@ -304,8 +304,8 @@ class GroupCommit:
                 return
             self._shapes.took(len(messages), True, self._now() - began)
             self._go_on(group)
-            # The first line that matters, the publish ack: only now is the group on the log's disk, and only now
-            # do its writers return. Returning earlier would acknowledge what a crash can still lose.
+            # Only now is the group on the server's disk, and only now do its writers return: returning earlier would
+            # acknowledge what a crash can still lose.
             seq -= len(messages)
             for unit in units:
                 seq += len(unit.messages)

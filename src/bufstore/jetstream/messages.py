@@ -9,8 +9,8 @@ import msgspec
 
 #: The one header that is written and read on fast paths.
 HEADER = "Bufstore-Entry"
-#: Headers of one message never exceed this many bytes: recent keys (16 x 12 bytes in base64), producers (8 x 16),
-#: numbers, batch headers.
+#: The headers of one message never take more bytes than this: those of an entry have recent keys (16 x 12 bytes in
+#: base64), producers (8 x 16) and numbers.
 HEADER_BYTES_MAX = 1024
 #: The server's limit for an atomic batch.
 BATCH_MESSAGES_MAX = 1000

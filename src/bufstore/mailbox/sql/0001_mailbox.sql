@@ -3,7 +3,7 @@
 -- Versions, tokens, epochs and positions: numbers that never come twice.
 CREATE SEQUENCE {schema}.mailbox_numbers;
 
--- What steps compare and set (version), the claim, and when somebody shall look at the thread.
+-- Of each thread: the version that steps compare and set, the claim, and when a worker should look at the thread.
 CREATE TABLE {schema}.mailbox_threads (
     thread_id text COLLATE "C" PRIMARY KEY,
     version bigint NOT NULL,
@@ -18,7 +18,7 @@ CREATE TABLE {schema}.mailbox_threads (
 CREATE INDEX mailbox_leases ON {schema}.mailbox_threads (lease_until) WHERE lease_until IS NOT NULL;
 CREATE INDEX mailbox_wakes ON {schema}.mailbox_threads (wake_at) WHERE wake_at IS NOT NULL;
 
--- Status: 0 queued, 1 claimed, above finished. The record has everything; columns are what is looked for.
+-- Status: 0 queued, 1 claimed, 2 and above finished. The record holds everything; the columns are for searching.
 CREATE TABLE {schema}.mailbox_dispatches (
     thread_id text COLLATE "C" NOT NULL,
     dispatch_id text COLLATE "C" NOT NULL,
@@ -38,6 +38,6 @@ CREATE UNIQUE INDEX mailbox_dedupe ON {schema}.mailbox_dispatches (thread_id, de
     WHERE status < 2 AND dedupe_key IS NOT NULL;
 CREATE INDEX mailbox_finished ON {schema}.mailbox_dispatches (completed_at, position) WHERE completed_at IS NOT NULL;
 
--- Who sweeps at present: one row.
+-- When somebody last swept: a single row.
 CREATE TABLE {schema}.mailbox_sweep (only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one), swept_at timestamptz NOT NULL);
 INSERT INTO {schema}.mailbox_sweep VALUES (true, '-infinity');

@@ -2,7 +2,7 @@
 -- prepared ones), but keeps the plans of a function. Planning these took longer than carrying them out.
 -- A plan kept from when the tables were small must not read them whole: hence no enable_seqscan.
 
--- Enqueue: the thread's row gives the epoch, and is told when to look.
+-- Enqueue. The thread's row supplies the epoch, and notes when a worker should look at the thread.
 CREATE FUNCTION {schema}.mailbox_add_v1(text, text, int, text, bigint, bytea, text, bigint)
 RETURNS TABLE (new_position bigint, of_epoch bigint)
 LANGUAGE plpgsql SET enable_seqscan = off AS $body$
@@ -21,7 +21,7 @@ RETURNING position, epoch;
 END
 $body$;
 
--- A thread and, when it is free, the first of its queue that may be claimed at $2.
+-- A thread and, if it is free, the first dispatch of its queue that may be claimed at $2.
 CREATE FUNCTION {schema}.mailbox_queue_v1(text, bigint)
 RETURNS TABLE (version bigint, epoch bigint, step text, a_record bytea, a_position bigint, a_epoch bigint, a_status int, a_token bigint,
     h_record bytea, h_position bigint, h_epoch bigint, h_status int, h_token bigint)
@@ -42,7 +42,8 @@ WHERE t.thread_id = $1::text;
 END
 $body$;
 
--- A step: the thread's row if it has still version $2, and the dispatches that move. -1 stands for the new version.
+-- One step: updates the thread's row if its version is still $2, and the dispatches that move. -1 stands for the new
+-- version.
 CREATE FUNCTION {schema}.mailbox_write_v1(text, bigint, bigint, text, text, bigint, bigint, text[], int[], int[], bigint[], bigint[], bigint[], bytea[], text)
 RETURNS TABLE (new_version bigint, whole int)
 LANGUAGE plpgsql SET enable_seqscan = off AS $body$

@@ -1,8 +1,9 @@
--- A claim of the first in the queue is one statement: it does not write the record anew, but what it adds to it.
+-- Claiming the first dispatch is one statement. It does not rewrite the record: what the claim adds stands beside it.
 ALTER TABLE {schema}.mailbox_dispatches ADD COLUMN claim bytea;
 
--- Outcome 1: claimed (or was, by an earlier try of this step $3). 0: the first is of an earlier epoch, and must go first.
--- 2: the thread has moved. No row: nothing to claim, found without a lock: most who ask find nothing.
+-- Outcome 1: claimed, now or by an earlier attempt at this step ($3). 0: the first dispatch is of an earlier epoch and
+-- has to be removed first. 2: the thread has changed. No row: there is nothing to claim; this, the usual answer, takes
+-- no lock.
 CREATE FUNCTION {schema}.mailbox_claim_v1(text, bigint, text, bytea, bigint, text)
 RETURNS TABLE (outcome int, of_version bigint, of_epoch bigint, d_record bytea, d_position bigint, d_epoch bigint, d_status int, d_token bigint, d_claim bytea)
 LANGUAGE plpgsql SET enable_seqscan = off AS $body$
@@ -37,14 +38,14 @@ BEGIN
         RETURN QUERY SELECT 2, t.version, t.epoch, d.record, d.position, d.epoch, d.status, d.token, d.claim;
         RETURN;
     END IF;
-    -- The version guards the queue too: what was first still is.
+    -- The version guards the queue, too: what was first still is.
     UPDATE {schema}.mailbox_dispatches SET status = 1, token = n, claim = $4
     WHERE thread_id = $1 AND dispatch_id = d.dispatch_id;
     RETURN QUERY SELECT 1, n, t.epoch, d.record, d.position, d.epoch, 1, n, $4;
 END
 $body$;
 
--- As it was (see 0002); what it writes of a dispatch is all of it.
+-- As in 0002, except that a rewritten record is complete, so it clears `claim`.
 CREATE OR REPLACE FUNCTION {schema}.mailbox_write_v1(text, bigint, bigint, text, text, bigint, bigint, text[], int[], int[], bigint[], bigint[], bigint[], bytea[], text)
 RETURNS TABLE (new_version bigint, whole int)
 LANGUAGE plpgsql SET enable_seqscan = off AS $body$

@@ -1,27 +1,27 @@
 -- name: add
--- Enqueue: the thread's row gives the epoch, and is told when to look.
+-- Enqueue. The thread's row supplies the epoch, and notes when a worker should look at the thread.
 SELECT * FROM {schema}.mailbox_add_v1(
     $1::text, $2::text, $3::int, $4::text, $5::bigint, $6::bytea, $7::text, $8::bigint
 );
 
 -- name: queue
--- A thread and, when it is free, the first of its queue that may be claimed at $2.
+-- A thread and, if it is free, the first dispatch of its queue that may be claimed at $2.
 SELECT version, epoch, step, a_record, a_position, a_epoch, a_status, a_token, NULL::bytea AS a_claim,
     h_record, h_position, h_epoch, h_status, h_token, NULL::bytea AS h_claim
 FROM {schema}.mailbox_queue_v1($1::text, $2::bigint);
 
 -- name: queued
--- What is queued in a thread from before an epoch, in the order in which it would be claimed.
+-- Queued dispatches of earlier epochs than $2, in the order in which they would be claimed.
 SELECT record, position, epoch, status, token, claim FROM {schema}.mailbox_dispatches
 WHERE thread_id = $1::text AND status = 0 AND epoch < $2::bigint ORDER BY priority, position LIMIT $3::int;
 
 -- name: holder
--- Which dispatch of the thread holds a deduplication key.
+-- The queued or claimed dispatch that holds a deduplication key.
 SELECT dispatch_id FROM {schema}.mailbox_dispatches
 WHERE thread_id = $1::text AND dedupe_key = $2::text AND status < 2;
 
 -- name: find
--- A thread with its active dispatch, and a dispatch by its id: one row, whatever of it is there.
+-- A thread with its active dispatch, and a dispatch by its id. Always one row; what does not exist is NULL.
 SELECT t.version, t.epoch, t.step, a.record, a.position, a.epoch, a.status, a.token, a.claim,
     h.record, h.position, h.epoch, h.status, h.token, h.claim
 FROM (VALUES ($1::text)) AS v (thread_id)

@@ -1,5 +1,5 @@
 -- name: pull
--- Threads to look at, each for one worker until $3 milliseconds are over.
+-- Hand out threads that are due, each to one worker; it is due again after $3 milliseconds.
 UPDATE {schema}.mailbox_threads t SET wake_at = $1::bigint + $3::bigint, wakes = t.wakes + 1
 FROM (
     SELECT thread_id FROM {schema}.mailbox_threads WHERE wake_at <= $1::bigint
@@ -9,15 +9,15 @@ WHERE t.thread_id = due.thread_id
 RETURNING t.thread_id, t.wakes, t.wake_at;
 
 -- name: signal_ack
--- Look again when the next one is due; not if a newer signal has come meanwhile. See 0004_signals.sql.
+-- Answer a signal: the thread is due again with its next dispatch. See 0004_signals.sql.
 SELECT {schema}.mailbox_answer_v1($1::text, $2::bigint);
 
 -- name: signal_lost
--- Threads with work that nobody will look at. See 0004_signals.sql.
+-- Signal threads that have work but will not be looked at. See 0004_signals.sql.
 SELECT looked_at, signalled FROM {schema}.mailbox_signal_lost_v1($1::text, $2::int, $3::bigint, $4::bigint, $5::text);
 
 -- name: wake
--- Look at a thread now, if anything is kept of it.
+-- Make a thread due now, if it has any dispatches.
 INSERT INTO {schema}.mailbox_threads AS t (thread_id, version, wake_at)
 SELECT $1::text, nextval($3::text::regclass), $2::bigint
 WHERE EXISTS (SELECT FROM {schema}.mailbox_dispatches WHERE thread_id = $1::text)
@@ -30,13 +30,13 @@ SELECT count(*), min(wake_at) FROM (
 ) due;
 
 -- name: held
--- Who holds each of these threads.
+-- The version, the claim's token (0: no claim) and the epoch of each thread.
 SELECT t.thread_id, t.version, coalesce(a.token, 0), t.epoch FROM {schema}.mailbox_threads t
 LEFT JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
 WHERE t.thread_id = ANY ($1::text[]);
 
 -- name: signal_nack
--- Look again at a time of the worker's choice; not if a newer signal has come meanwhile.
+-- Make a thread due at a time that the worker chooses, unless a newer signal has come meanwhile.
 UPDATE {schema}.mailbox_threads SET wake_at = $3::bigint WHERE thread_id = $1::text AND wake_at = $2::bigint;
 
 -- name: clock

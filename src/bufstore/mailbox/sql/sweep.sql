@@ -1,10 +1,11 @@
 -- name: sweeps
--- Take the next sweep, if the last one is long enough ago, or to come (the clock went back): one row for who gets it.
+-- Take the turn to sweep if the last sweep was long enough ago, or lies in the future (the clock went back). Returns a
+-- row to whoever gets the turn.
 UPDATE {schema}.mailbox_sweep SET swept_at = clock_timestamp()
 WHERE swept_at NOT BETWEEN clock_timestamp() - make_interval(secs => $1::float8) AND clock_timestamp() RETURNING 1;
 
 -- name: expiring
--- Threads whose lease is over, the longest first.
+-- Threads whose lease has run out, the longest overdue first.
 SELECT t.version, t.epoch, t.step, a.record, a.position, a.epoch, a.status, a.token, a.claim, t.thread_id
 FROM {schema}.mailbox_threads t
 JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
@@ -16,7 +17,7 @@ SELECT record, position, epoch, status, token, claim FROM {schema}.mailbox_dispa
 WHERE completed_at IS NOT NULL ORDER BY completed_at, position LIMIT $1::int;
 
 -- name: purge
--- Remove what was finished before a time, as many as are asked for.
+-- Remove up to $2 dispatches that finished before $1, the oldest first.
 DELETE FROM {schema}.mailbox_dispatches d USING (
     SELECT thread_id, dispatch_id FROM {schema}.mailbox_dispatches WHERE completed_at < $1::bigint
     ORDER BY completed_at, position LIMIT $2::int FOR UPDATE SKIP LOCKED
@@ -25,7 +26,8 @@ WHERE d.thread_id = old.thread_id AND d.dispatch_id = old.dispatch_id
 RETURNING d.thread_id;
 
 -- name: purge_threads
--- Threads of which nothing is left; one into which something is put meanwhile has another count by then.
+-- Remove threads that have nothing left. A thread into which something is enqueued meanwhile has another `enqueued` by
+-- then, and stays.
 DELETE FROM {schema}.mailbox_threads t USING (
     SELECT thread_id, version, enqueued FROM {schema}.mailbox_threads o
     WHERE thread_id = ANY ($1::text[]) AND active_id IS NULL
