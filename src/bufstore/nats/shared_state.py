@@ -154,18 +154,12 @@ class NatsSharedState:
 
     async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
         subject = f"{self._keys}run.{token(run_id)}"
-        try:
-            found = (await self._stream.last([subject], timeout_s)).get(subject)
-        except StreamMissing:
-            return None
+        found = (await self._last(subject, timeout_s)).get(subject)
         return _thread_in(found) if found is not None else None
 
     async def lineage(self, timeout_s: float) -> tuple[int, bytes]:
         subject = f"{self._keys}lineage"
-        try:
-            found = (await self._stream.last([subject], timeout_s)).get(subject)
-        except StreamMissing:
-            return 0, b""
+        found = (await self._last(subject, timeout_s)).get(subject)
         return (found.seq, found.body) if found is not None else (0, b"")
 
     async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
@@ -180,7 +174,7 @@ class NatsSharedState:
         self._renewed.pop(member, None)
         # This is the shortest time to live; a delete marker would stay forever.
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
-        await self._tell(self._calls + "members", b"")
+        await self.announce()
 
     async def members(self) -> dict[str, int]:
         return {name: m.seq for name, m in (await self._members()).items()}
@@ -224,10 +218,7 @@ class NatsSharedState:
             await self._tell(f"{self._keys}flushed.{partition}", str(seq).encode())
 
     async def progress(self) -> dict[int, int]:
-        try:
-            found = await self._stream.last([f"{self._keys}flushed.*"], _TIMEOUT_S)
-        except StreamMissing:
-            return {}
+        found = await self._last(f"{self._keys}flushed.*")
         reports = [(s.rpartition(".")[2], m.body) for s, m in found.items()]
         return {int(p): int(body) for p, body in reports if p.isdecimal() and body.isdigit()}
 
@@ -236,12 +227,8 @@ class NatsSharedState:
             await self._tell(f"{self._keys}floor.{partition}", f"{floor.settled},{floor.purgeable}".encode())
 
     async def floors(self) -> dict[int, Floor]:
-        try:
-            found = await self._stream.last([f"{self._keys}floor.*"], _TIMEOUT_S)
-        except StreamMissing:
-            return {}
         floors = {}
-        for subject, message in found.items():
+        for subject, message in (await self._last(f"{self._keys}floor.*")).items():
             with contextlib.suppress(ValueError, TypeError):  # anybody may publish here
                 floors[int(subject.rpartition(".")[2])] = Floor(*map(int, message.body.split(b",")))
         return floors
@@ -273,6 +260,13 @@ class NatsSharedState:
                 f"NATS does not permit this user to subscribe to {self._parked!r}, where writers hear which threads "
                 f"are quarantined: permit it (see `bufstore permissions`)"
             )
+
+    async def _last(self, subject: str, timeout_s: float = _TIMEOUT_S) -> dict[str, StoredMessage]:
+        """Return the last message of each subject that matches; none if there is no bucket."""
+        try:
+            return await self._stream.last([subject], timeout_s)
+        except StreamMissing:
+            return {}
 
     async def call_owner(self, partition: int) -> None:
         await self._tell(f"{self._calls}{partition}", b"")
