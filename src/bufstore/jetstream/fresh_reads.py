@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.errors import TooManyResults
-from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.newest import Newest
 
@@ -53,10 +53,7 @@ class FreshReads:
             if not older:
                 break
             # Either the others have left this leader, or the message is gone since.
-            try:
-                await self.stream.prove(self._unused, self.timeout_s)
-            except AppendUnknown as e:  # `prove` purges nothing: no write is in doubt
-                raise LogUnavailable(f"no node proves that it leads the stream: {e}") from None
+            await self.stream.prove(self._unused, self.timeout_s)
             found |= await self.stream.last(list(older), self.timeout_s)
         else:
             for s, seq in older.items():

@@ -198,14 +198,18 @@ class NatsStream:
         return await self._get(request | ({"seq": start} if start else {}), timeout_s)
 
     async def prove(self, unused: str, timeout_s: float) -> None:
-        """Return once the leader has proved that it leads. Raises AppendUnknown, LogUnavailable.
+        """Return once the leader has proved that it leads. Raises LogUnavailable.
 
         A leader that the others have left answers reads for seconds. A purge needs their votes, as a write does;
         but a purge of a subject without messages stores nothing, leaves no hole, and works on a full stream.
         """
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self.name}", json.dumps({"filter": unused}).encode())
         # Sent as a write: a leader without followers does not answer, and then its connection is given up.
-        self._result(await self._connection.write([asked], "", timeout_s, again=True))
+        try:
+            answer = await self._connection.write([asked], "", timeout_s, again=True)
+        except AppendUnknown as e:  # it purges nothing: no write is in doubt
+            raise LogUnavailable(f"no node proves that it leads {self.name}: {e}") from None
+        self._result(answer)
 
     async def _remove_nothing(self) -> None:
         """Prove the same without a purge: even an empty one makes a consumer of all subjects forget its waiters."""

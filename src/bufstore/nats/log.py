@@ -69,7 +69,7 @@ class NatsLog(NatsStream):
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._same = SameLog(config.log.stream, out_of_service(config.log)[0], config.log.replicas > 1)
-        self._proof = SharedCall(self._prove)
+        self._proof = SharedCall(lambda: self.prove(self._subjects.unused, PROOF_S))
         self._fresh = FreshEnd(self, self._subjects.groups, self._subjects.proof)
         self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))
         self._leftovers = Leftovers(self.remove_consumer)
@@ -211,12 +211,6 @@ class NatsLog(NatsStream):
                     await self._proof()
             except TimeoutError:
                 raise LogUnavailable("the log's leader did not prove in time that it leads") from None
-
-    async def _prove(self) -> None:
-        try:
-            await self.prove(self._subjects.unused, PROOF_S)
-        except AppendUnknown:
-            raise LogUnavailable("no node proves that it leads the log") from None
 
     async def fresh_end(self, timeout_s: float) -> int:
         """Return where the groups end, as of a moment after the call; 0 on a single server, which always knows."""
