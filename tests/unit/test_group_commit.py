@@ -295,7 +295,7 @@ async def sizes(linger: float, read_s: Sequence[float], count: int = 10) -> list
     """The number of units in each group, from writers that read for `read_s`; a group takes 2 s."""
     log = FakeLog()
     log.fault = lambda kind: "slow"
-    group = GroupCommit(log, timeout_s=5, linger=linger)  # type: ignore[arg-type]
+    group = GroupCommit(log, linger=linger)  # type: ignore[arg-type]
     group.start()
     await asyncio.gather(*(writes(group, str(n), count, s) for n, s in enumerate(read_s)))
     await group.aclose()
@@ -318,7 +318,7 @@ def test_a_lone_writer_never_lingers() -> None:
     async def main() -> None:
         log = FakeLog()
         log.fault = lambda kind: "slow"
-        group = GroupCommit(log, timeout_s=5, linger=0.5)  # type: ignore[arg-type]
+        group = GroupCommit(log, linger=0.5)  # type: ignore[arg-type]
         group.start()
         assert await writes(group, "one", 5, 0.1) == pytest.approx([2.1 * (n + 1) for n in range(5)])
         await group.aclose()
@@ -330,7 +330,7 @@ def test_those_that_stay_away_are_waited_for_once_and_not_long() -> None:
     async def main() -> None:
         log = FakeLog()
         log.fault = lambda kind: "slow"
-        group = GroupCommit(log, timeout_s=5, linger=0.5)  # type: ignore[arg-type]
+        group = GroupCommit(log, linger=0.5)  # type: ignore[arg-type]
         group.start()
         others = [asyncio.ensure_future(writes(group, f"o{n}", 1, 0.0)) for n in range(5)]
         one = await writes(group, "one", 4, 0.1)
@@ -346,7 +346,7 @@ def test_what_lingers_when_all_is_closed_learns_of_it() -> None:
     async def main() -> None:
         log = FakeLog()
         log.fault = lambda kind: "slow"
-        group = GroupCommit(log, timeout_s=5, linger=1.0)  # type: ignore[arg-type]
+        group = GroupCommit(log, linger=1.0)  # type: ignore[arg-type]
         group.start()
         await asyncio.gather(*(writes(group, f"o{n}", 1, 0.0) for n in range(5)))
         lingering = group.submit(unit("late", 0, "late"))

@@ -58,7 +58,7 @@ _SPLIT_FROM = 96
 #: If the last group had this many times as many units as wait now, they wait for what its writers write next.
 _SMALL = 4
 #: How long the server may take for one group, at most, in seconds.
-_GROUP_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 # Not `gc=False`: an error's frames may lead back to the unit that has the error, a cycle that only the collector frees.
@@ -119,10 +119,9 @@ class Awaited(AppendUnit, kw_only=True, eq=False):
 class GroupCommit:
     """Writes units to one stream, one group at a time."""
 
-    def __init__(self, stream: NatsStream, *, timeout_s: float = _GROUP_TIMEOUT_S, linger: float = 0.0) -> None:
-        """`timeout_s`: the longest wait for an answer. `linger`: a fraction of a group's time, 0 to 1."""
+    def __init__(self, stream: NatsStream, *, linger: float = 0.0) -> None:
+        """`linger`: a fraction of a group's time, 0 to 1."""
         self._stream = stream
-        self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._shapes = PublishModes()
         self._waiting: deque[AppendUnit] = deque()
         #: Large units, which are sent one at a time.
@@ -290,7 +289,7 @@ class GroupCommit:
                 return
             began = self._now()
             try:
-                seq = await self._stream.publish_batch(messages, self._timeout_s)
+                seq = await self._stream.publish_batch(messages, _TIMEOUT_S)
             except Conflict:
                 self._go_on(group)
                 units = await self._without_moved(units)
@@ -329,7 +328,7 @@ class GroupCommit:
         messages = [unit.messages[0] for unit in single]
         try:
             await asyncio.gather(
-                self._stream.publish_each(messages, self._timeout_s, ended),
+                self._stream.publish_each(messages, _TIMEOUT_S, ended),
                 *(self._store_one(unit) for unit in units if len(unit.messages) > 1),
             )
         except BufstoreError as e:
@@ -342,9 +341,9 @@ class GroupCommit:
         outcome: int | Exception
         try:
             if len(unit.messages) == 1:
-                outcome = await self._stream.publish(unit.messages[0], self._timeout_s)
+                outcome = await self._stream.publish(unit.messages[0], _TIMEOUT_S)
             else:
-                outcome = await self._stream.publish_batch(unit.messages, self._timeout_s)
+                outcome = await self._stream.publish_batch(unit.messages, _TIMEOUT_S)
         except BatchRefused as e:
             # Its messages must be neighbours, so there is no other way to store them.
             outcome = LogUnavailable(f"the server accepts no batch now: {e}")
@@ -356,7 +355,7 @@ class GroupCommit:
         """Fail the units whose subject is not where they expect it; return the others."""
         expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
         try:
-            found = await self._stream.last(list(expected), self._timeout_s)
+            found = await self._stream.last(list(expected), _TIMEOUT_S)
         except BufstoreError:
             # Nothing is stored; each writer looks for itself.
             end_all(units, Conflict("a batch was rejected"))
