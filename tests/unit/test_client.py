@@ -20,9 +20,9 @@ from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
 from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, violation
-from bufstore.jetstream.connecting import why
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
+from bufstore.jetstream.failures import why
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.side_by_side import SideBySide

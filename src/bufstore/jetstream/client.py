@@ -7,6 +7,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import nats.errors
@@ -15,8 +16,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
-from bufstore.config import mask_url
+from bufstore.config import NatsConfig, mask_url
 from bufstore.errors import ConfigError
+from bufstore.home import owned_here
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.parser import MessageParser
 from bufstore.tasks import spawn, to_the_end
@@ -158,6 +160,15 @@ class ListeningClient(Client):
             _log.debug("ignoring invalid headers: %s", type(e).__name__, extra={"action": "nats_headers"})
             return None
         return found
+
+
+def new_client(config: NatsConfig, url: str) -> ListeningClient:
+    """Return a client that is not connected yet. Raises ConfigError."""
+    if url.startswith(("ws://", "wss://")) and find_spec("aiohttp") is None:
+        raise ConfigError("a ws:// or wss:// URL of NATS needs aiohttp: install it, or use a nats:// or tls:// URL")
+    client = TlsClient() if config.tls is not None or url.startswith("tls://") else ListeningClient()
+    owned_here(client)
+    return client
 
 
 class TlsClient(ListeningClient):

@@ -30,15 +30,15 @@ from bufstore.jetstream.client import (
     check_room,
     close_client,
     forget_unsent,
+    new_client,
     refusal,
     taken_bytes,
     text_of,
     violation,
 )
-from bufstore.jetstream.connecting import new_client, why
 from bufstore.jetstream.credentials import sign_in
-from bufstore.jetstream.failures import FAILURES, meaning
-from bufstore.jetstream.forbidden import Forbidden, may_not_publish
+from bufstore.jetstream.failures import FAILURES, may_not_publish, meaning, why
+from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch

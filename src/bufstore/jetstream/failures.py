@@ -1,11 +1,12 @@
-"""What a failure to send, or to get an answer, means for a message that was to be stored. Pure."""
+"""What goes wrong on a connection, as an error of ours: in connecting, in sending, and where NATS forbids it. Pure."""
 
 from __future__ import annotations
 
 import nats.errors
 
-from bufstore.errors import LogUnavailable
-from bufstore.jetstream.client import text_of
+from bufstore.config import mask_url
+from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.jetstream.client import ListeningClient, no_room, text_of, violation
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -19,7 +20,10 @@ FAILURES = (
 
 
 def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | AppendUnknown:
-    """Return one of `FAILURES` as an error of ours. `sent`: all was sent before; `why`: why there is no connection."""
+    """Return one of `FAILURES` as an error of ours, which says whether what was to be stored may be.
+
+    `sent`: all was sent before; `why`: why there is no connection.
+    """
     if isinstance(failure, TimeoutError):
         return AppendUnknown("no answer from NATS in time")
     if isinstance(failure, OSError):
@@ -29,3 +33,28 @@ def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | App
     if isinstance(failure, nats.errors.MaxPayloadError):
         return MessageTooLarge("the message is larger than the NATS server's max_payload")
     return LogUnavailable(f"not connected to NATS: {why}")
+
+
+def why(error: Exception, client: ListeningClient, url: str) -> Exception:
+    """Return what to raise for an error of connecting to `url`: a ConfigError when somebody has to mend something."""
+    if client.no_room:  # whatever waited for an answer there met a timeout
+        return no_room()
+    if isinstance(error, nats.errors.NoServersError) and client.errors:
+        error = client.errors[-1]  # nats-py raises it when it has given up; it gave the reason before
+    last = client.last_error
+    if isinstance(error, nats.errors.ConnectionClosedError) and last is not None and violation(last) is None:
+        error = last  # why it was closed; what is not permitted closes nothing
+    if "authorization violation" in str(error).lower() or isinstance(error, nats.errors.AuthorizationError):
+        return ConfigError(f"NATS refused the credentials ({mask_url(url)}): {text_of(error)}")
+    if isinstance(error, ValueError) and not isinstance(error, OSError):  # an SSLError is both
+        return ConfigError(f"NATS configuration: {text_of(error)}")
+    return error
+
+
+def may_not_publish(subject: str, api: str) -> tuple[ConfigError, set[str]]:
+    """Return the error for messages on a subject, and the subjects that they may have had, all in lower case."""
+    how = "run `bufstore setup` as operator" if ".stream.create." in subject else "see `bufstore permissions`"
+    # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
+    api = api.lower()
+    sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
+    return ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})"), sent

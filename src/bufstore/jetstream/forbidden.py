@@ -1,10 +1,9 @@
-"""What NATS does not permit: each subject is told once, and what it means for what was sent there."""
+"""What NATS does not permit: the log tells of each subject once."""
 
 from __future__ import annotations
 
 import logging
 
-from bufstore.errors import ConfigError
 from bufstore.jetstream.client import NO_ROOM, violation
 
 _log = logging.getLogger(__name__)
@@ -31,12 +30,3 @@ class Forbidden:
         if text not in self._named and len(self._named) < _NAMED:
             self._named.add(text)
             _log.error("%s", text, extra={"action": "nats_forbidden"})
-
-
-def may_not_publish(subject: str, api: str) -> tuple[ConfigError, set[str]]:
-    """Return the error for messages on a subject, and the subjects that they may have had, all in lower case."""
-    how = "run `bufstore setup` as operator" if ".stream.create." in subject else "see `bufstore permissions`"
-    # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
-    api = api.lower()
-    sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
-    return ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})"), sent

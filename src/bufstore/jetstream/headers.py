@@ -14,7 +14,7 @@ _ENTRY = b"\r\n" + _NAME + b": "
 
 
 def entry_header(raw: bytes) -> str | None:
-    """Return the value of the header that holds an entry; None when there is none."""
+    """Return the value of the header `HEADER`, which the log's messages have; None when there is none."""
     at = raw.find(_ENTRY)
     if at < 0:  # not written by us, or by a client that spells it in another way
         return fields(raw).get(HEADER) if _NAME in raw else None

@@ -51,7 +51,7 @@ class SameLog:
         self.highest = 0
         #: Why nothing is appended or flushed; None when all is well.
         self.refused: str | None = None
-        #: The last entry that was acknowledged to this process: position, subject, header. None: there is none yet.
+        #: The last message that was acknowledged to this process: position, subject, header. None: there is none yet.
         self._acked: tuple[int, str, str | None] | None = None
         self._gone_since: float | None = None
         self._look: asyncio.Task[None] | None = None
@@ -63,7 +63,7 @@ class SameLog:
         return seq
 
     def acked(self, seq: int, message: Outgoing) -> int:
-        """Note that this entry is in the log, at this position."""
+        """Note that this message of ours is in the log, at this position."""
         if self._acked is None or seq > self._acked[0]:
             self._acked = seq, message.subject, message.header
         return self.note(seq)
@@ -95,7 +95,7 @@ class SameLog:
                     self.refused = None
 
     async def holds_what_we_wrote(self, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bool:
-        """Return whether the last entry acknowledged to this process is where it was; True if there is none."""
+        """Return whether the last message acknowledged to this process is where it was; True if there is none."""
         if self._acked is None:
             return True
         seq, subject, header = self._acked
