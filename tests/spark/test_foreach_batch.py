@@ -20,8 +20,7 @@ from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.foreach_batch import _Rows
 from bufstore.spark.sink.open_sink import open_sink
 from bufstore.spark.sink.parts import Part
-from bufstore.spark.sink.row_writer import write_rows
-from bufstore.spark.sink.settled import Settled
+from bufstore.spark.sink.row_writer import Pass, write_rows
 from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
 from helpers import eventually, fresh, query
@@ -104,7 +103,7 @@ async def test_rows_without_positions_go_in_the_order_of_their_contents_once(
 
     begun = _Rows(config, 0, shuffled(1))
     await asyncio.to_thread(AppId(config).begin, Query(), 0)
-    await asyncio.to_thread(begun.write, Settled(), threads[:3], judging=False, noting=True)
+    await asyncio.to_thread(begun.write, Pass(only=threads[:3], judging=False, noting=True))
     write = checkpoint_sink(config)
     counts = []
     for seed in range(2, 4):
@@ -336,7 +335,7 @@ async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only
     frames = [frame(spark, rows), frame(spark, rows_of([thread], range(7, 10)))]
     begun = _Rows(config, 0, frames[0])
     await asyncio.to_thread(app.begin, Query(), 0)
-    await asyncio.to_thread(begun.write, Settled(), None, judging=False, noting=True)
+    await asyncio.to_thread(begun.write, Pass(judging=False, noting=True))
     with pytest.raises(ConfigError, match="begun before with other rows"):
         await asyncio.to_thread(checkpoint_sink(config), frames[1], 0)
     await asyncio.to_thread(checkpoint_sink(config), frames[0], 0)
@@ -356,7 +355,7 @@ async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_pa
     begun = [t for t in threads if placed[t] == placed[threads[0]]]
     one = _Rows(replace(config, tasks=3), 0, frame(spark, rows_of(begun, range(3))))
     await asyncio.to_thread(AppId(config).begin, Query(), 0)
-    await asyncio.to_thread(one.write, Settled(), None, judging=False, noting=True)
+    await asyncio.to_thread(one.write, Pass(judging=False, noting=True))
     write = checkpoint_sink(replace(config, tasks=2))
     changed = [row | {"run_id": "another"} if row["thread_id"] == begun[0] else row for row in rows]
     with pytest.raises(ConfigError, match="begun before with other rows"):
@@ -368,7 +367,7 @@ async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_pa
     )
     with pytest.raises(ConfigError, match="was begun before with other rows"):  # as when the rows change after it
         other = rows_of(begun, range(3, 6))
-        await asyncio.to_thread(write_rows, config, 0, [other], noted=Part(part, 3, planned ^ 1))
+        await asyncio.to_thread(write_rows, config, 0, [other], Pass(noting=True), Part(part, 3, planned ^ 1))
     await asyncio.to_thread(write, frame(spark, rows[::-1]), 0)
     assert write.last is not None
     assert write.last.counts.repeated >= 3 * len(begun)

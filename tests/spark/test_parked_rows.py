@@ -15,7 +15,7 @@ from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.parked_rows import ParkedRows
 from bufstore.spark.sink.parts import Part
-from bufstore.spark.sink.row_writer import RowCounts, write_rows
+from bufstore.spark.sink.row_writer import Pass, RowCounts, write_rows
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from bufstore.threads.postgres.tables import grants
 from conftest import Deployment
@@ -237,7 +237,7 @@ async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_peopl
 
     async def tried() -> RowCounts:
         await asyncio.to_thread(app.begin, query_, 0)
-        return (await asyncio.to_thread(write_rows, config, 0, [first], noted=Part(0, 1, 7))).counts
+        return (await asyncio.to_thread(write_rows, config, 0, [first], Pass(noting=True), Part(0, 1, 7))).counts
 
     assert (await tried()).bad == 1
     async with deployment.store() as store:
@@ -247,8 +247,8 @@ async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_peopl
         assert (await cli(deployment, "spark", "quarantine", what, parked_row["id"], "--json")).code == 0
     again = await tried()
     assert (again.written, again.repeated, again.bad) == (0, 1, 0)
-    failing = replace(config, bad_rows="fail")  # it also leaves them to people, and does not fail on them
-    again = (await asyncio.to_thread(write_rows, failing, 0, [first], noted=Part(0, 1, 7))).counts
+    failing = replace(config, bad_rows="fail")  # it leaves them to people, too, and does not end with them
+    again = (await asyncio.to_thread(write_rows, failing, 0, [first], Pass(noting=True), Part(0, 1, 7))).counts
     assert (again.written, again.repeated, again.bad) == (0, 1, 0)
     await cli(deployment, "spark", "quarantine", "replay", "--all", "--json")
     assert (await held(deployment, [orphan]))[orphan] == ([] if what == "discard" else [0])

@@ -13,7 +13,7 @@ from bufstore.failpoints import Failpoint
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.checkpoint_rows import check_columns, wanted_of
-from bufstore.spark.sink.row_writer import write_rows
+from bufstore.spark.sink.row_writer import Pass, write_rows
 from bufstore.threads.lineage import Children, deletion
 from conftest import Deployment
 from helpers import fresh, run_of
@@ -99,7 +99,7 @@ async def test_a_deletion_says_what_happens_to_children(deployment: Deployment) 
         rows = [row(parent, 0, delete_thread=how) for how, (parent, _) in names.items() if how != "both"]
         # In the order of ids the parent may come first: its deletion waits for the child's.
         rows += [row(t, 0, delete_thread="reject") for t in names["both"]]
-        found = (await asyncio.to_thread(write_rows, config, None, [rows], judging=False)).counts
+        found = (await asyncio.to_thread(write_rows, config, None, [rows], Pass(judging=False))).counts
         assert (found.written, found.bad) == (4, 1), found.reasons
         assert "has children" in found.reasons[0]
         there = {how: [await store.load_thread(t) is not None for t in both] for how, both in names.items()}

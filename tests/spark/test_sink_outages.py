@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pyarrow
 import pytest
 from pyspark import TaskContext
@@ -24,8 +23,8 @@ from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.sink.parked_rows import ParkedRows
 from bufstore.spark.sink.parts import Part
-from bufstore.spark.sink.row_writer import RowCounts, write_rows
-from bufstore.spark.sink.settled import Settled, summed
+from bufstore.spark.sink.row_writer import Pass, RowCounts, write_rows
+from bufstore.spark.sink.settled import summed
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -123,7 +122,9 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         async def written() -> bool:
             return all(m.seq > before[s] for s, m in (await log.last(subjects, 5.0)).items())
 
-        writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 2, [both], noted=Part(0, 1, 13)))
+        writing = asyncio.create_task(
+            asyncio.to_thread(write_rows, config, 2, [both], Pass(noting=True), Part(0, 1, 13))
+        )
         await eventually(written)
         assert not writing.done()
         with pytest.raises(StoreUnavailable):  # another run must ask Postgres who has the app id
@@ -203,9 +204,8 @@ async def test_a_task_that_begins_anew_waits_to_hear_which_rows_were_set_aside(
         context = SimpleNamespace(partitionId=lambda: 0, attemptNumber=lambda: number, stageId=lambda: 7)
         monkeypatch.setattr(TaskContext, "get", lambda: context)
         batch = pyarrow.RecordBatch.from_pylist([row | summed(row) for row in rows])
-        outcome = foreach_batch._task(config, 0, 1, Settled(), None, True, not begun_away, False, iter([batch]))
-        (counts,) = [text for part in outcome for text in part.column("counts").to_pylist()]
-        return msgspec.json.decode(counts, type=RowCounts)
+        (written,) = foreach_batch._task(config, 0, 1, Pass(noting=not begun_away), iter([batch]))
+        return written.counts
 
     assert (await asyncio.to_thread(attempt, 0)).bad == 1
     async with deployment.store() as store:

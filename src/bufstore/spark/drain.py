@@ -13,24 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
+from bufstore.buffer.flush.flusher_state import state_of_all
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, FlushTimeout
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.process_loop import loop
-from bufstore.spark.task import in_task, outcome
+from bufstore.spark.task import Counts, outcomes
 from bufstore.threads.buffered import BufferedThreadStore
 
 if TYPE_CHECKING:
     import pyarrow
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
-_OUTCOME = "entries bigint, changes bigint, transactions bigint, parked bigint, late array<string>"
 _LOOK_S = 1.0
 #: The number of tasks on Connect, which does not tell how many cores there are.
 _TASKS = 8
@@ -66,6 +65,16 @@ class _Late(msgspec.Struct, frozen=True):
         return FlushTimeout(**msgspec.structs.asdict(self))
 
 
+class _Flushed(Counts):
+    """What a task did."""
+
+    entries: int = 0
+    changes: int = 0
+    transactions: int = 0
+    parked: int = 0
+    late: list[_Late] = msgspec.field(default_factory=list)
+
+
 def bulk_drain(
     spark: SparkSession,
     deployment: Deployment,
@@ -87,21 +96,22 @@ def bulk_drain(
         wanted = max(1, min(tasks or cores_of(spark) or _TASKS, log.lanes * log.partitions))
         watching = on.start(_watch(store, on_lag)) if on_lag is not None else None
         try:
-            found = _run(spark.range(0, wanted, 1, wanted), deployment, timeout_s)
+            slots, whole = spark.range(0, wanted, 1, wanted), _Flushed()
+            with described(slots, f"bufstore: drain {deployment.stream}"):
+                for found in outcomes(slots, partial(_task, deployment, timeout_s), _Flushed):
+                    whole.add(found)
         finally:
             if watching is not None:
                 watching.cancel()
     finally:
         on.run(store.aclose())
-    *numbers, late = zip(*found, strict=True)
-    entries, changes, transactions, parked = map(sum, numbers)
-    if reasons := [reason for reasons in late for reason in reasons]:
-        raise msgspec.json.decode(reasons[0], type=_Late).as_error()
+    if whole.late:
+        raise whole.late[0].as_error()
     return DrainReport(
-        entries=entries,
-        changes=changes,
-        transactions=transactions,
-        parked=parked,
+        entries=whole.entries,
+        changes=whole.changes,
+        transactions=whole.transactions,
+        parked=whole.parked,
         tasks=wanted,
         seconds=round(time.perf_counter() - began, 3),
     )
@@ -114,38 +124,25 @@ async def _watch(store: BufferedThreadStore, on_lag: Callable[[int], None]) -> N
         await asyncio.sleep(_LOOK_S)
 
 
-def _run(slots: DataFrame, deployment: Deployment, timeout_s: float) -> list[tuple[Any, ...]]:
-    with described(slots, f"bufstore: drain {deployment.stream}"):
-        return [tuple(row) for row in slots.mapInArrow(partial(_task, deployment, timeout_s), _OUTCOME).collect()]
-
-
 async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStore:
     config = BufferConfig.fitting(await deployment.find_log(), flusher=flusher)
     return await BufferedThreadStore.open(deployment.store(pool_size=2), nats=deployment.server, config=config)
 
 
-def _task(
-    deployment: Deployment, timeout_s: float, batches: Iterator[pyarrow.RecordBatch]
-) -> Iterator[pyarrow.RecordBatch]:
-    async def flush() -> tuple[FlusherState, list[str]]:
-        late: list[str] = []
-        async with await _store(deployment, flusher=True) as store:
-            try:
-                await store.force_flush_all(timeout_s=timeout_s)
-            except FlushTimeout as e:
-                # If it were raised here, Spark would run the task again, for as long.
-                late.append(msgspec.json.encode(_Late.of(e)).decode())
-            # Not `statistics`: it also counts what is not flushed, and for that it may have to read the log.
-            return state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None]), late
-
+def _task(deployment: Deployment, timeout_s: float, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[_Flushed]:
     for batch in batches:
         if batch.num_rows:
-            with in_task():
-                state, late = asyncio.run(flush())
-            yield outcome(
-                entries=state.entries,
-                changes=state.changes,
-                transactions=state.transactions,
-                parked=state.parked,
-                late=late,
-            )
+            yield asyncio.run(_flush(deployment, timeout_s))
+
+
+async def _flush(deployment: Deployment, timeout_s: float) -> _Flushed:
+    late: list[_Late] = []
+    async with await _store(deployment, flusher=True) as store:
+        try:
+            await store.force_flush_all(timeout_s=timeout_s)
+        except FlushTimeout as e:
+            # If it were raised here, Spark would run the task again, for as long.
+            late.append(_Late.of(e))
+        # Not `statistics`: it also counts what is not flushed, and for that it may have to read the log.
+        state = state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None])
+        return _Flushed(state.entries, state.changes, state.transactions, state.parked, late)

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from bufstore.buffer.entry import Item
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import check_kind
@@ -30,7 +28,7 @@ from bufstore.spark.log_archive.into_postgres import IntoPostgres, NoLanes
 from bufstore.spark.log_archive.manifests import Manifest, check_numbers, check_ranges, manifests_of, whole
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
-from bufstore.spark.task import in_task, outcome
+from bufstore.spark.task import outcomes
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 from bufstore.types import check_choice, check_ids
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame, SparkSession
 
-_OUTCOME = "threads bigint, applied bigint, present bigint, refused bigint, reasons array<string>"
 Into = Literal["postgres", "log"]
 _OTHER_STORE = (
     "A restore into Postgres writes bufstore's own tables. Restore into the log (into='log'): a process that has the "
@@ -103,8 +100,8 @@ def restore(
         owned = pieces.repartition(tasks, "subject")
         ordered = owned.sortWithinPartitions("subject", "position", "number")
         with described(ordered, f"bufstore: restore {path} into {into}"):
-            for found in ordered.mapInArrow(partial(_task, deployment, subjects, into, dry_run), _OUTCOME).collect():
-                report.add(RestoreCounts(*found))
+            for found in outcomes(ordered, partial(_task, deployment, subjects, into, dry_run), RestoreCounts):
+                report.add(found)
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
@@ -162,10 +159,8 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
 
 def _task(
     deployment: Deployment, subjects: Subjects, into: Into, dry_run: bool, batches: Iterator[pyarrow.RecordBatch]
-) -> Iterator[pyarrow.RecordBatch]:
-    with in_task():
-        counts = loop().run(_restore(deployment, into, threads_of(subjects, batches), dry_run=dry_run))
-    yield outcome(**msgspec.structs.asdict(counts))
+) -> Iterator[RestoreCounts]:
+    yield loop().run(_restore(deployment, into, threads_of(subjects, batches), dry_run=dry_run))
 
 
 async def _restore(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.sink.app_id import AppId, check_bad, check_rows
 from bufstore.spark.sink.parts import sum_of
-from bufstore.spark.sink.row_writer import RowCounts, Written
+from bufstore.spark.sink.row_writer import Pass, RowCounts, Written
 from bufstore.spark.sink.settled import RowKey, Settled, pack, settled_after, unpack
 from bufstore.spark.sink.spark_ledger import Query
 
@@ -28,10 +29,8 @@ class Rows(Protocol):
         """Return, for each part that has rows, a sum over them."""
         ...
 
-    def write(
-        self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
-    ) -> Written:
-        """See `bufstore.spark.sink.row_writer.write_rows`. `noting`: note each part before its first row is written."""
+    def write(self, now: Pass) -> Written:
+        """See `bufstore.spark.sink.row_writer.write_rows`."""
         ...
 
     def keys(self) -> Sequence[RowKey]:
@@ -71,7 +70,7 @@ def write_batch(
     before = unpack(holder.settled) if holder.settled is not None else []
     if before:
         Settled(before).check(rows.keys())
-    found = in_passes(rows, Settled(before), noting=not app.away, again=app.again)
+    found = in_passes(rows, Pass(Settled(before), judging=False, noting=not app.away, again=app.again))
     counts = found.counts
     counts.waited_ms += round(app.waited_s * 1000)
     _log.info("batch %d of %s: %s", batch_id, config.app_id, counts, extra={"action": "spark_batch"})
@@ -85,32 +84,26 @@ def write_batch(
     return BatchReport(batch_id, counts, repeated=False)
 
 
-def in_passes(rows: Rows, settled: Settled, *, noting: bool, again: bool = False) -> Written:
+def in_passes(rows: Rows, now: Pass) -> Written:
     """Write all rows. Those that wait for a parent among the rows of other tasks are written in passes of their own.
 
     When a pass makes no progress, the rows that still wait have no parent, and are bad.
     """
     whole = Written()
-    only: Collection[str] | None = None
-    judging = False
-    ahead = 0
     while True:
-        found = rows.write(settled, only, judging=judging, noting=noting, again=again)
+        found = rows.write(now)
         if found.sums != (whole.sums or found.sums):
             raise _changed()
-        whole.sums = found.sums
-        whole.counts.add(found.counts)
-        whole.left += found.left
+        whole.add(found)
         if not found.deferred:
             # The last pass found the rows of deferred threads that earlier passes wrote, and counted them as repeated.
-            whole.counts.written += ahead
-            whole.counts.repeated -= ahead
+            whole.counts.written += whole.ahead
+            whole.counts.repeated -= whole.ahead
             return whole
-        if judging:
+        if now.judging:
             raise _changed()
-        ahead += found.ahead
-        judging = found.ahead == 0 and only is not None and len(found.deferred) == len(only)
-        only = found.deferred
+        stuck = found.ahead == 0 and now.only is not None and len(found.deferred) == len(now.only)
+        now = replace(now, only=found.deferred, judging=stuck)
 
 
 def _changed() -> ConfigError:

@@ -13,7 +13,7 @@ written once per job that commits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,8 @@ from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import in_passes, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_batch_id, check_columns
 from bufstore.spark.sink.parts import Part, sum_of
-from bufstore.spark.sink.row_writer import Written, write_rows
-from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_of, summed
+from bufstore.spark.sink.row_writer import Pass, Written, write_rows
+from bufstore.spark.sink.settled import ROW, RowKey, key_of, position_of, summed
 from bufstore.spark.sink.spark_ledger import Query
 from bufstore.spark.tables.table_options import postgres_of, table_options
 from bufstore.spark.tables.table_reader import reader_of
@@ -166,7 +166,7 @@ class _Writes:
         app = AppId(self.config)
         if batch_id is None:
             app.setup()
-            check_bad(self.config, in_passes(_InMemory(self.config, None, rows), Settled(), noting=False).counts)
+            check_bad(self.config, in_passes(_InMemory(self.config, None, rows), Pass(judging=False)).counts)
             return
         write_batch(self.config, app, tasks[0].query, batch_id, _InMemory(self.config, batch_id, rows))
 
@@ -185,16 +185,8 @@ class _InMemory:
     def sums(self) -> Mapping[int, int]:
         return {self._part.number: self._part.planned}
 
-    def write(
-        self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
-    ) -> Written:
-        parts = cut(self._rows, self._config.in_flight_bytes)
-        noted = self._part if noting else None
-        found = write_rows(
-            self._config, self._batch_id, parts, noted=noted, again=again, settled=settled, only=only, judging=judging
-        )
-        found.sums = dict(self.sums())
-        return found
+    def write(self, now: Pass) -> Written:
+        return write_rows(self._config, self._batch_id, cut(self._rows, self._config.in_flight_bytes), now, self._part)
 
     def keys(self) -> Sequence[RowKey]:
         return [key_of(row) for row in self._rows]

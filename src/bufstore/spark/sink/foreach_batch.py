@@ -12,13 +12,11 @@ One task owns a thread in a batch, so the thread's rows go in order and no other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import SinkConfig
@@ -31,17 +29,16 @@ from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_batch_id, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
 from bufstore.spark.sink.parts import Part, sum_of
-from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
-from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, key_of, pack, unpack
+from bufstore.spark.sink.row_writer import Pass, Row, Written, write_rows
+from bufstore.spark.sink.settled import ROW, THREAD, RowKey, key_of
 from bufstore.spark.sink.spark_ledger import Query
 from bufstore.spark.slices import slices_of
-from bufstore.spark.task import in_task
+from bufstore.spark.task import outcomes
 
 if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
 
-_OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary, part int, planned bigint, gave_up string"
 #: The stage in which a task of this process has waited as long as it may; None: there is none.
 _gave_up_in: int | None = None
 #: The columns in which a row may name a thread that it waits for.
@@ -128,24 +125,16 @@ class _Rows:
         numbered = self._owned.select(F.spark_partition_id().alias("part"), F.col(ROW).cast("decimal(38,0)"))
         return {part: sum_of([int(found)]) for part, found in numbered.groupBy("part").agg(F.sum(ROW)).collect()}
 
-    def write(
-        self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool, again: bool = False
-    ) -> Written:
-        task = partial(_task, self._config, self._batch_id, self._of, settled, only, judging, noting, again)
+    def write(self, now: Pass) -> Written:
         whole = Written()
-        for counts, deferred, ahead, left, part, planned, gave_up in self._owned.mapInArrow(task, _OUTCOME).collect():
-            if gave_up is not None:
-                raise msgspec.json.decode(gave_up, type=GaveUp).as_error()
-            whole.counts.add(msgspec.json.decode(counts, type=RowCounts))
-            whole.deferred |= set(deferred)
-            whole.ahead += ahead
-            whole.left += unpack(left)
-            whole.sums[part] = planned
+        for found in outcomes(self._owned, partial(_task, self._config, self._batch_id, self._of, now), Written):
+            if found.gave_up is not None:
+                raise found.gave_up.as_error()
+            whole.add(found)
         return whole
 
     def keys(self) -> Sequence[RowKey]:
-        found = self._owned.mapInArrow(_key_task, "keys binary").collect()
-        return [key for (keys,) in found for key in unpack(keys)]
+        return [key for keys in outcomes(self._owned, _key_task, list[RowKey]) for key in keys]
 
     def forget(self) -> None:
         from py4j.protocol import Py4JError  # type: ignore[import-untyped]
@@ -185,17 +174,8 @@ def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:
 
 
 def _task(
-    config: SinkConfig,
-    batch_id: int,
-    of: int,
-    settled: Settled,
-    only: Collection[str] | None,
-    judging: bool,
-    noting: bool,
-    again: bool,
-    batches: Iterator[pyarrow.RecordBatch],
-) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
+    config: SinkConfig, batch_id: int, of: int, now: Pass, batches: Iterator[pyarrow.RecordBatch]
+) -> Iterator[Written]:
     from pyspark import TaskContext
 
     kept = KeptBatches(batches, _KEPT * config.in_flight_bytes)
@@ -204,45 +184,19 @@ def _task(
     context = TaskContext.get()
     assert context is not None
     part = Part(context.partitionId(), of, kept.planned)
-    with in_task():
-        parts = parts_of(iter(kept), config.in_flight_bytes)
-        again = again or context.attemptNumber() > 0
-        noted = part if noting or again else None
-        found = _written(context.stageId(), config, batch_id, parts, noted, settled, only, again=again, judging=judging)
-    outcome = {
-        "counts": [msgspec.json.encode(found.counts).decode()],
-        "deferred": pyarrow.array([sorted(found.deferred)], pyarrow.list_(pyarrow.string())),
-        "ahead": pyarrow.array([found.ahead], pyarrow.int64()),
-        "left": [pack(found.left)],
-        "part": pyarrow.array([part.number], pyarrow.int32()),
-        "planned": [part.planned],
-        "gave_up": pyarrow.array(
-            [msgspec.json.encode(found.gave_up).decode() if found.gave_up is not None else None], pyarrow.string()
-        ),
-    }
-    yield pyarrow.RecordBatch.from_pydict(outcome)
+    now = replace(now, again=now.again or context.attemptNumber() > 0)
+    yield _written(context.stageId(), config, batch_id, parts_of(kept, config.in_flight_bytes), now, part)
 
 
 def _written(
-    stage: int,
-    config: SinkConfig,
-    batch_id: int,
-    parts: Iterator[Sequence[Row]],
-    noted: Part | None,
-    settled: Settled,
-    only: Collection[str] | None,
-    *,
-    again: bool,
-    judging: bool,
+    stage: int, config: SinkConfig, batch_id: int, parts: Iterator[Sequence[Row]], now: Pass, part: Part
 ) -> Written:
     """Return what a task of a stage wrote. Once one gave up, the stage's next tasks in this process do not wait."""
     global _gave_up_in
     if stage == _gave_up_in:
         config = replace(config, outage_timeout_s=0.0)
     try:
-        return write_rows(
-            config, batch_id, parts, noted=noted, again=again, settled=settled, only=only, judging=judging
-        )
+        return write_rows(config, batch_id, parts, now, part)
     except BufstoreError as e:
         if not is_outage(e, numbered=True):
             raise
@@ -250,14 +204,10 @@ def _written(
         return Written(gave_up=GaveUp.of(e))
 
 
-def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
-    keys: list[RowKey] = []
+def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[RowKey]]:
     for batch in batches:
         names = [name for name in (THREAD, ROW, "position") if name in batch.schema.names]
-        keys += [key_of(row) for row in rows_of(batch.select(names))]
-    yield pyarrow.RecordBatch.from_pydict({"keys": [pack(keys)]})
+        yield [key_of(row) for row in rows_of(batch.select(names))]
 
 
 def parts_of(batches: Iterable[pyarrow.RecordBatch], bytes_max: int) -> Iterator[Sequence[Row]]:

@@ -82,33 +82,54 @@ class Written:
     #: The outage because of which the task ended before its last row; None: it did not.
     gave_up: GaveUp | None = None
 
+    def add(self, other: Written) -> None:
+        """Add what another task, or another pass, did."""
+        self.counts.add(other.counts)
+        self.deferred |= other.deferred
+        self.ahead += other.ahead
+        self.left += other.left
+        self.sums |= other.sums
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Which rows of a batch are written in one pass over it, and how."""
+
+    #: The rows that an earlier try has written; if there are any, all rows have the columns of
+    #: `bufstore.spark.sink.settled`.
+    settled: Settled = field(default_factory=Settled)
+    #: The threads to write; None: all.
+    only: Collection[str] | None = None
+    #: Whether a row is bad when its thread cannot have the parent that it names; else the thread is deferred.
+    judging: bool = True
+    #: Whether a part is noted before its first row is written.
+    noting: bool = False
+    #: Whether an earlier try may have set rows aside; only Postgres knows which, so the part is noted in any case.
+    again: bool = False
+
+
+_JUDGED = Pass()
+
 
 def write_rows(
     config: SinkConfig,
     batch_id: int | None,
-    parts: Iterable[Sequence[Row]],
-    *,
-    noted: Part | None = None,
-    again: bool = False,
-    settled: Settled | None = None,
-    only: Collection[str] | None = None,
-    judging: bool = True,
+    portions: Iterable[Sequence[Row]],
+    now: Pass = _JUDGED,
+    part: Part | None = None,
 ) -> Written:
-    """Write rows that are sorted by thread, part by part.
+    """Write rows that are sorted by thread, a portion at a time.
 
-    `batch_id`: part of the rows' numbers; without it, a repeat is not recognized. `noted`: the part that the rows are,
-    which is noted before the first one is written. `again`: an earlier try may have set rows aside, and only Postgres
-    knows which. `settled`: the rows that an earlier try has written; then all rows have the columns of
-    `bufstore.spark.sink.settled`. `only`: the threads to write; all others are left out. `judging`: whether a row is
-    bad when its thread cannot have the parent that it names; else the thread is deferred.
+    `batch_id`: part of the rows' numbers; without it, a repeat is not recognized. `part`: what these rows are of
+    the batch; without it, nothing is noted.
 
     Waits for servers that are away (`SinkConfig.outage_timeout_s`). Raises BufstoreError when the rows are not at fault
-    (Spark tries the task again), ConfigError when they contradict `settled` or what was noted of them before.
+    (Spark tries the task again), ConfigError when they contradict `now.settled` or what was noted of them before.
     """
-    task = _Task(config, batch_id, noted, settled or Settled(), only, again=again, judging=judging)
-    for part in parts:
-        if part:
-            loop().run(task.write(part))
+    task = _Task(config, batch_id, now, part)
+    for rows in portions:
+        if rows:
+            loop().run(task.write(rows))
     loop().run(task.finish())
     return task.outcome()
 
@@ -116,28 +137,16 @@ def write_rows(
 class _Task:
     """One task's rows on their way."""
 
-    def __init__(
-        self,
-        config: SinkConfig,
-        batch_id: int | None,
-        noted: Part | None,
-        settled: Settled,
-        only: Collection[str] | None,
-        *,
-        again: bool,
-        judging: bool,
-    ) -> None:
-        self._written = Written()
+    def __init__(self, config: SinkConfig, batch_id: int | None, now: Pass, part: Part | None) -> None:
+        self._written = Written(sums={part.number: part.planned} if part is not None else {})
         self._config = config
         self._batch_id = batch_id
+        self._now = now
         #: The part that is still to be noted; None: it was noted, or need not be.
-        self._to_note = noted
-        self._again = again
-        self._settled = settled
+        self._to_note = part if now.noting or now.again else None
         #: The keys of rows that an earlier try set aside: people decide whether and how these rows come back.
         self._set_aside: set[bytes] = set()
-        self._only = only
-        self._judging = judging
+        self._judging = now.judging
         self._in_flight = InFlight(config.in_flight)
         who = f"batch {batch_id} of {config.app_id}"
         self._patience = Patience(config.outage_timeout_s, who, numbered=batch_id is not None)
@@ -165,7 +174,7 @@ class _Task:
             remaining = await self._patience.until_through(lambda: self._write_direct(opened, threads))
             through_log = {t: lines for t, lines in threads.items() if t in remaining}
         self._logged.update(through_log)
-        await self._write_logged(opened, through_log)
+        await self._write_in_rounds(opened, {thread_id: _Todo(lines) for thread_id, lines in through_log.items()})
 
     async def _note(self, opened: OpenSink) -> None:
         if self._to_note is None or self._batch_id is None:
@@ -178,9 +187,9 @@ class _Task:
             return found
 
         try:
-            found = await (self._patience.until_through(noting) if self._again else noting())
+            found = await (self._patience.until_through(noting) if self._now.again else noting())
         except StoreUnavailable as e:
-            if self._again:
+            if self._now.again:
                 raise
             # As for a batch that begins without Postgres: a running query does not wait for Postgres.
             _log.warning(
@@ -197,15 +206,16 @@ class _Task:
         """Return the rows that are to be written, by thread."""
         threads: dict[str, list[_Line]] = {}
         line, places, last = self._line if self._set_aside else _line, self._places, None
+        only = self._now.only
         for last, found in groupby(rows, itemgetter("thread_id")):
-            if (self._only is not None and last not in self._only) or last in self._written.deferred:
+            if (only is not None and last not in only) or last in self._written.deferred:
                 continue
             some: Sequence[Row] = list(found)
             if last in self._kept:
                 self._kept[last].lines += [_line(0, row) for row in some]
                 continue
             if last not in places:
-                settled = self._settled.of(some[0][THREAD]) if self._settled else None
+                settled = self._now.settled.of(some[0][THREAD]) if self._now.settled else None
                 places[last] = _Place(settled, settled.next_rank if settled is not None else 0)
             place = places[last]
             if (before := place.before) is not None:
@@ -223,9 +233,6 @@ class _Task:
             # A replay may have written the row by now, or the row has become good meanwhile and is replayed later.
             return _Line(rank, row, _SetAside("an earlier try of the batch has set this row aside"))
         return _line(rank, row)
-
-    async def _write_logged(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> None:
-        await self._write_in_rounds(opened, {thread_id: _Todo(lines) for thread_id, lines in threads.items()})
 
     async def finish(self) -> None:
         """Write the rows that waited for a parent, and judge those that still wait."""
@@ -308,7 +315,8 @@ class _Task:
                     raise error
                 round_.outage = round_.outage or error
                 return
-            self._progressed(round_)
+            round_.settled = True
+            self._patience.progressed()
         del round_.todo[thread_id]
         self._written.counts.add(todo.counts)
 
@@ -354,10 +362,6 @@ class _Task:
         todo.counts.repeated += repeated
         todo.lines = todo.lines[1:]
         return None
-
-    def _progressed(self, round_: _Round) -> None:
-        round_.settled = True
-        self._patience.progressed()
 
     def _mark(self, rank: int) -> ProducerSequence | None:
         return (
