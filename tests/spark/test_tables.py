@@ -338,7 +338,7 @@ async def test_a_tail_that_is_too_large_for_the_driver_is_read_once_by_each_task
             monkeypatch.setattr(LogState, "bytes_between", lambda *_: 499)
         source = BufstoreFormat(options(deployment, "threads"))
         parts = await asyncio.to_thread(source.reader(source.schema()).partitions)
-        assert [part.task.handed for part in parts] == [None] * 3  # type: ignore[attr-defined]
+        assert [part.value.handed for part in parts] == [None] * 3
         for table in TABLES:
             ranges.clear()
             assert await everything(deployment, table) == found[table]

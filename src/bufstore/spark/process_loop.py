@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from bufstore.tasks import spawn
@@ -42,6 +43,19 @@ class Loop:
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run `work` on the loop beside the caller."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def each(self, found: AsyncGenerator[T]) -> Iterator[T]:
+        """Yield what the generator yields, and close it, also when the caller takes no more."""
+
+        async def next_() -> T:
+            return await anext(found)
+
+        try:
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield self.run(next_())
+        finally:
+            self.run(found.aclose())
 
     async def opened(self, key: Hashable, open_: Callable[[], Awaitable[T]]) -> T:
         """Return the object that `open_` made for this key, now or for an earlier task of this process."""

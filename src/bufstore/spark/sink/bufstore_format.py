@@ -123,7 +123,7 @@ def _sink(found: Mapping[str, str], app_id: str) -> SinkConfig:
 
 @dataclass
 class _Rows(WriterCommitMessage):
-    """A task's rows, packed, and Spark's ids of the streaming query and its run."""
+    """A task's rows, packed."""
 
     packed: Sequence[bytes]
     query: Query
@@ -149,10 +149,7 @@ class _Writes:
                     f"a task has more than {_TASK_BYTES_MAX >> 20} MiB of rows, which all pass through the driver: use "
                     "bufstore.spark.checkpoint_sink (also for a batch: sink(df, batch_id)), or smaller batches"
                 )
-        context = TaskContext.get()
-        query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
-        run_id = context.getLocalProperty("spark.jobGroup.id") if context is not None and query_id else None
-        return _Rows(packed, Query(query_id or "", run_id or ""))
+        return _Rows(packed, Query.of(TaskContext.get()))
 
     def abort(self, *_: Any) -> None:
         """Do nothing: nothing is written before the commit, and a repeated commit recognizes its rows."""

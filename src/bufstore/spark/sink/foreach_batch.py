@@ -82,7 +82,7 @@ class CheckpointSink:
         """
         check_batch_id(batch_id)
         check_columns(df.dtypes)
-        query = _query_of(df)
+        query = Query.of(context_of(df))
         with described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
             rows = _Rows(self.config, batch_id, df)
             try:
@@ -148,13 +148,6 @@ def _order(df: DataFrame) -> list[str]:
     """Return the sort columns: thread, position if there is one, all others. A repeated row gets the same place."""
     order = [name for name in COLUMNS if name in df.columns]
     return sorted(order, key=lambda name: (name != "thread_id", name != "position"))
-
-
-def _query_of(df: DataFrame) -> Query:
-    """Return Spark's ids of the query and its run; empty on Connect, which does not tell, and outside of a query."""
-    context = context_of(df)
-    query_id = (context.getLocalProperty("sql.streaming.queryId") or "") if context is not None else ""
-    return Query(query_id, context.getLocalProperty("spark.jobGroup.id") or "") if query_id else Query()
 
 
 def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:

@@ -26,6 +26,12 @@ class Query(NamedTuple):
     #: Spark's id of the query's present run.
     run_id: str = ""
 
+    @classmethod
+    def of(cls, context: Any) -> Query:
+        """Return the query of the batch that is written in a context of Spark: the driver's, or a task's."""
+        query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
+        return cls(query_id, context.getLocalProperty("spark.jobGroup.id") or "") if query_id else cls()
+
 
 class Holder(NamedTuple):
     """The query that has an app id."""

@@ -9,7 +9,7 @@ Options: `bufstore.spark.source.options`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -69,11 +69,6 @@ class ThreadLogSource(DataSource):
         return options
 
 
-class _RangePartition(InputPartition):
-    def __init__(self, part: Range) -> None:
-        self.part = part
-
-
 class _Reads:
     """What a batch and a stream have in common."""
 
@@ -82,8 +77,7 @@ class _Reads:
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
         """Return the entries of a range, as batches of Arrow."""
-        assert isinstance(partition, _RangePartition)
-        return _batches(self.options, partition.part)
+        return loop().each(log_scan.batches(self.options, partition.value))
 
     def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         timeout_s = self.options.outage_timeout_s
@@ -238,7 +232,7 @@ async def _planned(
     whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
     # For a batch without parts, Spark makes one of its own, which `read` does not know.
     parts = parts_of(log.bytes_between(begin, end), exactly=options.tasks, at_least=options.min_tasks)
-    return [_RangePartition(part) for part in split(whole, parts) or [whole]]
+    return [InputPartition(part) for part in split(whole, parts) or [whole]]
 
 
 async def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
@@ -263,20 +257,3 @@ async def _place(
 
 def _iso(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat()
-
-
-def _batches(options: ReadOptions, part: Range) -> Iterator[pyarrow.RecordBatch]:
-    found = log_scan.batches(options, part)
-    try:
-        while (batch := loop().run(_next(found))) is not None:
-            yield batch
-    finally:
-        loop().run(_close(found))
-
-
-async def _next(found: AsyncGenerator[pyarrow.RecordBatch]) -> pyarrow.RecordBatch | None:
-    return await anext(found, None)
-
-
-async def _close(found: AsyncGenerator[pyarrow.RecordBatch]) -> None:
-    await found.aclose()

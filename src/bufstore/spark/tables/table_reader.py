@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from bufstore.spark.tables import table_scan
 from bufstore.spark.tables.narrowing import narrowed_by
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.table_rows import TABLES
-from bufstore.spark.tables.table_scan import Task
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
@@ -31,11 +30,6 @@ def reader_of(options: TableOptions) -> DataSourceReader:
     return PushedTableReader(options) if _PUSHING in sys.modules else TableReader(options)
 
 
-class _TaskPartition(InputPartition):
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-
 class TableReader(DataSourceReader):
     """See the module."""
 
@@ -43,17 +37,11 @@ class TableReader(DataSourceReader):
         self.options = options
 
     def partitions(self) -> Sequence[InputPartition]:
-        return [_TaskPartition(task) for task in loop().run(table_scan.planned(self.options))]
+        return [InputPartition(task) for task in loop().run(table_scan.planned(self.options))]
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
         """Return the rows of a share of the threads, as batches of Arrow."""
-        assert isinstance(partition, _TaskPartition)
-        found = table_scan.batches(self.options, partition.task)
-        try:
-            while (batch := loop().run(_next(found))) is not None:
-                yield batch
-        finally:
-            loop().run(found.aclose())
+        return loop().each(table_scan.batches(self.options, partition.value))
 
 
 class PushedTableReader(TableReader):
@@ -64,7 +52,3 @@ class PushedTableReader(TableReader):
         narrowed = narrowed_by(filters, TABLES[self.options.table])
         self.options = replace(self.options, narrowing=self.options.narrowing.and_(narrowed))
         return filters
-
-
-async def _next(found: AsyncGenerator[pyarrow.RecordBatch]) -> pyarrow.RecordBatch | None:
-    return await anext(found, None)
