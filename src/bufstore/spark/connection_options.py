@@ -57,11 +57,16 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
 
 
 def connection(found: Mapping[str, str]) -> NatsConfig:
-    """Return the settings for connecting to NATS. Raises ConfigError."""
+    """Return the settings for connecting to NATS. Raises ConfigError, also for a login that plans would show."""
     if ("nats" in found) == ("natsUrl" in found):
         raise ConfigError(
             f"give one of the options nats and natsUrl, or {NATS_VARIABLE} in the driver's environment: the URL of a "
             "NATS server"
+        )
+    if any(split_url(url)[1] is not None for url in words(found, "nats")):
+        raise ConfigError(
+            "option nats has a login in its URL, which plans would show: give the URL as option natsUrl, which Spark "
+            "masks, or the login as user and password, token, or credentialsFile"
         )
     return NatsConfig(
         servers=tuple(words(found, "nats") or words(found, "natsUrl")),
@@ -74,15 +79,6 @@ def connection(found: Mapping[str, str]) -> NatsConfig:
         tls_hostname=found.get("tlsHostname"),
         connect_timeout_s=seconds(found, "connectTimeout", NatsConfig.connect_timeout_s),
     )
-
-
-def check_masked(config: NatsConfig, found: Mapping[str, str]) -> None:
-    """Raise ConfigError for a login in an option that Spark shows in plans."""
-    if "nats" in found and any(split_url(url)[1] is not None for url in config.servers):
-        raise ConfigError(
-            "option nats has a login in its URL, which plans would show: give the URL as option natsUrl, which Spark "
-            "masks, or the login as user and password, token, or credentialsFile"
-        )
 
 
 def connection_options(config: NatsConfig) -> dict[str, str]:

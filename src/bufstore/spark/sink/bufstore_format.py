@@ -34,7 +34,8 @@ from pyspark.sql.types import StructType
 from bufstore.errors import ConfigError
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.connection_options import check_masked, connection, named, seconds
+from bufstore.spark.connection_options import connection, named, seconds
+from bufstore.spark.option_values import number
 from bufstore.spark.sink.app_id import AppId, check_bad
 from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import in_passes, write_batch
@@ -92,9 +93,7 @@ class BufstoreFormat(DataSource):
             raise ConfigError("options appId and batchId go together: one alone cannot detect a repeat")
         batch_id = None
         if "batchId" in found:
-            if not (found["batchId"].isascii() and found["batchId"].isdigit()):
-                raise ConfigError("option batchId must be a number of at least 0")
-            batch_id = int(found["batchId"])
+            batch_id = number("batchId", found["batchId"])
             check_batch_id(batch_id)
         return _BatchWriter(_sink(found, "batch"), schema, batch_id)
 
@@ -106,11 +105,9 @@ class BufstoreFormat(DataSource):
 
 
 def _sink(found: Mapping[str, str], app_id: str) -> SinkConfig:
-    nats = connection(found)
-    check_masked(nats, found)
     bad_rows: Any = found.get("badRows", "fail")
     return SinkConfig(
-        nats=nats,
+        nats=connection(found),
         postgres=postgres_of(found),
         schema=found.get("schema", SinkConfig.schema),
         stream=found.get("stream", SinkConfig.stream),

@@ -18,10 +18,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.source.log_columns import entry_rows, message_rows
 from bufstore.spark.source.log_entries import LogEntries, Wanted
 from bufstore.spark.source.offsets import Holes, Offset, Range
-from bufstore.spark.source.options import ReadOptions
-
-#: How long a read of a batch waits for a server that is away, in seconds.
-PATIENCE_S = 30.0
+from bufstore.spark.source.options import PATIENCE_S, ReadOptions
 
 T = TypeVar("T")
 
@@ -117,7 +114,7 @@ async def stored_at_ns(options: ReadOptions, log: LogState, start: int) -> int |
 
 async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:
     """Yield the rows of a range. Raises DataLoss when some of it was purged since the reader began."""
-    timeout_s = options.outage_timeout_s if options.outage_timeout_s is not None else PATIENCE_S
+    timeout_s = options.outage_timeout_s
     log = await patiently(partial(look, options), timeout_s)
     reader = await reader_of(options)
     entries = LogEntries(reader, log, options, part)

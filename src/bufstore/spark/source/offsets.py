@@ -61,14 +61,12 @@ def begin_at(wanted: str, first: int, end: int, form: str) -> tuple[int, int]:
     """Return the message to begin at, and the position of the entry in it, if other entries stand before that (else 0).
 
     `wanted`: "earliest" (the message `first`), "latest" (`end`) or a number: for messages a sequence, for entries a
-    position. Raises ConfigError.
+    position.
     """
     if wanted == "earliest":
         return first, 0
     if wanted == "latest":
         return end, 0
-    if not (wanted.isascii() and wanted.isdigit()):
-        raise ConfigError(f"a position is 'earliest', 'latest' or a number of at least 0, not {wanted!r}")
     number = int(wanted)
     if form == "messages":
         return max(number, 1), 0

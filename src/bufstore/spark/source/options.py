@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
-from bufstore.spark.connection_options import check_masked, connection, named, seconds, words
+from bufstore.spark.connection_options import connection, named, seconds, words
 from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.log_columns import ENTRY_COLUMNS, MESSAGE_COLUMNS
+
+#: How long a read of a batch waits for servers that are away, in seconds.
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -36,8 +39,8 @@ class ReadOptions(Secretive):
     tasks: int | None = None
     min_tasks: int = os.cpu_count() or 2
     fail_on_data_loss: bool = True
-    #: How many seconds a read waits for servers that are away. None: 30 for a batch, 3600 for a stream.
-    outage_timeout_s: float | None = None
+    #: How many seconds a read waits for servers that are away.
+    outage_timeout_s: float = PATIENCE_S
     threads: Sequence[str] = ()
     partitions: Sequence[int] = ()
 
@@ -66,11 +69,9 @@ _KAFKAS = {"maxoffsetspertrigger": "maxMessagesPerTrigger", "minoffsetspertrigge
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def read_options(given: Mapping[str, str]) -> ReadOptions:
-    """Return the options. Raises ConfigError, naming the option."""
+def read_options(given: Mapping[str, str], *, outage_timeout_s: float = PATIENCE_S) -> ReadOptions:
+    """Return the options; `outage_timeout_s`: unless they say it. Raises ConfigError, naming the option."""
     found = named({_KAFKAS.get(name.lower(), name): value for name, value in given.items()}, NAMES)
-    nats = connection(found)
-    check_masked(nats, found)
     form = found.get("form", "entries")
     if form not in ("entries", "messages"):
         raise ConfigError("option form must be entries or messages")
@@ -89,7 +90,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     if found.get("endingPosition") == "earliest":
         raise ConfigError("option endingPosition must be latest or a position")
     return ReadOptions(
-        nats=nats,
+        nats=connection(found),
         stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
         form=form,
         columns=tuple(columns),
@@ -104,7 +105,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         tasks=count(found, "numPartitions"),
         min_tasks=count(found, "minPartitions") or ReadOptions.min_tasks,
         fail_on_data_loss=_truth(found, "failOnDataLoss", default=True),
-        outage_timeout_s=seconds(found, "outageTimeout", 0.0) if "outageTimeout" in found else None,
+        outage_timeout_s=seconds(found, "outageTimeout", outage_timeout_s),
         threads=ids(found, "threads"),
         partitions=[number("partitions", word) for word in words(found, "partitions")],
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.source import log_scan
 from bufstore.spark.source.log_columns import types_of
 from bufstore.spark.source.offsets import Offset, Range, begin_at, check, offset_of, parts_of, split
-from bufstore.spark.source.options import ReadOptions, read_options
+from bufstore.spark.source.options import PATIENCE_S, ReadOptions, read_options
 
 T = TypeVar("T")
 
@@ -58,13 +57,13 @@ class ThreadLogSource(DataSource):
         return schema_of(types_of(options.columns), kept)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return _Batch(self._read_options(schema))
+        return _Batch(self._read_options(schema, PATIENCE_S))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return _Stream(self._read_options(schema))
+        return _Stream(self._read_options(schema, _OUTAGE_S))
 
-    def _read_options(self, schema: StructType) -> ReadOptions:
-        options = read_options(with_kept(self.options, schema))
+    def _read_options(self, schema: StructType, outage_timeout_s: float) -> ReadOptions:
+        options = read_options(with_kept(self.options, schema), outage_timeout_s=outage_timeout_s)
         check_same_columns(options.columns, schema)
         return options
 
@@ -80,8 +79,7 @@ class _Reads:
         return loop().each(log_scan.batches(self.options, partition.value))
 
     def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        timeout_s = self.options.outage_timeout_s
-        return loop().run(log_scan.patiently(call, log_scan.PATIENCE_S if timeout_s is None else timeout_s))
+        return loop().run(log_scan.patiently(call, self.options.outage_timeout_s))
 
     async def _look(self) -> LogState:
         return await log_scan.look(self.options)
@@ -112,9 +110,6 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     _away: tuple[float, float] | None = None
     _told: dict[str, Any] | None = None
 
-    def __init__(self, options: ReadOptions) -> None:
-        super().__init__(replace(options, outage_timeout_s=_OUTAGE_S) if options.outage_timeout_s is None else options)
-
     def initialOffset(self) -> dict[str, Any]:
         async def found() -> Offset:
             return await self._start(await self._look(), "latest")
@@ -140,7 +135,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             # Answer that nothing is new, and do not wait: so Spark can report progress, stop the query, and ask again.
             now = time.monotonic()
             since, _ = self._away = self._away or (now, time.time())
-            if now - since >= (self.options.outage_timeout_s or 0.0):
+            if now - since >= self.options.outage_timeout_s:
                 raise
             return start
         self._away = None

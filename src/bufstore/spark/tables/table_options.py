@@ -11,7 +11,7 @@ from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection.conninfo import has_secret
 from bufstore.postgres.connection.migrate import check_schema
-from bufstore.spark.connection_options import POSTGRES_VARIABLE, check_masked, connection, named, words
+from bufstore.spark.connection_options import POSTGRES_VARIABLE, connection, named, words
 from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.options import ReadOptions
 from bufstore.spark.tables.narrowing import ALL, Narrowing
@@ -67,8 +67,6 @@ NAMES = {
 def table_options(given: Mapping[str, str]) -> TableOptions:
     """Return the options. Raises ConfigError, naming the option."""
     found = named(given, NAMES)
-    nats = connection(found)
-    check_masked(nats, found)
     table = found.get("table", "")
     if table not in TABLES:
         raise ConfigError(f"option table must be one of {', '.join(TABLES)}")
@@ -82,7 +80,7 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
     if not _SNAPSHOT.fullmatch(found.get("postgresSnapshot", "0")):
         raise ConfigError("option postgresSnapshot is not the name of a snapshot")
     return TableOptions(
-        nats=nats,
+        nats=connection(found),
         postgres=postgres_of(found),
         schema=check_schema(found.get("schema", TableOptions.schema)),
         stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
