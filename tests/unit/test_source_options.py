@@ -66,7 +66,7 @@ def test_options_of_any_case_and_no_secret_in_sight() -> None:
             "PATH": "",
         }
     )
-    assert (len(found.nats.servers), found.starting_timestamp_ns, found.max_bytes) == (2, 1_500_000_000, 9)
+    assert (len(found.nats.servers), found.starting_timestamp_us, found.max_bytes) == (2, 1_500_000, 9)
     assert "hush" not in repr(found)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 import msgspec
 
 from bufstore.errors import ConfigError
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+from bufstore.spark.unix_time import us_of
 
 
 def number(name: str, text: str) -> int:
@@ -29,8 +28,8 @@ def count(given: Mapping[str, str], name: str) -> int | None:
     return value
 
 
-def timestamp_ns(given: Mapping[str, str], name: str) -> int | None:
-    """Return the time in nanoseconds since 1970; None when the option is not given."""
+def timestamp_us(given: Mapping[str, str], name: str) -> int | None:
+    """Return the time in microseconds since 1970; None when the option is not given."""
     if name not in given:
         return None
     try:
@@ -39,8 +38,7 @@ def timestamp_ns(given: Mapping[str, str], name: str) -> int | None:
         raise ConfigError(f"option {name}: {given[name]!r} is not a time like 2026-11-21T08:00:00Z") from None
     if when.tzinfo is None:
         raise ConfigError(f"option {name} needs a time with a UTC offset, as in 2026-11-21T08:00:00Z")
-    since = when - _EPOCH
-    return (since.days * 86400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
+    return us_of(when)
 
 
 def ids(given: Mapping[str, str], name: str) -> list[str]:

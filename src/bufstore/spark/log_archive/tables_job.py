@@ -44,6 +44,7 @@ from bufstore.spark.log_archive.small_ranges import RANGE_MESSAGES, merge_small,
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task
+from bufstore.spark.unix_time import us_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -158,15 +159,15 @@ def expire(
     if context is None:
         raise ConfigError("Spark Connect cannot remove files: expire an archive from a session with a driver")
     parts = _parts_of(spark, path)
-    settled = _us(datetime.now(UTC) - grace)
+    settled = us_of(datetime.now(UTC) - grace)
     gone = replaced(parts, settled)
     if before is not None:
         last = max((p.end for p in parts), default=0)
-        gone += [p for p in parts if p not in gone and p.end < last and p.newest_us < _us(before)]
+        gone += [p for p in parts if p not in gone and p.end < last and p.newest_us < us_of(before)]
     for part in gone:  # the manifest first: without it the part does not count
         _remove(context, f"{path}/tables/manifests/{part.name}")
         _remove(context, f"{path}/tables/entries/part={part.name}")
-    old = removable(all_manifests_of(spark, path), settled, _us(before) if ranges and before is not None else 0)
+    old = removable(all_manifests_of(spark, path), settled, us_of(before) if ranges and before is not None else 0)
     for manifest in old:
         _remove(context, f"{path}/manifests/{manifest.name}")
         _remove(context, f"{path}/ranges/{manifest.name}")
@@ -176,10 +177,6 @@ def expire(
 def _remove(context: Any, path: str) -> None:
     at = context._jvm.org.apache.hadoop.fs.Path(path)
     at.getFileSystem(context._jsc.hadoopConfiguration()).delete(at, True)
-
-
-def _us(when: datetime) -> int:
-    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
 
 
 def _parts_of(spark: SparkSession, path: str) -> list[Part]:

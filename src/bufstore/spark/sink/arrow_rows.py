@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from bufstore.spark.sink.checkpoint_rows import UNREADABLE
+from bufstore.spark.unix_time import EPOCH
 
 if TYPE_CHECKING:
     import pyarrow
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def rows_of(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
@@ -35,7 +34,7 @@ def rows_of(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
 def _moment(us: int | None) -> datetime | int | None:
     """Return the time; if Python does not have it, return the microseconds since 1970."""
     try:
-        return _EPOCH + timedelta(microseconds=us) if us is not None else None
+        return EPOCH + timedelta(microseconds=us) if us is not None else None
     except OverflowError:
         return us
 

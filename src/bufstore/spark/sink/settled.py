@@ -11,20 +11,20 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
 
 from bufstore.errors import ConfigError
+from bufstore.spark.unix_time import us_of
 
 #: Two columns beside those of a checkpoint: a sum over the thread's id, and a sum over the row.
 THREAD, ROW = "bufstore_thread", "bufstore_row"
 
 #: The position of a row that gives none.
 NO_POSITION = -(1 << 63)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class RowKey(NamedTuple):
@@ -46,8 +46,7 @@ def position_of(row: Mapping[str, Any]) -> int:
     if found is None:
         return NO_POSITION
     if isinstance(found, datetime):
-        moment = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
-        return (moment - _EPOCH) // timedelta(microseconds=1)
+        return us_of(found if found.tzinfo is not None else found.replace(tzinfo=UTC))
     return int(found)
 
 

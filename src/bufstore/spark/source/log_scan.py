@@ -71,9 +71,9 @@ def _before(message: StoredMessage) -> int:
         return 0
 
 
-async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:
+async def at_time(options: ReadOptions, log: LogState, time_us: int) -> int:
     """Return the sequence of the first message that was stored then or later; the log's end if none was."""
-    return await (await reader_of(options)).at_time(time_ns, log)
+    return await (await reader_of(options)).at_time(time_us * 1000, log)
 
 
 async def within(options: ReadOptions, log: LogState, start: int, end: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
 from bufstore.spark.connection_options import connection, named, seconds, words
-from bufstore.spark.option_values import count, ids, number, timestamp_ns
+from bufstore.spark.option_values import count, ids, number, timestamp_us
 from bufstore.spark.source.log_columns import ENTRY_COLUMNS, MESSAGE_COLUMNS
 
 #: How long a read of a batch waits for servers that are away, in seconds.
@@ -27,9 +27,9 @@ class ReadOptions(Secretive):
     form: str = "entries"
     columns: Sequence[str] = tuple(ENTRY_COLUMNS)
     starting_position: str | None = None
-    starting_timestamp_ns: int | None = None
+    starting_timestamp_us: int | None = None
     ending_position: str | None = None
-    ending_timestamp_ns: int | None = None
+    ending_timestamp_us: int | None = None
     max_messages: int | None = None
     max_bytes: int | None = None
     #: How many rows a micro-batch waits for (None: it does not wait), and for how many seconds at most.
@@ -95,9 +95,9 @@ def read_options(given: Mapping[str, str], *, outage_timeout_s: float = PATIENCE
         form=form,
         columns=tuple(columns),
         starting_position=_position(found, "startingPosition"),
-        starting_timestamp_ns=timestamp_ns(found, "startingTimestamp"),
+        starting_timestamp_us=timestamp_us(found, "startingTimestamp"),
         ending_position=_position(found, "endingPosition"),
-        ending_timestamp_ns=timestamp_ns(found, "endingTimestamp"),
+        ending_timestamp_us=timestamp_us(found, "endingTimestamp"),
         max_messages=count(found, "maxMessagesPerTrigger"),
         max_bytes=count(found, "maxBytesPerTrigger"),
         min_messages=count(found, "minMessagesPerTrigger"),

@@ -86,7 +86,7 @@ class _Reads:
 
     async def _start(self, log: LogState, default: str) -> Offset:
         options = self.options
-        at, since = await _place(options, log, options.starting_position, options.starting_timestamp_ns, default)
+        at, since = await _place(options, log, options.starting_position, options.starting_timestamp_us, default)
         return Offset(created=log.created, position=at, since=since)
 
 
@@ -97,7 +97,7 @@ class _Batch(_Reads, DataSourceReader):
     async def _parts(self) -> list[InputPartition]:
         options, log = self.options, await self._look()
         start = await self._start(log, "earliest")
-        end, until = await _place(options, log, options.ending_position, options.ending_timestamp_ns, "latest")
+        end, until = await _place(options, log, options.ending_position, options.ending_timestamp_us, "latest")
         return await _planned(options, log, start, min(end + bool(until), log.end), until)
 
 
@@ -242,11 +242,11 @@ def _begin(log: LogState, start: Offset) -> int:
 
 
 async def _place(
-    options: ReadOptions, log: LogState, position: str | None, timestamp_ns: int | None, default: str
+    options: ReadOptions, log: LogState, position: str | None, timestamp_us: int | None, default: str
 ) -> tuple[int, int]:
     """See `begin_at`."""
-    if timestamp_ns is not None:
-        return await log_scan.at_time(options, log, timestamp_ns), 0
+    if timestamp_us is not None:
+        return await log_scan.at_time(options, log, timestamp_us), 0
     return begin_at(position or default, log.first, log.end, options.form)
 
 

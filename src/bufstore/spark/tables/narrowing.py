@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+from bufstore.spark.unix_time import us_of
 
 
 class Narrowing(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,14 +81,9 @@ def _of(kind: str, column: str, value: Any) -> Narrowing:
     if column == "thread_id" and kind == "StringStartsWith":
         return Narrowing(thread_prefix=value)
     if column == "changed_at" and isinstance(value, datetime):
-        at = _microseconds(value)
+        at = us_of(value if value.tzinfo is not None else value.astimezone(UTC))
         if kind in ("GreaterThan", "GreaterThanOrEqual"):
             return Narrowing(changed_from=at)
         if kind in ("LessThan", "LessThanOrEqual"):
             return Narrowing(changed_before=at + 1)
     return ALL
-
-
-def _microseconds(when: datetime) -> int:
-    since = (when if when.tzinfo is not None else when.astimezone(UTC)) - _EPOCH
-    return (since.days * 86400 + since.seconds) * 1_000_000 + since.microseconds

@@ -12,7 +12,7 @@ from bufstore.errors import ConfigError
 from bufstore.postgres.connection.conninfo import has_secret
 from bufstore.postgres.connection.migrate import check_schema
 from bufstore.spark.connection_options import POSTGRES_VARIABLE, connection, named, words
-from bufstore.spark.option_values import count, ids, number, timestamp_ns
+from bufstore.spark.option_values import count, ids, number, timestamp_us
 from bufstore.spark.source.options import ReadOptions
 from bufstore.spark.tables.narrowing import ALL, Narrowing
 from bufstore.spark.tables.table_rows import TABLES
@@ -93,8 +93,8 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
         narrowing=Narrowing(
             threads=frozenset(ids(found, "threads")) or None,
             agents=frozenset(ids(found, "agents")) or None,
-            changed_from=_microseconds(found, "changedFrom"),
-            changed_before=_microseconds(found, "changedBefore"),
+            changed_from=timestamp_us(found, "changedFrom"),
+            changed_before=timestamp_us(found, "changedBefore"),
         ),
     )
 
@@ -109,8 +109,3 @@ def postgres_of(found: Mapping[str, str]) -> str:
     if "postgres" in found and has_secret(found["postgres"]):
         raise ConfigError("option postgres has a password, which plans would show: give it as postgresUrl")
     return found.get("postgres") or found["postgresUrl"]
-
-
-def _microseconds(found: Mapping[str, str], name: str) -> int | None:
-    at = timestamp_ns(found, name)
-    return at // 1000 if at is not None else None
