@@ -52,8 +52,7 @@ class Reading:
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """The cluster's cores; None on Connect, which does not tell."""
     found: int | None = request.param
-    for module in (archive_job, tables_job):
-        monkeypatch.setattr(module, "cores_of", lambda _: found)
+    monkeypatch.setattr(archive_job, "cores_of", lambda _: found)
     monkeypatch.setattr(tables_job, "messages_of", lambda _: SimpleNamespace(columns=["position"]))
     return found
 

@@ -109,20 +109,19 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
 def _read(
     spark: SparkSession, deployment: Deployment, m: Manifest, *, earliest: bool, given: bool, tasks: int | None
 ) -> DataFrame:
-    options: dict[str, Any] = {
-        "stream": deployment.stream,
-        "form": "messages",
-        # Messages may have been purged before an archive begins. Later none may be missing, unless the caller says
-        # where to continue, and so accepts the gap.
-        "startingPosition": "earliest" if earliest and not given else m.start,
-        "endingPosition": m.end,
-        "failOnDataLoss": not given,
-        "numPartitions": tasks,
-        "minPartitions": cores_of(spark),
-    }
-    named = {name: str(value) for name, value in options.items() if value is not None}
-    named |= connection_options(deployment.server)
-    return spark.read.format("threadlog").options(**named).load()
+    # Messages may have been purged before an archive begins. Later none may be missing, unless the caller says where to
+    # continue, and so accepts the gap.
+    start = "earliest" if earliest and not given else m.start
+    return messages_from(
+        spark, deployment, startingPosition=start, endingPosition=m.end, failOnDataLoss=not given, numPartitions=tasks
+    )
+
+
+def messages_from(spark: SparkSession, deployment: Deployment, **options: Any) -> DataFrame:
+    """Return messages of the deployment's log, byte for byte. `options`: those of the source that are not None."""
+    given = {"stream": deployment.stream, "form": "messages", "minPartitions": cores_of(spark), **options}
+    named = {name: str(value) for name, value in given.items() if value is not None}
+    return spark.read.format("threadlog").options(**named, **connection_options(deployment.server)).load()
 
 
 async def log_of(deployment: Deployment) -> LogState | None:

@@ -16,27 +16,26 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss
 from bufstore.spark.job_description import cores_of
+from bufstore.spark.log_archive.checked_files import Totals, total_columns, write_by_date
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 #: 1: the files are in the folder of the range's name. 1 and 2: a message is an entry, or a piece of one. 3: the entries
 #: are in groups.
 VERSION = 3
 _SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
+_HASHED = ("position", "subject", "header", "body")
 
 _LISTING_TASKS = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
 _listing_at_a_time = threading.Lock()
-
-#: Count and checksum of a range without messages.
-_NOTHING = (0, f"{0:032x}")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,23 +173,12 @@ def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manif
 
 
 def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
-    """Write a range's messages by date. Returns the manifest with their count and checksum.
-
-    Raises DataLoss when the files do not hold what was written to them.
-    """
-    from pyspark.sql import Observation
+    """Write a range's messages by date. Returns its manifest, with totals. Raises DataLoss: see `write_by_date`."""
     from pyspark.sql import functions as F
 
-    folder, observed = f"{path}/ranges/{manifest.name}", Observation()
-    newest = F.unix_micros(F.max("stored_at")).alias("newest")
-    dated = messages.observe(observed, *_count_and_checksum(), newest).withColumn("date", F.to_date("stored_at"))
-    dated.write.mode("error").partitionBy("date").parquet(folder)
-    passed_by = _totals(observed.get)
-    if _totals_of(messages_of(messages.sparkSession, folder)) != passed_by:
-        raise DataLoss(f"{folder} does not hold what was written to it; nothing was recorded: archive again")
-    count, checksum = passed_by
-    newest_us = int(observed.get["newest"] or 0)
-    return msgspec.structs.replace(manifest, count=count, checksum=checksum, newest_us=newest_us)
+    folder, dated = f"{path}/ranges/{manifest.name}", messages.withColumn("date", F.to_date("stored_at"))
+    totals, newest_us = write_by_date(dated, folder, lambda: messages_of(messages.sparkSession, folder), _HASHED)
+    return msgspec.structs.replace(manifest, count=totals.rows, checksum=totals.checksum, newest_us=newest_us)
 
 
 def write_manifest(spark: SparkSession, path: str, manifest: Manifest) -> None:
@@ -243,15 +231,15 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
     try:
         messages = messages_of(spark, *(f"{path}/ranges/{m.name}" for m in manifests))
         range_ = F.regexp_extract("_metadata.file_path", ".*/ranges/([^/]+)/", 1).alias("range")
-        totals = messages.groupBy(range_).agg(*_count_and_checksum()).collect()
+        totals = messages.groupBy(range_).agg(*total_columns(*_HASHED)).collect()
     except AnalysisException as e:
         if e.getCondition() != "PATH_NOT_FOUND":
             raise
         gone = (e.getMessageParameters() or {}).get("path")
         raise DataLoss(f"{gone} is listed in a manifest but no longer exists") from None
-    found = {row["range"]: _totals(row) for row in totals}
+    found = {row["range"]: Totals.of(row) for row in totals}
     for m in manifests:
-        if found.get(m.name, _NOTHING) != (m.count, m.checksum):
+        if found.get(m.name, Totals()) != (m.count, m.checksum):
             raise DataLoss(
                 f"{path}/ranges/{m.name} does not hold what its manifest says ({m.count} messages): it was changed"
             )
@@ -271,21 +259,3 @@ def messages_of(spark: SparkSession, *folders: str) -> DataFrame:
     with listing(spark):
         found = spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders)
     return found.select(*_COLUMNS)
-
-
-def _totals_of(messages: DataFrame) -> tuple[int, str]:
-    found = messages.agg(*_count_and_checksum()).first()
-    assert found is not None
-    return _totals(found)
-
-
-def _count_and_checksum() -> tuple[Column, Column]:
-    from pyspark.sql import functions as F
-
-    # A sum of decimals does not overflow, and does not depend on the order.
-    checksum = F.sum(F.xxhash64("position", "subject", "header", "body").cast("decimal(38,0)"))
-    return F.count("*").alias("count"), checksum.alias("checksum")
-
-
-def _totals(found: Any) -> tuple[int, str]:
-    return int(found["count"]), f"{int(found['checksum'] or 0) & ((1 << 128) - 1):032x}"

@@ -22,10 +22,10 @@ from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import ConfigError, DataLoss, NoLog
 from bufstore.spark.config import Deployment
-from bufstore.spark.connection_options import connection_options
-from bufstore.spark.job_description import context_of, cores_of, described
-from bufstore.spark.log_archive.archive_job import log_of
+from bufstore.spark.job_description import context_of, described
+from bufstore.spark.log_archive.archive_job import log_of, messages_from
 from bufstore.spark.log_archive.archived_entries import COLUMNS, items_of_rows, pieces_of, rows_of
+from bufstore.spark.log_archive.checked_files import write_by_date
 from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, known_of, thread_rows
 from bufstore.spark.log_archive.manifests import (
     Manifest,
@@ -48,7 +48,7 @@ from bufstore.spark.unix_time import us_of
 
 if TYPE_CHECKING:
     import pyarrow
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 #: The first version of ranges that hold groups of entries.
 _GROUPS_SINCE = 3
@@ -62,6 +62,8 @@ ROWS = 10_000_000
 #: How long a part that was merged stays, for readers that have begun to read it.
 _GRACE = timedelta(days=1)
 _ROWS_AT_ONCE = 256
+#: What the checksum of a part covers.
+_HASHED = ("position", "thread_id", "entry_id", "effect", "version", "messages", "run")
 
 
 class TablesReport(msgspec.Struct, kw_only=True):
@@ -233,12 +235,7 @@ def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: i
         raise DataLoss(
             f"the archive ends with {newest.name} of a stream that no longer exists: archive the present stream first"
         )
-    options: dict[str, Any] = {"stream": deployment.stream, "form": "messages", "startingPosition": start}
-    options |= connection_options(deployment.server)
-    if (cores := cores_of(spark)) is not None:
-        options["minPartitions"] = cores
-    found = spark.read.format("threadlog").options(**{name: str(value) for name, value in options.items()}).load()
-    return found.select(*messages_of(spark).columns)
+    return messages_from(spark, deployment, startingPosition=start).select(*messages_of(spark).columns)
 
 
 def _typed(
@@ -320,35 +317,14 @@ def _behind(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[d
 
 
 def _write(spark: SparkSession, path: str, rows: DataFrame, start: int, end: int) -> Part:
-    """Write a part and its manifest. Raises DataLoss when its files do not hold what was written to them."""
-    from pyspark.sql import Observation
-    from pyspark.sql import functions as F
-
+    """Write a part and its manifest. Raises DataLoss: see `write_by_date`."""
     part = Part(
         version=VERSION, start=start, end=end, count=0, checksum="", newest_us=0, made_us=time.time_ns() // 1000,
         attempt=secrets.token_hex(8),
     )  # fmt: skip
-    folder, observed = f"{path}/tables/entries/part={part.name}", Observation()
-    newest = F.unix_micros(F.max("stored_at")).alias("newest")
+    folder = f"{path}/tables/entries/part={part.name}"
     with described(rows, f"bufstore: table {part.name}"):
-        seen = rows.observe(observed, *_totals(), newest)
-        seen.write.mode("error").partitionBy("date").parquet(folder)
-        written = spark.read.schema(ddl()).parquet(folder).agg(*_totals()).first()
-    count, checksum = int(observed.get["count"]), _hex(observed.get["checksum"])
-    if written is None or (int(written["count"]), _hex(written["checksum"])) != (count, checksum):
-        raise DataLoss(f"{folder} does not hold what was written to it; nothing was recorded: do it again")
-    newest_us = int(observed.get["newest"] or 0)
-    part = msgspec.structs.replace(part, count=count, checksum=checksum, newest_us=newest_us)
+        totals, newest_us = write_by_date(rows, folder, lambda: spark.read.schema(ddl()).parquet(folder), _HASHED)
+    part = msgspec.structs.replace(part, count=totals.rows, checksum=totals.checksum, newest_us=newest_us)
     write_text(spark, f"{path}/tables/manifests/{part.name}", msgspec.json.encode(part).decode())
     return part
-
-
-def _totals() -> tuple[Column, Column]:
-    from pyspark.sql import functions as F
-
-    hashed = F.xxhash64("position", "thread_id", "entry_id", "effect", "version", "messages", "run")
-    return F.count("*").alias("count"), F.sum(hashed.cast("decimal(38,0)")).alias("checksum")
-
-
-def _hex(total: Any) -> str:
-    return f"{int(total or 0) & ((1 << 128) - 1):032x}"
