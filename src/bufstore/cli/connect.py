@@ -107,8 +107,8 @@ class Endpoints:
     @asynccontextmanager
     async def opened(self, *, create: bool = True, **config: Any) -> AsyncIterator[Flushes]:
         """Open what flushes the log (all of its lanes), whatever its domain is; the rest is as in `buffered`."""
-        found = await self._find()
-        if found is None or found.target is None or schema_of(found.target.kind) is None:
+        found = await self.find_log()
+        if found is None or langgraph_schema(found.target) is None:
             async with self.buffered(create=create, **config) as store:
                 yield store
             return
@@ -121,7 +121,7 @@ class Endpoints:
 
     def buffer_of(self, target: Target | None, config: BufferConfig, *, timeout_s: float = 30.0) -> AnyBuffer:
         """Return the buffer of a log with this target, whatever its domain is; the buffer is not connected yet."""
-        schema = schema_of(target.kind) if target is not None else None
+        schema = langgraph_schema(target)
         if schema is not None:
             tables = PostgresCheckpointStore(
                 self._conninfo(), schema=schema, buffer_schema=self.schema, pool_size=2, timeout_s=timeout_s
@@ -135,10 +135,13 @@ class Endpoints:
 
         `create`: make a log if there is none; otherwise raise NoLog. `config`: fields of BufferConfig.
         """
-        log = await self.find_log(applies=True)
-        if log is None:
-            if not create:
-                raise NoLog(self.stream)
+        found = await self.find_log()
+        if found is not None:
+            self.check_threads(found)
+            log = found.config
+        elif not create:
+            raise NoLog(self.stream)
+        else:
             log = LogConfig(stream=self.stream, bucket=self.bucket)
             if self.servers is not None:  # this machine's disk may be small
                 log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)
@@ -154,27 +157,18 @@ class Endpoints:
         check_conninfo(self.postgres)
         return make_conninfo(self.postgres, application_name=self.session)
 
-    async def find_log(self, *, applies: bool = False) -> LogConfig | None:
-        """Return the configuration of the log as it stands on the server; None if there is no log.
+    async def find_log(self) -> FoundLog | None:
+        """Return the log as it stands on the server, whatever its domain is; None if there is none."""
+        return await find_log(self.nats, self.stream, self.bucket, self.session)
 
-        `applies`: the caller is going to write entries of the log into a PostgresThreadStore. Then raises ConfigDrift
-        when the log does not belong there.
-        """
-        found = await self._find()
-        if found is None:
-            return None
-        if applies:
-            check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
-        return found.config
+    def check_threads(self, log: FoundLog) -> None:
+        """Raise ConfigDrift unless the entries of the log may be written into a PostgresThreadStore."""
+        check_flushable(self.stream, log.target, kind_of(PostgresThreadStore))
 
-    async def find_any_log(self, *, applies: bool = False) -> tuple[LogConfig, Target | None] | None:
-        """The same for a log of any domain that comes with bufstore, and the target that the log names, if any."""
-        found = await self._find()
-        if found is None:
-            return None
-        if applies and (found.target is None or schema_of(found.target.kind) is None):
-            check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
-        return found.config, found.target
+    def check_ours(self, log: FoundLog) -> None:
+        """Raise ConfigDrift when the log is flushed into a store that does not come with bufstore."""
+        if langgraph_schema(log.target) is None:
+            self.check_threads(log)
 
     async def lost_log(self, lane: int | None) -> LogConfig:
         """Return what is known of a log that is not on the server. `lane`: the log's lane, if an operator says it.
@@ -205,8 +199,10 @@ class Endpoints:
         async with self.buffer_of(None, config).connected() as buffer:
             return await buffer.ledger.target()
 
-    async def _find(self) -> FoundLog | None:
-        return await find_log(self.nats, self.stream, self.bucket, self.session)
+
+def langgraph_schema(target: Target | None) -> str | None:
+    """Return the schema of LangGraph's tables, if that is where a log with this target is flushed to; else None."""
+    return schema_of(target.kind) if target is not None else None
 
 
 @dataclass(frozen=True)

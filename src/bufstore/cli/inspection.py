@@ -206,10 +206,12 @@ async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterat
     ConfigDrift when log and ledger do not belong together, or the log is flushed into a store that does not come with
     bufstore; LogRolledBack when the log is gone; LogUnavailable, and with `applies` StoreUnavailable.
     """
-    found = await target.find_any_log(applies=applies)
+    found = await target.find_log()
     if found is None:
         await _check_never_there(target)
         raise NoLog(target.stream)
+    if applies:
+        target.check_ours(found)
     config, named = found
     # While Postgres is away, the log's side can still be shown.
     patient = contextlib.suppress(*(() if applies else (StoreUnavailable, StoreMisconfigured)))

@@ -75,7 +75,7 @@ async def _look(
         _account(notes, account)
     try:
         info = await stream.api(f"STREAM.INFO.{target.stream}", timeout_s=_TIMEOUT_S)
-        config = await target.find_log()
+        found = await target.find_log()
     except StreamMissing:
         # We do not say that the next store makes the log: only Postgres can tell whether there was one before.
         notes.say("log", Level.WARNING, f"there is no {target.stream}", "see what Postgres says of it (log)")
@@ -86,9 +86,9 @@ async def _look(
     except BufstoreError as e:
         notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
         return None
-    assert config is not None
-    metadata = info["config"].get("metadata") or {}
-    log = SeenLog(config, target_of(metadata))
+    assert found is not None
+    config, metadata = found.config, info["config"].get("metadata") or {}
+    log = SeenLog(config, found.target)
     try:
         _drift(notes, "log", lambda: check_stream(config, info["config"]))
     except LogRolledBack as e:  # out of service: nothing answers on its subjects, so permissions cannot be tried

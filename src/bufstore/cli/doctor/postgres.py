@@ -8,12 +8,12 @@ from typing import Any
 from psycopg import AsyncConnection, sql
 
 from bufstore.buffer.lanes import ledger_schema
-from bufstore.cli.connect import Endpoints
+from bufstore.cli.connect import Endpoints, langgraph_schema
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigError
-from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration, schema_of
+from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration
 from bufstore.postgres.connection.migrate import (
     UTF8_NEEDED,
     applied_migrations,
@@ -55,7 +55,7 @@ async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckRe
     """Return the checks. `log`: None if it could not be seen. The ledger of a lane has a schema of its own."""
     notes = Notes("Postgres")
     config = log.config if log is not None else LogConfig()
-    langgraphs = schema_of(log.target.kind) if log is not None and log.target is not None else None
+    langgraphs = langgraph_schema(log.target) if log is not None else None
     of_lane = [Notes(f"Postgres, lane {config.lane}")] if config.lane else []
     pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)
     try:

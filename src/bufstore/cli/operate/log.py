@@ -19,7 +19,6 @@ from bufstore.cli.running import Finite
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
 from bufstore.nats.change_log import change_log
-from bufstore.nats.finding import find_log
 from bufstore.threads.behind import buffer_of
 from bufstore.threads.protocol import DOMAIN
 
@@ -122,10 +121,10 @@ def _change(options: Options, **change: Any) -> Windows:
 
 
 async def _adopt(target: Endpoints, kind: Kind, windows: dict[str, Any]) -> Windows:
-    config = await target.find_log()
-    if config is None:
+    found = await target.find_log()
+    if found is None:
         raise NoLog(target.stream)
-    fitting = BufferConfig.fitting(replace(config, **windows), flusher=False)
+    fitting = BufferConfig.fitting(replace(found.config, **windows), flusher=False)
     store = target.plain(pool_size=1)
     async with buffer_of(store, target.nats, fitting, name=target.session, timeout_s=_TIMEOUT_S).connected() as buffer:
         await adopt_log(buffer.log, buffer.ledger, target.stream, kind)
@@ -137,7 +136,7 @@ def _answer(options: Options, work: Callable[[Endpoints], Coroutine[Any, Any, Wi
 
     async def work_and_look(target: Endpoints) -> tuple[Windows, LogSettings]:
         windows = await work(target)
-        found = await find_log(target.nats, target.stream, target.bucket, target.session)
+        found = await target.find_log()
         config, named = found if found is not None else (LogConfig(stream=target.stream, bucket=target.bucket), None)
         return windows, LogSettings(
             stream=target.stream,

@@ -9,6 +9,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigDrift
+from bufstore.nats.finding import FoundLog
 from bufstore.threads.repairing import repair_buffer, repairing
 
 
@@ -34,17 +35,19 @@ def repair(options: Options, apply: bool, lane: int | None) -> None:
 
 async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Repaired, str]:
     """Return what was found, and the command or call that mends it."""
-    log = await target.find_any_log(applies=apply)
+    log, how = await target.find_log(), "bufstore repair --apply"
     if log is None:
         lost = await target.lost_log(lane)
-        log = lost, await target.noted(lost)
-    config, named = log
-    found = await repair_buffer(target.buffer_of(named, repairing(BufferConfig.fitting(config))), apply=apply)
-    try:
-        await target.find_any_log(applies=True)
-    except ConfigDrift as e:
-        return found, f"bufstore.repair(…, apply=True) in a process that has the store, because {e}"
-    return found, "bufstore repair --apply"
+        log = FoundLog(lost, await target.noted(lost))
+    else:
+        try:
+            target.check_ours(log)
+        except ConfigDrift as e:
+            if apply:
+                raise
+            how = f"bufstore.repair(…, apply=True) in a process that has the store, because {e}"
+    repairs = repairing(BufferConfig.fitting(log.config))
+    return await repair_buffer(target.buffer_of(log.target, repairs), apply=apply), how
 
 
 def _lines(found: Repaired, how: str) -> list[str]:

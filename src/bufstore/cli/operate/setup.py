@@ -136,13 +136,14 @@ async def _setup(
     # NATS is asked before anything is made in Postgres: either may be away.
     found = await target.find_log() if log is not None else None
     if found is not None:
-        if found.lane:
-            raise ConfigError(f"stream {target.stream!r} is lane {found.lane} of a log: name the first lane's stream")
-        wanted = _lanes(f"stream {target.stream}", wanted, found.lanes)
+        if found.config.lane:
+            lane = found.config.lane
+            raise ConfigError(f"stream {target.stream!r} is lane {lane} of a log: name the first lane's stream")
+        wanted = _lanes(f"stream {target.stream}", wanted, found.config.lanes)
     async with _owner(target, roles) as connection:
         if found is not None and not await tables.has_flushed(connection, target.schema):
             # The log may be that of an app's own store, which must be the one to say so in it.
-            await target.find_log(applies=True)
+            target.check_threads(found)
         lanes = _lanes(f"schema {target.schema}", wanted, await tables.lanes(connection, target.schema))
         migrated: dict[str, dict[str, list[int]]] = {}
         for schema, of in _places(target.schema, parts, lanes):
@@ -153,7 +154,7 @@ async def _setup(
                         await connection.execute(statement)
     if log is not None:
         new = LogConfig(stream=target.stream, bucket=target.bucket, lanes=lanes)
-        await _make_log(target, found or new, log)
+        await _make_log(target, found.config if found is not None else new, log)
     made = None if log is None else found is None
     return SetupReport(
         schema=target.schema,
