@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import click
@@ -41,6 +42,19 @@ class Finite(click.FloatRange):
         if not abs(number) <= _MOST:
             self.fail(f"{value} is not a number of at most {_MOST:g}.", param, ctx)
         return number
+
+
+class Time(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+    """A time in ISO format; without an offset from UTC, it is in this machine's time zone."""
+
+    name = "time"
+    _what = "not a time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return datetime.fromisoformat(value).astimezone(UTC)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is {self._what} like 2026-01-31T12:00:00+01:00.", param, ctx)
 
 
 class Failure(click.ClickException):

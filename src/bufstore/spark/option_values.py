@@ -8,7 +8,7 @@ from datetime import datetime
 import msgspec
 
 from bufstore.errors import ConfigError
-from bufstore.spark.unix_time import us_of
+from bufstore.unix_time import us_of
 
 
 def number(name: str, text: str) -> int:

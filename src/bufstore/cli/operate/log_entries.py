@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, aclosing
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import click
@@ -19,10 +19,11 @@ from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.content import content_of, kind_of
 from bufstore.cli.output import say, show_json
-from bufstore.cli.running import COUNT, POSITION
+from bufstore.cli.running import COUNT, POSITION, Time
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
+from bufstore.unix_time import moment, us_of
 
 _AT_ONCE = 256
 _FOLLOW_S = 0.5
@@ -79,20 +80,16 @@ class Wanted(NamedTuple):
         )
 
 
-class Where(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
+class Where(Time):
     """A position of the log, or a time."""
 
     name = "position|time"
+    _what = "neither a position nor a time"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | datetime:
-        if isinstance(value, (int, datetime)):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value.isascii() and value.isdecimal():
-            return int(POSITION.convert(value, param, ctx))
-        try:
-            return datetime.fromisoformat(value).astimezone(UTC)
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is neither a position nor a time like 2026-01-31T12:00:00+01:00.", param, ctx)
+            return POSITION.convert(value, param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.command()
@@ -170,7 +167,7 @@ class _EntryReader:
             return default
         if isinstance(where, int):
             return min(max(group_of(where) + above, log.first), log.end)
-        return await self._reader.at_time(int(where.timestamp() * 1_000_000_000), log)
+        return await self._reader.at_time(us_of(where) * 1000, log)
 
     async def _range(self, log: LogState, start: int, end: int) -> AsyncGenerator[LogEntry]:
         reading = self._reader.read(start, end, [log.subjects.groups], at_once=_AT_ONCE)
@@ -182,7 +179,8 @@ class _EntryReader:
 
     async def _of(self, read: Read) -> AsyncIterator[LogEntry]:
         message = read.message
-        stored_at = datetime.fromtimestamp(read.stored_at_ns / 1_000_000_000, UTC)
+        # Rounded down, as --after and --before are: an entry belongs to the window that begins with its time.
+        stored_at = moment(read.stored_at_ns // 1000)
         try:
             group = decode_header(message)
         except MalformedEntry as e:

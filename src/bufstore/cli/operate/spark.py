@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import click
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.spark_quarantine import quarantine
-from bufstore.cli.running import EXIT_WRONG, POSITION, Failure, Finite
+from bufstore.cli.running import EXIT_WRONG, POSITION, Failure, Finite, Time
 from bufstore.spark.config import Deployment
 
 _MASTER = click.option(
@@ -23,18 +23,6 @@ _MASTER = click.option(
     help="Spark's master, or sc://… for Connect. With spark-submit: its.",
 )
 _TASKS = click.option("--tasks", type=click.IntRange(min=1), help="Tasks at the same time. Default: Spark's.")
-
-
-class Time(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases only
-    """A time in ISO format; without an offset from UTC, it is in this machine's time zone."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        try:
-            return datetime.fromisoformat(value).astimezone(UTC)
-        except ValueError:
-            self.fail(f"{value!r} is not a time like 2026-01-31T12:00:00+01:00.", param, ctx)
 
 
 @click.group()

@@ -44,7 +44,7 @@ from bufstore.spark.log_archive.small_ranges import RANGE_MESSAGES, merge_small,
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task
-from bufstore.spark.unix_time import us_of
+from bufstore.unix_time import us_of
 
 if TYPE_CHECKING:
     import pyarrow

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from bufstore.spark.sink.checkpoint_rows import UNREADABLE
-from bufstore.spark.unix_time import EPOCH
+from bufstore.unix_time import moment
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,7 +34,7 @@ def rows_of(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
 def _moment(us: int | None) -> datetime | int | None:
     """Return the time; if Python does not have it, return the microseconds since 1970."""
     try:
-        return EPOCH + timedelta(microseconds=us) if us is not None else None
+        return moment(us) if us is not None else None
     except OverflowError:
         return us
 

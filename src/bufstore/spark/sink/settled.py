@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.errors import ConfigError
-from bufstore.spark.unix_time import us_of
+from bufstore.unix_time import us_of
 
 #: Two columns beside those of a checkpoint: a sum over the thread's id, and a sum over the row.
 THREAD, ROW = "bufstore_thread", "bufstore_row"

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bufstore.spark.unix_time import us_of
+from bufstore.unix_time import us_of
 
 
 class Narrowing(msgspec.Struct, frozen=True, kw_only=True):
