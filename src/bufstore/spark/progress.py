@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from bufstore.spark.sink.last_batches import last_batch
+from bufstore.spark.sink.batch import last_batch
 from bufstore.spark.sink.row_writer import RowCounts
 
 __all__ = ["ProgressListener", "QueryProgress"]

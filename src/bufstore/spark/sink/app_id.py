@@ -71,19 +71,15 @@ class AppId:
         #: The query in its present run, and what is known of its last batch (None: nothing).
         self._query = Query()
         self._holder: Holder | None = None
+        #: Whether nobody waits for the present batch any longer.
+        self._stopped: Callable[[], bool] = lambda: False
         #: The seconds that the present batch has waited for Postgres here.
         self.waited_s = 0.0
         #: Whether rows of the present batch may have been tried before: not if it follows a batch of the same run.
         self.again = False
-        self._away = False
-
-    @property
-    def away(self) -> bool:
-        """Whether the present batch began without Postgres.
-
-        Then its parts are not noted, because that would only take time, and nothing is known of an earlier try.
-        """
-        return self._away
+        #: Whether the present batch began without Postgres. Then its parts are not noted, because that would only take
+        #: time, and nothing is known of an earlier try.
+        self.away = False
 
     def begin(self, query: Query, batch_id: int, stopped: Callable[[], bool] = lambda: False) -> Holder:
         """Take the app id for a batch. Returns what was known of the batch.
@@ -93,7 +89,7 @@ class AppId:
         """
         known = self._known(query, batch_id)
         self.again = known is None or known is self._holder
-        self._away = False
+        self.away, self.waited_s, self._stopped = False, 0.0, stopped
 
         async def taking(ledger: SparkLedger) -> Holder:
             timeout_s = _TRY_S if known is None else _SHORT_S
@@ -104,13 +100,13 @@ class AppId:
             return holder
 
         try:
-            holder = self._with_ledger(taking, batch_id, stopped, waits=known is None)
+            holder = self._with_ledger(taking, batch_id, waits=known is None)
         except StoreUnavailable as e:
             if known is None:
                 raise
             check_holder(known, self._config.app_id, query, batch_id)
             _log.warning("batch %d of %s goes on without Postgres: %s", batch_id, self._config.app_id, e)
-            self._away, holder = True, known
+            self.away, holder = True, known
         self._query, self._holder = query, holder
         return holder
 
@@ -121,7 +117,7 @@ class AppId:
         async def noting(ledger: SparkLedger) -> None:
             await ledger.done(
                 app_id, self._query, batch_id, planned, rows=rows, repeated=counts.repeated, bad=counts.bad,
-                waited_ms=counts.waited_ms, timeout_s=_AWAY_S if self._away else _SHORT_S,
+                waited_ms=counts.waited_ms, timeout_s=_AWAY_S if self.away else _SHORT_S,
             )  # fmt: skip
 
         self._holder = Holder(self._query.query_id, batch_id, planned, done=True)
@@ -131,14 +127,14 @@ class AppId:
             # If the batch comes again, all of its rows are recognized.
             _log.warning("batch %d of %s is done, but this could not be noted: %s", batch_id, app_id, e)
 
-    def stopped(self, batch_id: int, settled: bytes, stopped: Callable[[], bool] = lambda: False) -> None:
+    def stopped(self, batch_id: int, settled: bytes) -> None:
         """Note which rows are written of a batch that ends with bad rows. Waits for Postgres."""
 
         async def noting(ledger: SparkLedger) -> None:
             await ledger.stop(self._config.app_id, self._query, batch_id, settled)
 
         self._holder = Holder(self._query.query_id, batch_id, None, settled=settled)
-        self._with_ledger(noting, batch_id, stopped)
+        self._with_ledger(noting, batch_id)
 
     def setup(self) -> None:
         """Make sure that the tables exist, for a batch without a number."""
@@ -161,16 +157,11 @@ class AppId:
         )
 
     def _with_ledger(
-        self,
-        work: Callable[[SparkLedger], Awaitable[T]],
-        batch_id: int | None,
-        stopped: Callable[[], bool] = lambda: False,
-        *,
-        waits: bool = True,
+        self, work: Callable[[SparkLedger], Awaitable[T]], batch_id: int | None, *, waits: bool = True
     ) -> T:
         config = self._config
         who = f"batch {batch_id} of {config.app_id}"
-        patience = Patience(config.outage_timeout_s if waits else 0.0, who, numbered=True, stopped=stopped)
+        patience = Patience(config.outage_timeout_s if waits else 0.0, who, numbered=True, stopped=self._stopped)
 
         async def working() -> T:
             ledger = await loop().opened(("ledger", config.postgres, config.schema), open_)

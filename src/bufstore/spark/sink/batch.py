@@ -47,6 +47,22 @@ class BatchReport(NamedTuple):
     repeated: bool
 
 
+#: The last batch of each query, by Spark's id of the query. Spark's own progress has no place for what a foreachBatch
+#: function did, so listeners to it ask here.
+_last: dict[str, BatchReport] = {}
+
+
+def note_last(query: Query, report: BatchReport) -> None:
+    """Note that a batch of a query is done."""
+    if query.query_id:
+        _last[query.query_id] = report
+
+
+def last_batch(query_id: str) -> BatchReport | None:
+    """Return the query's last batch; None if no sink of this process has written one."""
+    return _last.get(query_id)
+
+
 def write_batch(
     config: SinkConfig,
     app: AppId,
@@ -60,7 +76,6 @@ def write_batch(
     Raises ConfigError when the batch may not be written under the app id, or has other rows than before; InvalidRecord
     for bad rows that fail the batch.
     """
-    app.waited_s = 0.0
     holder = app.begin(query, batch_id, stopped)
     of = rows.divide(holder.parts[0].of if holder.parts else None)
     if holder.planned is not None or holder.parts:
@@ -78,7 +93,7 @@ def write_batch(
         keys = rows.keys()
         if sum_of(key.row for key in keys) != sum_of(found.sums.values()):
             raise _changed()
-        app.stopped(batch_id, pack(settled_after(before, keys, found.left)), stopped)
+        app.stopped(batch_id, pack(settled_after(before, keys, found.left)))
         check_bad(config, counts)
     app.done(batch_id, sum_of(found.sums.values()), counts)
     return BatchReport(batch_id, counts, repeated=False)
