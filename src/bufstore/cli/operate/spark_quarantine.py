@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import click
 import msgspec
@@ -13,8 +13,6 @@ from bufstore.cli.output import new_console, new_table, say
 from bufstore.cli.running import EXIT_WRONG, POSITION
 from bufstore.errors import ConfigError, NotFound
 from bufstore.spark.sink.parked_rows import ParkedRow, ParkedRows, RowReplay
-
-T = TypeVar("T")
 
 _SHOWN = 200
 
@@ -58,11 +56,9 @@ def list_(options: Options, thread: str | None, app: str | None, after: int, lim
     """Show what waits, oldest first."""
 
     async def look(target: Endpoints) -> RowPage:
-        async def looking(rows: ParkedRows) -> RowPage:
-            found = await rows.page(thread_id=thread, app_id=app, after=after, limit=limit)
-            return RowPage(total=await rows.count(), rows=found)
-
-        return await _with_rows(target, looking)
+        async with _parked(target) as parked:
+            found = await parked.page(thread_id=thread, app_id=app, after=after, limit=limit)
+            return RowPage(total=await parked.count(), rows=found)
 
     options.answer(options.run(look), _show_page)
 
@@ -85,22 +81,20 @@ def replay(options: Options, ids: Sequence[int], thread: str | None, everything:
         raise click.UsageError("--row stands for one row: give its ID.")
 
     async def work(target: Endpoints) -> list[RowReplay]:
-        async def working(rows: ParkedRows) -> list[RowReplay]:
+        async with _parked(target) as parked:
             if row is not None:
-                await rows.correct(ids[0], row)
-            threads = [thread] if thread is not None else await rows.threads_of(ids) if ids else [""]
+                await parked.correct(ids[0], row)
+            threads = [thread] if thread is not None else await parked.threads_of(ids) if ids else [""]
             if not threads:
                 raise NotFound("none of these rows is in spark_quarantine")
             done: list[RowReplay] = []
             async with target.buffered(flusher=False, create=False) as store:
                 while threads:
                     for thread_id in threads:
-                        done += await rows.replay(store, thread_id, ids or None)
+                        done += await parked.replay(store, thread_id, ids or None)
                     # The empty id, which stands for a missing one, comes before all others.
-                    threads = await rows.threads(threads[-1]) if everything else []
+                    threads = await parked.threads(threads[-1]) if everything else []
             return done
-
-        return await _with_rows(target, working)
 
     done = options.run(work)
     left = [one for one in done if one.refused is not None]
@@ -115,7 +109,8 @@ def discard(options: Options, ids: Sequence[int]) -> None:
     """Delete rows for good. Exit code 1 when one of them is not there."""
 
     async def work(target: Endpoints) -> int:
-        return await _with_rows(target, lambda rows: rows.discard(ids))
+        async with _parked(target) as parked:
+            return await parked.discard(ids)
 
     count = options.run(work)
     report = RowDiscardReport(discarded=count, missing=len(set(ids)) - count)
@@ -123,11 +118,12 @@ def discard(options: Options, ids: Sequence[int]) -> None:
     options.answer(report, lambda _: click.echo(said), code=EXIT_WRONG if report.missing else 0)
 
 
-async def _with_rows(target: Endpoints, work: Callable[[ParkedRows], Awaitable[T]]) -> T:
-    async with ParkedRows(target.postgres, target.schema) as rows:
-        if not await rows.there():
+@asynccontextmanager
+async def _parked(target: Endpoints) -> AsyncIterator[ParkedRows]:
+    async with ParkedRows(target.postgres, target.schema) as parked:
+        if not await parked.there():
             raise ConfigError(f"no Spark sink of this release has written into schema {target.schema!r} yet")
-        return await work(rows)
+        yield parked
 
 
 def _show_page(page: RowPage) -> None:
