@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 
 import msgspec
+from rich.filesize import decimal
 
 
 class Level(enum.Enum):
@@ -62,3 +63,8 @@ class Notes:
     def require(self, what: str, holds: bool, found: str, advice: str, otherwise: Level = Level.WARNING) -> None:
         """Note that a condition holds, or what to do when it does not."""
         self.say(what, Level.OK if holds else otherwise, found, "" if holds else advice)
+
+    def room(self, what: str, used: int, limit: int, full: float, advice: str) -> None:
+        """Note how many bytes of a limit (0 or less: there is none) are used, and what to do above the part `full`."""
+        found = f"{decimal(used)} of {decimal(limit)}" if limit > 0 else f"{decimal(used)}, no limit"
+        self.require(what, limit <= 0 or used < full * limit, found, advice)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rich.filesize import decimal
-
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
@@ -25,9 +23,7 @@ async def check_mailbox(target: Endpoints, name: str) -> list[CheckResult]:
     except BufstoreError as e:
         notes.say("bucket", Level.BAD, str(e), "open an instance, or permit STREAM.INFO and CONSUMER.INFO")
         return notes.checks
-    used, limit = g.bytes or 0, g.bytes_max or -1
-    room = f"{decimal(used)} of {decimal(limit)}" if limit > 0 else f"{decimal(used)}, no limit"
-    notes.require("room", limit <= 0 or used < _FULL * limit, room, "purge finished dispatches, or raise max_bytes")
+    notes.room("room", g.bytes or 0, g.bytes_max or -1, _FULL, "purge finished dispatches, or raise max_bytes")
     swept = (g.oldest_lease_over_s or 0) < _PASSES * interval_s
     expired_s = g.oldest_lease_over_s
     over = "no lease is over" if expired_s is None else f"longest-expired lease: {lasting(expired_s)}"

@@ -124,11 +124,7 @@ def _version(notes: Notes, connection: Connection) -> None:
 def _account(notes: Notes, info: dict[str, Any]) -> None:
     limits = info.get("limits") or {}
     limit, used = int(limits.get("max_storage", -1)), int(info.get("storage", 0))
-    if limit <= 0:
-        notes.say("account limits", Level.OK, f"no limit of storage, {decimal(used)} used")
-        return
-    found = f"{decimal(used)} of {decimal(limit)} used"
-    notes.require("account limits", used < _FULL * limit, found, "raise the account's storage, or LogFull comes first")
+    notes.room("account limits", used, limit, _FULL, "raise the account's storage, or LogFull comes first")
 
 
 async def _lacks(stream: NatsStream, name: str) -> bool:

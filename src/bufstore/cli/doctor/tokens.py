@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.filesize import decimal
-
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
@@ -61,9 +59,8 @@ def _stream(notes: Notes, part: str, info: Any) -> None:
 
 
 def _items(notes: Notes, info: Any, consumer: Any) -> None:
-    used, limit = info["state"]["bytes"], info["config"].get("max_bytes", -1)
-    room = f"{decimal(used)} of {decimal(limit)}" if limit > 0 else f"{decimal(used)}, no limit"
-    notes.require("items room", limit <= 0 or used < _FULL * limit, room, "raise max_bytes, or run more workers")
+    limit = info["config"].get("max_bytes", -1)
+    notes.room("items room", info["state"]["bytes"], limit, _FULL, "raise max_bytes, or run more workers")
     if consumer is None:
         notes.say("consumer", Level.BAD, "there is none", "the next ExclusiveWork.open makes it")
         return
