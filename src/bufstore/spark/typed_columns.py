@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import pyarrow
-
-from bufstore.spark.source.log_columns import as_json
+from bufstore.spark.source.log_columns import NUMBER, TEXT, TIME, as_json
 from bufstore.threads.model import Run
 
-TEXT, NUMBER, TIME = pyarrow.string(), pyarrow.int64(), pyarrow.timestamp("us", tz="UTC")
 RUN = {
     "run_id": TEXT,
     "agent_id": TEXT,
@@ -38,20 +34,6 @@ MESSAGE = {
     #: The whole message, as JSON.
     "json": TEXT,
 }
-_DDL = {TEXT: "string", NUMBER: "bigint", TIME: "timestamp", pyarrow.int32(): "int", pyarrow.date32(): "date"}
-
-
-def ddl_of(columns: Mapping[str, Any]) -> str:
-    """Return columns of these types as Spark's DDL."""
-    return ", ".join(f"{name} {_ddl(type_)}" for name, type_ in columns.items())
-
-
-def _ddl(type_: Any) -> str:
-    if pyarrow.types.is_list(type_):
-        return f"array<{_ddl(type_.value_type)}>"
-    if pyarrow.types.is_struct(type_):
-        return f"struct<{', '.join(f'{field.name}: {_ddl(field.type)}' for field in type_)}>"
-    return _DDL[type_]
 
 
 def run_columns(run: Run) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import pyarrow
+
 from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.oversize import sequences, whole
 from bufstore.buffer.subjects import Subjects
@@ -19,16 +21,17 @@ from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.group_entries import EntryMessage, entries_of
 from bufstore.spark.slices import slices_of
+from bufstore.spark.source.log_columns import BYTES, NUMBER, TEXT, TIME
 
 if TYPE_CHECKING:
-    import pyarrow
     from pyspark.sql import DataFrame
 
-_SCHEMA = "subject string, position bigint, stored_at timestamp, header string, body binary, parts array<bigint>"
 _ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 16 << 20
+_COLUMNS = {"subject": TEXT, "position": NUMBER, "stored_at": TIME, "header": TEXT, "body": BYTES}
+_ENTRIES = pyarrow.schema([*_COLUMNS.items(), ("parts", pyarrow.list_(NUMBER))])
 #: The columns of the entries' pieces. `part` is null when the entry is in one piece.
-COLUMNS = ("subject", "position", "stored_at", "header", "body", "number", "part")
+PIECES = pyarrow.schema([*_COLUMNS.items(), ("number", pyarrow.int32()), ("part", NUMBER), ("part_body", BYTES)])
 
 
 def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
@@ -37,44 +40,32 @@ def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
     Parts may be in an earlier range than their group, so this needs all ranges at once.
     """
     from pyspark.sql import functions as F
+    from pyspark.sql.pandas.types import from_arrow_schema
 
-    entries = messages.mapInArrow(partial(_entries, subjects), _SCHEMA)
+    entries = messages.mapInArrow(partial(_entries, subjects), from_arrow_schema(_ENTRIES))
     pieces = entries.select("*", F.posexplode_outer("parts").alias("number", "part"))
-    none = F.lit(None).cast("binary").alias("part_body")
+    columns, none = PIECES.names[:-1], F.lit(None).cast("binary").alias("part_body")
     stored = messages.where(F.col("subject") == subjects.parts)
     if stored.isEmpty():
-        return pieces.select(*COLUMNS, none)
+        return pieces.select(*columns, none)
     bodies = stored.select(F.col("position").alias("part"), F.col("body").alias("part_body"))
     # Join only pieces that have a part: a join of all would send all pieces that have none to one task.
-    large = pieces.where("part IS NOT NULL").join(bodies, "part", "left").select(*COLUMNS, "part_body")
-    return pieces.where("part IS NULL").select(*COLUMNS, none).union(large)
+    large = pieces.where("part IS NOT NULL").join(bodies, "part", "left").select(*columns, "part_body")
+    return pieces.where("part IS NULL").select(*columns, none).union(large)
 
 
 def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
-    types = {
-        "subject": pyarrow.string(),
-        "position": pyarrow.int64(),
-        "stored_at": pyarrow.timestamp("us", tz="UTC"),
-        "header": pyarrow.string(),
-        "body": pyarrow.binary(),
-        "parts": pyarrow.list_(pyarrow.int64()),
-    }
-    schema = pyarrow.schema(types)
     for messages in _few(batches):
         rows = [row for message in messages for row in _rows(subjects, message)]
-        yield pyarrow.RecordBatch.from_pylist(rows, schema)
+        yield pyarrow.RecordBatch.from_pylist(rows, _ENTRIES)
 
 
 def _few(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[dict[str, Any]]]:
     """Yield rows, a few at a time: a copy of a whole batch takes time and memory."""
-    import pyarrow
-
     for batch in batches:
         at = batch.schema.get_field_index("stored_at")
         # Python may not know the session's zone.
-        batch = batch.set_column(at, "stored_at", batch.column(at).cast(pyarrow.timestamp("us", tz="UTC")))
+        batch = batch.set_column(at, "stored_at", batch.column(at).cast(TIME))
         for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
             for piece in slices_of(batch.slice(at, _ROWS_AT_ONCE), _BYTES_AT_ONCE):
                 yield piece.to_pylist()

@@ -15,16 +15,29 @@ import pyarrow
 
 from bufstore.buffer.chain import Watermark, plan, superseded
 from bufstore.buffer.entry import Base, Item, StoredEntry
-from bufstore.spark.source.log_columns import UNDECODABLE, as_json, cause_of, payload_of
-from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, ddl_of, message_columns, run_columns
-from bufstore.threads.model import decode_message, decode_metadata, decode_run
-from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal
+from bufstore.spark.source.log_columns import (
+    NUMBER,
+    TEXT,
+    TIME,
+    UNDECODABLE,
+    LogItem,
+    cause_of,
+    payload_of,
+    values_of,
+)
+from bufstore.spark.typed_columns import MESSAGE, RUN, message_columns, run_columns
+from bufstore.threads.model import decode_message, decode_run
+from bufstore.threads.payload import AnyPayload, Removal
 
 #: What a flush makes of an entry, as far as the log alone tells: the entry is applied; it came too late and does
 #: nothing; or the entry, or one that it builds on, cannot be applied.
 APPLIED, SUPERSEDED, PARKED = "applied", "superseded", "parked"
 
-#: An entry's columns, in order. Most are those of `bufstore.spark.source.log_columns`.
+#: These columns are those of `bufstore.spark.source.log_columns`.
+_AS_READ = (
+    "position", "partition", "entry_id", "prev_id", "kind", "version", "keep", "metadata", "state", "parent_thread_id",
+)  # fmt: skip
+#: An entry's columns, in order.
 TABLE: Mapping[str, Any] = {
     "position": NUMBER,
     "stored_at": TIME,
@@ -46,11 +59,6 @@ TABLE: Mapping[str, Any] = {
     "date": pyarrow.date32(),
 }
 SCHEMA = pyarrow.schema(list(TABLE.items()))
-
-
-def ddl() -> str:
-    """Return the table's columns as Spark's DDL."""
-    return ddl_of(TABLE)
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -77,26 +85,21 @@ def thread_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each entry, in the order of the log."""
     for item, stored_at in items:
-        payload, columns = payload_of(item), dict[str, Any]()
-        if not isinstance(payload, str):
-            try:
-                columns = _columns(payload)
-            except UNDECODABLE as error:
-                payload = cause_of(error)
+        payload, read = payload_of(item), LogItem(item, 0, partition)
+        try:
+            columns = _columns(read, payload)
+        except UNDECODABLE as error:
+            payload = cause_of(error)
+            columns = _columns(read, payload)
         effect, cause, known = _effect(known, item, payload)
-        row = dict.fromkeys(TABLE) | {
-            "position": item.seq,
+        yield columns | {
+            "thread_id": thread_id,
             "stored_at": stored_at,
             "date": stored_at.astimezone(UTC).date(),  # `stored_at` comes in the time zone of Spark's session
-            "thread_id": thread_id,
-            "partition": partition,
             "effect": effect,
+            "bytes": len(item.entry.payload) if isinstance(item, StoredEntry) else None,
             "cause": cause,
         }
-        if isinstance(item, StoredEntry):
-            e = item.entry
-            row |= {"entry_id": e.id, "prev_id": e.prev_id, "version": e.version, "bytes": len(e.payload)}
-        yield row | columns
 
 
 def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple[str, str | None, Known]:
@@ -125,24 +128,13 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
     return SUPERSEDED, None, after
 
 
-def _columns(payload: AnyPayload) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "keep": payload.keep,
-        "messages": [message_columns(payload.keep + n, decode_message(m)) for n, m in enumerate(payload.messages)],
-    }
-    if isinstance(payload, Payload):
-        return found | {
-            "kind": "checkpoint",
-            "run": run_columns(decode_run(payload.run)),
-            "parent_thread_id": payload.save.parent_thread_id,
-        }
-    if isinstance(payload, Edit):
-        return found | {
-            "kind": "edit",
-            "run": run_columns(decode_run(payload.run)) if payload.run is not None else None,
-            "metadata": as_json(decode_metadata(payload.metadata)) if payload.metadata is not None else None,
-            "state": as_json(decode_message(payload.state)) if payload.state is not None else None,
-            "parent_thread_id": (payload.parent[0] or "") if payload.parent is not None else None,
-        }
-    assert isinstance(payload, Removal)
-    return found | {"kind": "removal"}
+def _columns(item: LogItem, payload: AnyPayload | str) -> dict[str, Any]:
+    """Return the columns that the entry alone tells; of a payload that is only a cause, most are null."""
+    found = dict.fromkeys(TABLE) | values_of(_AS_READ, item, payload)
+    if not isinstance(payload, str):
+        found["messages"] = [
+            message_columns(payload.keep + n, decode_message(m)) for n, m in enumerate(payload.messages)
+        ]
+        run = None if isinstance(payload, Removal) else payload.run
+        found["run"] = run_columns(decode_run(run)) if run is not None else None
+    return found

@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow
 
 from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
@@ -24,9 +25,9 @@ from bufstore.errors import ConfigError, DataLoss, NoLog
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import context_of, described
 from bufstore.spark.log_archive.archive_job import log_of, messages_from
-from bufstore.spark.log_archive.archived_entries import COLUMNS, items_of_rows, pieces_of, rows_of
+from bufstore.spark.log_archive.archived_entries import PIECES, items_of_rows, pieces_of, rows_of
 from bufstore.spark.log_archive.checked_files import write_by_date
-from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, known_of, thread_rows
+from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, known_of, thread_rows
 from bufstore.spark.log_archive.manifests import (
     Manifest,
     all_manifests_of,
@@ -47,8 +48,8 @@ from bufstore.spark.task import in_task
 from bufstore.unix_time import us_of
 
 if TYPE_CHECKING:
-    import pyarrow
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 #: The first version of ranges that hold groups of entries.
 _GROUPS_SINCE = 3
@@ -198,12 +199,18 @@ def _generations(manifests: Sequence[Manifest]) -> list[list[Manifest]]:
     return [list(some) for _, some in groupby(grouped, key=lambda m: (m.created, m.subject, m.partitions))]
 
 
+def _of_spark(schema: pyarrow.Schema) -> StructType:
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    return from_arrow_schema(schema)
+
+
 def _table(spark: SparkSession, path: str, parts: Sequence[Part]) -> DataFrame:
     """Return the rows of these parts that count."""
     from pyspark.sql import functions as F
 
     root, pieces = f"{path}/tables/entries", cover(parts)
-    schema = f"{ddl()}, part string"
+    schema = _of_spark(SCHEMA).add("part", "string")
     if not pieces:
         return spark.createDataFrame([], schema)
     folders = [f"{root}/part={piece.part.name}" for piece in pieces]
@@ -258,36 +265,23 @@ def _typed(
             F.max("position").alias("position"),
             F.max_by(F.struct("entry_id", "version", "kind"), of_last).alias("applied"),
         )
-        pieces = pieces.union(known.mapInArrow(partial(_known, subjects), pieces.schema))
+        pieces = pieces.union(known.mapInArrow(partial(_known, subjects), _of_spark(PIECES)))
     owned = pieces.repartition("subject").sortWithinPartitions("subject", "position", "number")
-    return owned.mapInArrow(partial(_rows, subjects), ddl())
+    return owned.mapInArrow(partial(_rows, subjects), _of_spark(SCHEMA))
 
 
 def _known(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
     """Yield what is known of threads, as rows that come in front of the threads' pieces."""
-    import pyarrow
-
-    columns = (*COLUMNS, "part_body")
     for batch in batches:
         found = []
         for row in batch.to_pylist():
             known = known_of(row["position"], row["applied"])
             made = {"subject": subjects.of(row["thread_id"]), "position": row["position"], "number": -1}
-            found.append(dict.fromkeys(columns) | made | {"body": msgspec.json.encode(known)})
-        types = [
-            pyarrow.string(),
-            pyarrow.int64(),
-            pyarrow.timestamp("us", tz="UTC"),
-            pyarrow.string(),
-            pyarrow.binary(),
-        ]
-        types += [pyarrow.int32(), pyarrow.int64(), pyarrow.binary()]
-        yield pyarrow.RecordBatch.from_pylist(found, pyarrow.schema(list(zip(columns, types, strict=True))))
+            found.append(made | {"body": msgspec.json.encode(known)})
+        yield pyarrow.RecordBatch.from_pylist(found, PIECES)
 
 
 def _rows(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
     with in_task():
         made: list[dict[str, Any]] = []
         size = 0
@@ -324,7 +318,9 @@ def _write(spark: SparkSession, path: str, rows: DataFrame, start: int, end: int
     )  # fmt: skip
     folder = f"{path}/tables/entries/part={part.name}"
     with described(rows, f"bufstore: table {part.name}"):
-        totals, newest_us = write_by_date(rows, folder, lambda: spark.read.schema(ddl()).parquet(folder), _HASHED)
+        totals, newest_us = write_by_date(
+            rows, folder, lambda: spark.read.schema(_of_spark(SCHEMA)).parquet(folder), _HASHED
+        )
     part = msgspec.structs.replace(part, count=totals.rows, checksum=totals.checksum, newest_us=newest_us)
     write_text(spark, f"{path}/tables/manifests/{part.name}", msgspec.json.encode(part).decode())
     return part

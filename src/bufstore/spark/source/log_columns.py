@@ -13,56 +13,49 @@ from bufstore.nats.ranges import Read
 from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload
 
+TEXT, NUMBER, TIME, BYTES = pyarrow.string(), pyarrow.int64(), pyarrow.timestamp("us", tz="UTC"), pyarrow.binary()
 #: An entry's columns, in order. An entry that cannot be decoded has cause and body, and null where nothing is known.
-ENTRY_COLUMNS: Mapping[str, str] = {
+ENTRY_COLUMNS: Mapping[str, Any] = {
     #: The entry's place in the log (`bufstore.buffer.places`), by which entries are ordered, and which cursors count.
-    "position": "bigint",
-    "stored_at": "timestamp",
-    "thread_id": "string",
-    "partition": "int",
-    "entry_id": "bigint",
-    "prev_id": "bigint",
+    "position": NUMBER,
+    "stored_at": TIME,
+    "thread_id": TEXT,
+    "partition": pyarrow.int32(),
+    "entry_id": NUMBER,
+    "prev_id": NUMBER,
     #: checkpoint, edit or removal.
-    "kind": "string",
+    "kind": TEXT,
     #: How many messages the thread has after the entry, and how many of those before it the entry keeps.
-    "version": "bigint",
-    "keep": "bigint",
+    "version": NUMBER,
+    "keep": NUMBER,
     #: The messages that follow the kept ones, each as JSON.
-    "messages": "array<string>",
-    "run_id": "string",
+    "messages": pyarrow.list_(TEXT),
+    "run_id": TEXT,
     #: These three are JSON.
-    "run": "string",
-    "metadata": "string",
-    "state": "string",
+    "run": TEXT,
+    "metadata": TEXT,
+    "state": TEXT,
     #: For a checkpoint, the parent that its run names; for an edit, the new parent ("" for none).
-    "parent_thread_id": "string",
+    "parent_thread_id": TEXT,
     #: The size of the payload.
-    "bytes": "bigint",
+    "bytes": NUMBER,
     #: Why the entry could not be decoded; null: it was decoded.
-    "cause": "string",
-    "body": "binary",
+    "cause": TEXT,
+    "body": BYTES,
 }
-MESSAGE_COLUMNS: Mapping[str, str] = {
+MESSAGE_COLUMNS: Mapping[str, Any] = {
     #: The message's sequence in the stream.
-    "position": "bigint",
-    "stored_at": "timestamp",
-    "subject": "string",
-    "header": "string",
-    "body": "binary",
-}
-_ARROW: Mapping[str, Any] = {
-    "bigint": pyarrow.int64(),
-    "int": pyarrow.int32(),
-    "string": pyarrow.string(),
-    "binary": pyarrow.binary(),
-    "timestamp": pyarrow.timestamp("us", tz="UTC"),
-    "array<string>": pyarrow.list_(pyarrow.string()),
+    "position": NUMBER,
+    "stored_at": TIME,
+    "subject": TEXT,
+    "header": TEXT,
+    "body": BYTES,
 }
 
 
 def types_of(columns: Sequence[str]) -> dict[str, Any]:
     types = {**MESSAGE_COLUMNS, **ENTRY_COLUMNS}
-    return {name: _ARROW[types[name]] for name in columns}
+    return {name: types[name] for name in columns}
 
 
 class LogItem(msgspec.Struct, frozen=True):
@@ -82,7 +75,7 @@ def message_rows(columns: Sequence[str], reads: Sequence[Read]) -> pyarrow.Recor
         "header": [r.message.header for r in reads],
         "body": [r.message.body for r in reads],
     }
-    return _batch(columns, MESSAGE_COLUMNS, found)
+    return _batch(columns, found)
 
 
 def entry_rows(columns: Sequence[str], items: Sequence[LogItem]) -> pyarrow.RecordBatch:
@@ -94,21 +87,25 @@ def entry_rows(columns: Sequence[str], items: Sequence[LogItem]) -> pyarrow.Reco
         found = {name: [_OF[name](i, p) for i, p in rows] for name in columns}
     except UNDECODABLE:
         by_row = [_values(columns, item, payload) for item, payload in rows]
-        found = {name: [values[n] for values in by_row] for n, name in enumerate(columns)}
-    return _batch(columns, ENTRY_COLUMNS, found)
+        found = {name: [values[name] for values in by_row] for name in columns}
+    return _batch(columns, found)
 
 
-def _values(columns: Sequence[str], item: LogItem, payload: Any) -> list[Any]:
+def _values(columns: Sequence[str], item: LogItem, payload: Any) -> dict[str, Any]:
     try:
-        return [_OF[name](item, payload) for name in columns]
+        return values_of(columns, item, payload)
     except UNDECODABLE as e:
-        return [_OF[name](item, cause_of(e)) for name in columns]
+        return values_of(columns, item, cause_of(e))
 
 
-def _batch(
-    columns: Sequence[str], types: Mapping[str, str], values: Mapping[str, Sequence[Any]]
-) -> pyarrow.RecordBatch:
-    arrays = [pyarrow.array(values[name], _ARROW[types[name]]) for name in columns]
+def values_of(columns: Sequence[str], item: LogItem, payload: AnyPayload | str) -> dict[str, Any]:
+    """Return an entry's columns. Raises UNDECODABLE; `cause_of` then stands for the payload."""
+    return {name: _OF[name](item, payload) for name in columns}
+
+
+def _batch(columns: Sequence[str], values: Mapping[str, Sequence[Any]]) -> pyarrow.RecordBatch:
+    types = types_of(columns)
+    arrays = [pyarrow.array(values[name], types[name]) for name in columns]
     return pyarrow.RecordBatch.from_arrays(arrays, names=list(columns))
 
 

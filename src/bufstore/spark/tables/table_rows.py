@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow
 
-from bufstore.spark.source.log_columns import as_json
-from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, message_columns, run_columns
+from bufstore.spark.source.log_columns import NUMBER, TEXT, TIME, as_json
+from bufstore.spark.typed_columns import MESSAGE, RUN, message_columns, run_columns
 from bufstore.threads.model import Run, Thread, decode_message
 
 _COMMON = {
