@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
 
 from bufstore import ConfigError
 from bufstore.spark.tables.narrowing import ALL, Narrowing, narrowed_by
-from bufstore.spark.tables.shares import Share, hash_of, shares
+from bufstore.spark.tables.shares import ALL_THREADS, Share, hash_of
 from bufstore.spark.tables.table_options import table_options
 
 IDS = ["a", "ab", "abc", "b", "ba"]
@@ -98,9 +98,9 @@ def test_a_filter_of_a_column_that_the_table_lacks_says_nothing() -> None:
 
 @given(st.integers(1, 50), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_each_thread_is_in_one_share(tasks: int, thread_id: str) -> None:
-    assert sum(share.has(thread_id) for share in shares(tasks)) == 1
+    assert sum(share.has(thread_id) for share in ALL_THREADS.divided(tasks)) == 1
     assert 0 <= hash_of(thread_id) < 1 << 32
-    assert shares(1) == [Share()]
+    assert ALL_THREADS.divided(1) == [Share()]
 
 
 def test_options_that_cannot_be_are_said_at_once() -> None:

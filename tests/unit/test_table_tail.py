@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.spark.tables.shares import share_of, shares
+from bufstore.spark.tables.shares import ALL_THREADS
 from bufstore.spark.tables.span import Span
 from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces
 
@@ -44,7 +44,7 @@ def test_where_postgres_went_back_planning_has_read_too_little(wanted: Span) -> 
 
 @given(st.integers(1, 50), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_the_share_of_a_thread_has_it(tasks: int, thread_id: str) -> None:
-    assert shares(tasks)[share_of(thread_id, tasks)].has(thread_id)
+    assert ALL_THREADS.divided(tasks)[ALL_THREADS.piece_of(thread_id, tasks)].has(thread_id)
 
 
 @given(
@@ -57,7 +57,7 @@ def test_the_share_of_a_thread_has_it(tasks: int, thread_id: str) -> None:
 def test_a_task_has_a_piece_of_its_tail_in_memory_and_the_rest_in_a_file(
     given_: list[tuple[int, int]], tasks: int, pieces: int, bytes_max: int, data: st.DataObject
 ) -> None:
-    share = data.draw(st.sampled_from(shares(tasks)))
+    share = data.draw(st.sampled_from(ALL_THREADS.divided(tasks)))
     entries = [
         TailEntry(f"t-{thread}", seq, 0, 0, None, bytes(size), elsewhere=False)
         for seq, (thread, size) in enumerate(given_)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from bufstore.config import LogConfig, NatsConfig, split_url
 from bufstore.errors import ConfigError
@@ -22,6 +23,16 @@ CONNECTION = {
     "tlsHostname": "the name in the servers' certificates, where it is not that of the URL",
     "connectTimeout": f"seconds that one attempt to connect takes at most (default {NatsConfig.connect_timeout_s:g})",
     "stream": f"the log (default {LogConfig.stream})",
+}
+#: Option → the field of NatsConfig that it is, as text.
+_FIELDS = {
+    "credentialsFile": "credentials",
+    "user": "user",
+    "password": "password",
+    "token": "token",
+    "domain": "domain",
+    "apiPrefix": "api_prefix",
+    "tlsHostname": "tls_hostname",
 }
 #: Spark's own options, which it hands over, too.
 _SPARKS = ("path", "checkpointLocation")
@@ -68,33 +79,22 @@ def connection(found: Mapping[str, str]) -> NatsConfig:
             "option nats has a login in its URL, which plans would show: give the URL as option natsUrl, which Spark "
             "masks, or the login as user and password, token, or credentialsFile"
         )
+    given: dict[str, Any] = {field: found[name] for name, field in _FIELDS.items() if name in found}
     return NatsConfig(
         servers=tuple(words(found, "nats") or words(found, "natsUrl")),
-        credentials=found.get("credentialsFile"),
-        user=found.get("user"),
-        password=found.get("password"),
-        token=found.get("token"),
-        domain=found.get("domain"),
-        api_prefix=found.get("apiPrefix"),
-        tls_hostname=found.get("tlsHostname"),
         connect_timeout_s=seconds(found, "connectTimeout", NatsConfig.connect_timeout_s),
+        **given,
     )
 
 
 def connection_options(config: NatsConfig) -> dict[str, str]:
     """Return the options from which `connection` makes `config`; a login stands only where Spark masks it in plans."""
-    found: dict[str, object] = {
+    given = {name: getattr(config, field) for name, field in _FIELDS.items()}
+    return {
         "natsUrl": ",".join(url.replace(",", "%2C") for url in config.servers),
-        "credentialsFile": config.credentials,
-        "user": config.user,
-        "password": config.password,
-        "token": config.token,
-        "domain": config.domain,
-        "apiPrefix": config.api_prefix,
-        "tlsHostname": config.tls_hostname,
-        "connectTimeout": config.connect_timeout_s,
+        "connectTimeout": str(config.connect_timeout_s),
+        **{name: str(value) for name, value in given.items() if value is not None},
     }
-    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def words(found: Mapping[str, str], name: str) -> list[str]:

@@ -142,11 +142,6 @@ def expired(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
     return list(takewhile(lambda m: not m.count or 0 < m.newest_us < before_us, by_end[:-1]))
 
 
-def overlap(one: Manifest, other: Manifest) -> bool:
-    """Return whether the two have sequences of the same stream in common."""
-    return one.created == other.created and one.start < other.end and other.start < one.end
-
-
 def overlapping(manifests: Sequence[Manifest]) -> bool:
     """Return whether any two of them overlap."""
     ends: dict[str, int] = {}
@@ -165,7 +160,7 @@ def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manif
     """
     known = {manifest.name for manifest in before}
     for manifest in now:
-        if manifest.name not in known and not manifest.merged and overlap(manifest, mine):
+        if manifest.name not in known and not manifest.merged and overlapping([manifest, mine]):
             raise ArchiveOvertaken(
                 f"another run has archived {manifest.name} meanwhile. This run's files (ranges/{mine.name}) do "
                 "not count and may be removed. Nothing is lost: the next run continues where that run ended"

@@ -85,7 +85,7 @@ def tabulate(spark: SparkSession, path: str) -> TablesReport:
     manifests = manifests_of(spark, path)
     whole(manifests)
     parts = _parts_of(spark, path)
-    report = TablesReport(end=max((p.end for p in parts), default=0))
+    report = TablesReport(end=_end(parts))
     for ranges in _generations(manifests):
         start, end = max(report.end, ranges[0].start), max(m.end for m in ranges)
         if start >= end:
@@ -113,7 +113,7 @@ def entries(spark: SparkSession, path: str, deployment: Deployment | None = None
         return found
     manifests = manifests_of(spark, path)
     whole(manifests)
-    at, generations = max((p.end for p in parts), default=0), _generations(manifests)
+    at, generations = _end(parts), _generations(manifests)
     if not generations:
         raise ConfigError(f"there is no archive at {path}")
     tails = [found]
@@ -137,7 +137,7 @@ def compact(spark: SparkSession, path: str, *, rows: int = ROWS, range_messages:
     from pyspark.sql import functions as F
 
     parts = _parts_of(spark, path)
-    report = TablesReport(end=max((p.end for p in parts), default=0), ranges=merge_small(spark, path, range_messages))
+    report = TablesReport(end=_end(parts), ranges=merge_small(spark, path, range_messages))
     for start, end in to_merge(parts, rows):
         found = _table(spark, path, [p for p in parts if p.start < end and start < p.end]).drop("part")
         within = F.col("position").between(first_place(start), first_place(end) - 1)
@@ -165,7 +165,7 @@ def expire(
     settled = us_of(datetime.now(UTC) - grace)
     gone = replaced(parts, settled)
     if before is not None:
-        last = max((p.end for p in parts), default=0)
+        last = _end(parts)
         gone += [p for p in parts if p not in gone and p.end < last and p.newest_us < us_of(before)]
     for part in gone:  # the manifest first: without it the part does not count
         _remove(context, f"{path}/tables/manifests/{part.name}")
@@ -190,6 +190,11 @@ def _parts_of(spark: SparkSession, path: str) -> list[Part]:
             raise ConfigError(f"{path} was written by a newer release (version {part.version}): upgrade bufstore")
         found.append(part)
     return sorted(found, key=lambda p: (p.start, p.end, p.attempt))
+
+
+def _end(parts: Sequence[Part]) -> int:
+    """Return the sequence before which everything is in the table."""
+    return max((p.end for p in parts), default=0)
 
 
 def _generations(manifests: Sequence[Manifest]) -> list[list[Manifest]]:
@@ -251,7 +256,7 @@ def _typed(
     """Return the rows of `messages`, which stand behind these parts of the table, and in (or behind) these ranges."""
     from pyspark.sql import functions as F
 
-    subjects, at = Subjects(ranges[0].subject, ranges[0].partitions), max((p.end for p in parts), default=0)
+    subjects, at = Subjects(ranges[0].subject, ranges[0].partitions), _end(parts)
     before = [m for m in ranges if m.start < at and at - _PARTS_WITHIN < m.end]
     if before:
         large = each_once(messages_of(spark, *(f"{path}/ranges/{m.name}" for m in before)), before)

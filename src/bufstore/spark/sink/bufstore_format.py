@@ -4,7 +4,8 @@ For ``spark.read``, it reads what the deployment holds: `bufstore.spark.tables`.
 
 A writer of Spark cannot ask for a thread's rows in one task and in order, as the sink does. So tasks only pack and hand
 over their rows. Spark calls the commit once, with the rows of the winning attempts, and the commit writes them, sorted,
-from one process. For batches that do not fit into the driver's memory, use `bufstore.spark.checkpoint_sink`.
+from one process. There is nothing to abort: before the commit nothing is written, and a repeated commit recognizes its
+rows. For batches that do not fit into the driver's memory, use `bufstore.spark.checkpoint_sink`.
 
 Streams (which need ``appId``), and batches with ``appId`` and ``batchId``, are written exactly once. Any other batch is
 written once per job that commits.
@@ -147,9 +148,6 @@ class _Writes:
                     "bufstore.spark.checkpoint_sink (also for a batch: sink(df, batch_id)), or smaller batches"
                 )
         return _Rows(packed, Query.of(TaskContext.get()))
-
-    def abort(self, *_: Any) -> None:
-        """Do nothing: nothing is written before the commit, and a repeated commit recognizes its rows."""
 
     def _commit(self, messages: Sequence[WriterCommitMessage | None], batch_id: int | None) -> None:
         tasks = [m for m in messages if isinstance(m, _Rows)]

@@ -202,9 +202,6 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         return self._patiently(found)
 
-    def commit(self, end: dict[str, Any]) -> None:
-        """Do nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
-
 
 class _Waiting:
     """A micro-batch that waits for rows, and the sequence at which it begins."""

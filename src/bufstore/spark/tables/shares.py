@@ -40,11 +40,5 @@ class Share(msgspec.Struct, frozen=True):
         return ((hash_of(thread_id) - self.low + 1) * pieces - 1) // (self.high - self.low)
 
 
-def shares(tasks: int) -> list[Share]:
-    """Return all threads as this many shares of the same size."""
-    return Share().divided(tasks)
-
-
-def share_of(thread_id: str, tasks: int) -> int:
-    """Return which one of this many `shares` has the thread."""
-    return Share().piece_of(thread_id, tasks)
+#: The share of all threads.
+ALL_THREADS = Share()

@@ -23,7 +23,7 @@ from bufstore.spark.source.log_scan import patiently, reader_of
 from bufstore.spark.tables.moment import Ledger, Moment
 from bufstore.spark.tables.narrowing import Narrowing
 from bufstore.spark.tables.overlaid import Late, Overlaid, overlaid
-from bufstore.spark.tables.shares import Share, shares
+from bufstore.spark.tables.shares import ALL_THREADS, Share
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.table_rows import batch_of, message_row, run_row, thread_row
 from bufstore.spark.tables.tail import Handed, lowest, span_of, tail_of, taken_apart
@@ -69,7 +69,7 @@ async def planned(options: TableOptions) -> list[Task]:
     span = span_of(log, lowest(options, log, ledger), until)
     # The number of tasks does not depend on the tail: if the tail is large, each task reads all of it.
     tasks = options.tasks or options.min_tasks
-    found = shares(tasks if threads is None else max(min(tasks, len(threads)), 1))
+    found = ALL_THREADS.divided(tasks if threads is None else max(min(tasks, len(threads)), 1))
     handed = await taken_apart(options, reader, log, span, until, found)
     return [Task(share, handed[n] if handed is not None else None) for n, share in enumerate(found)]
 

@@ -22,7 +22,7 @@ from bufstore.spark.source.log_scan import messages
 from bufstore.spark.source.offsets import Holes, Range
 from bufstore.spark.tables.moment import Ledger
 from bufstore.spark.tables.overlaid import Late
-from bufstore.spark.tables.shares import HASHES, Share, share_of
+from bufstore.spark.tables.shares import ALL_THREADS, HASHES, Share
 from bufstore.spark.tables.span import Span
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces, pack, unpack
@@ -67,7 +67,7 @@ async def taken_apart(
     size = 0
     async with aclosing(_entries(options, reader, log, span, until, options.narrowing.has_thread)) as entries:
         async for entry in entries:
-            found[share_of(entry.thread_id, len(shares))].append(entry)
+            found[ALL_THREADS.piece_of(entry.thread_id, len(shares))].append(entry)
             size += len(entry.payload)
             if size > _HANDED_BYTES:
                 return None
