@@ -1,11 +1,11 @@
--- Streaming queries that write checkpoints: which query has the name, and how far it has come.
+-- The streaming queries that write checkpoints: the query that owns each app id, and its progress.
 CREATE TABLE {schema}.spark_sources (
     app_id      text COLLATE "C" PRIMARY KEY,
     -- Spark's id of the query, which lives in its checkpoint folder; empty where Spark does not tell (Connect).
     query_id    text NOT NULL,
     -- The batch that was begun last.
     batch_id    bigint NOT NULL,
-    -- Of that batch once it is done: a sum over its rows, by which a repeat is known to be the same rows.
+    -- A checksum of that batch's rows, set once the batch is done: a repeat must have the same rows.
     fingerprint bigint,
     rows        bigint,
     repeated    bigint,

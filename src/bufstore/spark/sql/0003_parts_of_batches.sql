@@ -1,13 +1,13 @@
 -- Works with: 0001
--- What each part of a batch was when the first of its rows was written, so that other rows under its number are found
--- out. Of each app id, the parts of the batch that came last.
+-- Each part of a batch, noted before its first row is written: it shows when the batch comes again with other rows.
+-- Only the parts of each app id's latest batch are kept.
 CREATE TABLE {schema}.spark_parts (
     app_id   text COLLATE "C" NOT NULL,
     part     integer NOT NULL,
     batch_id bigint NOT NULL,
-    -- How many parts the batch is divided into, by a hash of the thread.
+    -- The number of parts into which a hash of the thread divides the batch.
     parts    integer NOT NULL,
-    -- A sum over the rows of this one.
+    -- A checksum of this part's rows.
     planned  bigint NOT NULL,
     PRIMARY KEY (app_id, part)
 );

@@ -1,6 +1,6 @@
 -- Works with: 0001
--- Rows that were set aside of batches that may come again: a try behind that leaves them to whoever replays or discards
--- them, also when they are no longer in quarantine. Of each app id, those of the batch that came last.
+-- The set-aside rows of batches that may come again. A later attempt leaves them alone, even when they are no longer in
+-- quarantine: people decide about them. Only the rows of each app id's latest batch are kept.
 CREATE TABLE {schema}.spark_set_aside (
     app_id   text COLLATE "C" NOT NULL,
     batch_id bigint NOT NULL,

@@ -1,5 +1,6 @@
 -- name: quarantine
--- Set aside a row that cannot become a checkpoint. A row that was set aside before stays as it is, or gone.
+-- Sets aside a row that cannot become a checkpoint. Does nothing if the row was set aside before, even if it has been
+-- replayed or discarded since.
 WITH noted AS (
     INSERT INTO {schema}.spark_set_aside (app_id, batch_id, key)
     SELECT $1::text, $2::bigint, $7::bytea WHERE $8::boolean
@@ -15,36 +16,36 @@ WHERE NOT $8::boolean OR EXISTS (SELECT FROM noted) AND NOT EXISTS (
 ON CONFLICT DO NOTHING;
 
 -- name: set_aside
--- The rows of a batch that were set aside, whatever became of them.
+-- The keys of a batch's rows that were set aside, even if they have left quarantine.
 SELECT key FROM {schema}.spark_set_aside WHERE app_id = $1::text AND batch_id = $2::bigint;
 
 -- name: tables
--- Whether a sink has made its tables here.
+-- Whether a sink has created its tables in this schema.
 SELECT to_regclass(format('%I.%I', $1::text, 'spark_replays')) IS NOT NULL;
 
 -- name: page
--- Rows that are set aside, of all threads and app ids or of one.
+-- A page of the rows in quarantine, optionally only those of one thread or one app id.
 SELECT id, app_id, batch_id, thread_id, row, cause, parked_at FROM {schema}.spark_quarantine
 WHERE id > $1::bigint AND ($2::text IS NULL OR thread_id = $2::text) AND ($3::text IS NULL OR app_id = $3::text)
 ORDER BY id LIMIT $4::int;
 
 -- name: count
--- How many rows are set aside.
+-- How many rows are in quarantine.
 SELECT count(*) FROM {schema}.spark_quarantine;
 
 -- name: correct
--- Put another row in the place of one that is certainly not written.
+-- Replaces a row that is certainly not written: no replay of it has begun.
 UPDATE {schema}.spark_quarantine SET row = $2::text, thread_id = $3::text WHERE id = $1::bigint AND replay IS NULL
 RETURNING id;
 
 -- name: lock_replays
--- One process at a time numbers or replays rows of a thread, until its transaction ends: each in the order of numbers.
+-- Until the end of the transaction, no other process numbers or replays rows of this thread.
 SELECT pg_advisory_xact_lock(hashtextextended('bufstore spark replay ' || $1::text || ' ' || $2::text, 0));
 
 -- name: number
--- Number rows of a thread for their replay, in the order in which they were set aside. By the clock: threads keep the
--- highest number, and a sequence begins anew, or goes back, with a Postgres that was restored. (With it, because earlier
--- releases numbered by the sequence alone.)
+-- Numbers rows of a thread for their replay, in the order in which they were set aside. The numbers come from the
+-- clock: threads remember the highest number, and a sequence falls back when Postgres is restored from a backup. They
+-- are also no lower than the sequence, because earlier releases took their numbers from it.
 UPDATE {schema}.spark_quarantine q SET replay = n.replay
 FROM (
     SELECT id, greatest(
@@ -58,22 +59,22 @@ WHERE q.id = n.id
 RETURNING q.id;
 
 -- name: numbered
--- The first row of a thread whose replay has begun.
+-- The row of a thread that is replayed next: the one with the lowest number.
 SELECT id, row, replay FROM {schema}.spark_quarantine WHERE thread_id = $1::text AND replay IS NOT NULL
 ORDER BY replay LIMIT 1 FOR UPDATE;
 
 -- name: refused
--- A row that was refused again is certainly not written.
+-- Takes back the number of a row that was refused again, and is therefore certainly not written.
 UPDATE {schema}.spark_quarantine SET replay = NULL, cause = $2::text WHERE id = $1::bigint;
 
 -- name: discard
--- Forget rows.
+-- Deletes rows from quarantine.
 DELETE FROM {schema}.spark_quarantine WHERE id = ANY ($1::bigint[]) RETURNING id;
 
 -- name: threads_of
--- The threads of these rows.
+-- The threads to which these rows belong.
 SELECT DISTINCT thread_id FROM {schema}.spark_quarantine WHERE id = ANY ($1::bigint[]);
 
 -- name: next_threads
--- Threads of which rows are set aside, a page.
+-- A page of the threads that have rows in quarantine.
 SELECT DISTINCT thread_id FROM {schema}.spark_quarantine WHERE thread_id > $1::text ORDER BY thread_id LIMIT 1000;

@@ -1,5 +1,5 @@
 -- name: cursors_and_target
--- Up to where each partition is flushed, or waits; and which log is flushed into this schema.
+-- The cursor of each partition, and the log that is flushed into this schema.
 SELECT
     (SELECT array_agg(p.partition ORDER BY p.partition) FROM {schema}.buffer_partitions AS p),
     (SELECT array_agg(p.cursor_seq ORDER BY p.partition) FROM {schema}.buffer_partitions AS p),
@@ -7,11 +7,11 @@ SELECT
 FROM (SELECT 1) AS one LEFT JOIN {schema}.buffer_log AS l ON true;
 
 -- name: export_snapshot
--- The moment that this transaction sees, for others.
+-- The name under which other transactions can see the snapshot of this one.
 SELECT pg_export_snapshot();
 
 -- name: flushed_beyond
--- A thread of a share of which an entry at this position or a later one is flushed.
+-- A thread of the share that has been flushed up to this position or beyond.
 SELECT b.thread_id, b.flushed_seq FROM {schema}.buffer_threads AS b
 WHERE b.flushed_seq >= $3::bigint
     AND ('x' || encode(substring(sha256(convert_to(b.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
@@ -22,7 +22,7 @@ WHERE b.flushed_seq >= $3::bigint
 LIMIT 1;
 
 -- name: waiting_of_share
--- What waits of a share's threads, before a position.
+-- The waiting entries of the share's threads, up to a position.
 SELECT w.thread_id, w.seq, w.messages, (extract(epoch FROM w.since) * 1000000)::bigint
 FROM {schema}.buffer_waiting AS w
 WHERE w.seq < $3::bigint
@@ -34,12 +34,13 @@ WHERE w.seq < $3::bigint
 ORDER BY w.thread_id, w.seq;
 
 -- name: thread_rows
--- These threads without their messages, with the buffer's rows for them.
+-- These threads, without their messages, with their rows in the buffer's tables.
 SELECT s.thread_id, t.* FROM unnest($1::text[]) AS s (thread_id)
 CROSS JOIN LATERAL {schema}.thread_row_v2(s.thread_id, true) AS t;
 
 -- name: threads_of_share
--- Threads of a share: only of these agents, as far as an encoded run shows it, and changed between two times.
+-- The threads of a share, optionally only those of some agents (as far as the encoded run tells) that were changed
+-- between two times.
 SELECT t.thread_id, t.version, t.parent_thread_id, t.latest_run_id, t.active_run_id, t.open_run_id, t.metadata,
     t.state, r.record, b.flushed_seq, b.broken_since, (extract(epoch FROM t.updated_at) * 1000000)::bigint
 FROM {schema}.threads AS t
@@ -55,7 +56,7 @@ WHERE ('x' || encode(substring(sha256(convert_to(t.thread_id, 'UTF8')) FROM 1 FO
     AND ($8::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
 
 -- name: runs_of_share
--- The same of runs.
+-- The runs of a share, with the same conditions.
 SELECT r.thread_id, r.record, (extract(epoch FROM r.updated_at) * 1000000)::bigint
 FROM {schema}.runs AS r
 WHERE ('x' || encode(substring(sha256(convert_to(r.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
@@ -68,7 +69,7 @@ WHERE ('x' || encode(substring(sha256(convert_to(r.thread_id, 'UTF8')) FROM 1 FO
     AND ($8::bigint IS NULL OR r.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
 
 -- name: messages_of_share
--- The messages of the share's threads: no agent is known of them, and the time is the thread's.
+-- The messages of a share's threads, with the thread's time. A message has no agent, so a search for agents finds none.
 SELECT m.thread_id, m.seq, m.payload, (extract(epoch FROM t.updated_at) * 1000000)::bigint
 FROM {schema}.threads AS t JOIN {schema}.messages AS m ON m.thread_id = t.thread_id
 WHERE ('x' || encode(substring(sha256(convert_to(t.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
@@ -86,7 +87,7 @@ SELECT r.thread_id, r.run_id, r.record, (extract(epoch FROM r.updated_at) * 1000
 FROM {schema}.runs AS r WHERE r.thread_id = ANY ($1::text[]);
 
 -- name: first_messages
--- Of each of these threads so many messages, the first ones.
+-- The first n messages of each thread; n is given per thread.
 SELECT m.thread_id, m.seq, m.payload
 FROM unnest($1::text[], $2::int[]) AS s (thread_id, number)
 JOIN {schema}.messages AS m ON m.thread_id = s.thread_id AND m.seq < s.number;
