@@ -332,7 +332,7 @@ async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(
     await write(deployment, [fresh()], range(3))
     note = archive_job._note
 
-    async def away(deployment: Any, end: int) -> None:
+    async def away(*_: Any) -> None:
         raise StoreUnavailable("Postgres is away")
 
     monkeypatch.setattr(archive_job, "_note", away)
@@ -437,7 +437,7 @@ async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[...,
         before = await sequences()
         async with await drain._store(settings, flusher=True) as draining:
             await draining.force_flush_all()
-            await archive_job._note(settings, before[32])
+            await archive_job._note(settings, await reader.look(), before[32])
 
             async def purged() -> bool:
                 return await sequences() == before[32:]

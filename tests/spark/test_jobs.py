@@ -190,7 +190,6 @@ async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
 
     async def ending_within(deployment: Any) -> Any:
         found = await log_of(deployment)
-        assert found is not None
         return msgspec.structs.replace(found, end=parts[1])
 
     monkeypatch.setattr(archive_job, "log_of", ending_within)

@@ -64,7 +64,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     def is_made(created: str | None) -> None:
         async def log_of(deployment: Deployment) -> Any:
             assert deployment is DEPLOYMENT
-            return SimpleNamespace(created=created) if created is not None else None
+            if created is None:
+                raise NoLog("mine")
+            return SimpleNamespace(created=created)
 
         monkeypatch.setattr(tables_job, "log_of", log_of)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from bufstore.buffer.places import first_place
 from bufstore.buffer.target import check_proof, check_same
-from bufstore.errors import DataLoss, NoLog
+from bufstore.errors import DataLoss
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark.config import Deployment
 from bufstore.spark.connection_options import connection_options
@@ -60,14 +60,12 @@ def archive(
     the log is flushed into.
     """
     log = loop().run(log_of(deployment))
-    if log is None:
-        raise NoLog(deployment.stream)
-    loop().run(_check_database(deployment))
+    loop().run(_check_database(deployment, log))
     manifests = manifests_of(spark, path)
     begin = start if start is not None else _begin(manifests, log)
     check_begin(manifests, log.created, begin)
     if start is None and manifests:
-        loop().run(_note(deployment, begin))
+        loop().run(_note(deployment, log, begin))
     if begin >= log.end:
         return ArchiveReport(start=begin, end=log.end, count=0, path=path)
     found = Manifest(
@@ -88,7 +86,7 @@ def archive(
         found = write_range(messages, path, found)
         check_alone(manifests, manifests_of(spark, path), found)
         write_manifest(spark, path, found)
-    loop().run(_note(deployment, found.end))
+    loop().run(_note(deployment, log, found.end))
     return ArchiveReport(start=found.start, end=found.end, count=found.count, path=path)
 
 
@@ -124,27 +122,24 @@ def messages_from(spark: SparkSession, deployment: Deployment, **options: Any) -
     return spark.read.format("threadlog").options(**named, **connection_options(deployment.server)).load()
 
 
-async def log_of(deployment: Deployment) -> LogState | None:
-    """Return the deployment's log as it is now; None if it does not exist."""
+async def log_of(deployment: Deployment) -> LogState:
+    """Return the deployment's log as it is now. Raises NoLog."""
     reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
     await reader.open()
     try:
         return await reader.look()
-    except NoLog:
-        return None
     finally:
         await reader.aclose()
 
 
-async def _check_database(deployment: Deployment) -> None:
+async def _check_database(deployment: Deployment, log: LogState) -> None:
     """Raise ConfigDrift for a database that is not the log's: the log's flushers would never see the note in it."""
-    log, named = await deployment.look()
-    async with deployment.database(log) as (_, ledger):
+    async with deployment.database(log.config) as (_, ledger):
         noted = await ledger.target()
-    check_same(deployment.stream, named, noted)
-    check_proof(deployment.stream, named, proven=named is None or noted is not None)
+    check_same(deployment.stream, log.target, noted)
+    check_proof(deployment.stream, log.target, proven=log.target is None or noted is not None)
 
 
-async def _note(deployment: Deployment, end: int) -> None:
-    async with deployment.database((await deployment.look()).config) as (_, ledger):
+async def _note(deployment: Deployment, log: LogState, end: int) -> None:
+    async with deployment.database(log.config) as (_, ledger):
         await ledger.set_archived(first_place(end))

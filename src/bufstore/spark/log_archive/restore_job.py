@@ -116,18 +116,18 @@ def _stored_before(messages: DataFrame, until: datetime) -> DataFrame:
 
 
 async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: Into, *, dry_run: bool) -> None:
-    found = await log_of(deployment)
-    log, named = await deployment.look() if found is not None else (None, None)
-    if log is not None and log.lanes > 1:
-        raise NoLanes
-    if into == "log":
-        if found is None:
-            raise NoLog(deployment.stream)
-        epoch = found.epoch
+    named = None
+    try:
+        log = await log_of(deployment)
+    except NoLog:
+        if into == "log":
+            raise
+        epoch = epoch_after(manifests, None, 0)
     else:
-        epoch = epoch_after(
-            manifests, found.created if found is not None else None, found.epoch if found is not None else 0
-        )
+        if log.config.lanes > 1:
+            raise NoLanes
+        named = log.target
+        epoch = log.epoch if into == "log" else epoch_after(manifests, log.created, log.epoch)
     if into == "postgres":
         check_kind(f"stream {deployment.stream}", named, kind_of(PostgresThreadStore), _OTHER_STORE)
     async with _restoring(deployment, into, dry_run=dry_run) as restoring:

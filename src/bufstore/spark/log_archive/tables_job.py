@@ -21,7 +21,7 @@ import pyarrow
 
 from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
-from bufstore.errors import ConfigError, DataLoss, NoLog
+from bufstore.errors import ConfigError, DataLoss
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import context_of, described
 from bufstore.spark.log_archive.archive_job import log_of, messages_from
@@ -241,8 +241,6 @@ def _between(spark: SparkSession, path: str, ranges: Sequence[Manifest], start: 
 def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: int) -> DataFrame:
     """Return the messages that the log holds from sequence `start`, the end of the newest range, on."""
     log = loop().run(log_of(deployment))
-    if log is None:
-        raise NoLog(deployment.stream)
     if log.created != newest.created:
         raise DataLoss(
             f"the archive ends with {newest.name} of a stream that no longer exists: archive the present stream first"
