@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -80,16 +80,6 @@ _EMBEDDED_LOG_BYTES = 1 << 30
 _CONNECT_S = 5.0
 
 
-class Flushes(Protocol):
-    """An open buffer, or an open store with several buffers."""
-
-    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
-        """See `Buffer.force_flush`."""
-
-    async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
-        """See `Buffer.force_flush_all`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Endpoints:
     """Where the servers are, and how to open a store there."""
@@ -105,7 +95,7 @@ class Endpoints:
     session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
 
     @asynccontextmanager
-    async def opened(self, *, create: bool = True, **config: Any) -> AsyncIterator[Flushes]:
+    async def opened(self, *, create: bool = True, **config: Any) -> AsyncIterator[AnyBuffer | BufferedThreadStore]:
         """Open what flushes the log (all of its lanes), whatever its domain is; the rest is as in `buffered`."""
         found = await self.find_log()
         if found is None or langgraph_schema(found.target) is None:

@@ -10,7 +10,6 @@ from contextlib import closing
 
 import click
 import msgspec
-from psycopg import sql
 from rich.console import Console
 from rich.status import Status
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -38,7 +37,6 @@ _LINES_HELD = 256
 _BYTES_HELD = 64 << 20
 #: How many threads one statement looks up in Postgres.
 _LOOKED_UP = 128
-_LOOK_UP_S = 5.0
 #: How many seconds to wait for a Postgres that is away.
 _PATIENCE_S = 60.0
 
@@ -259,17 +257,10 @@ class Importer:
 
 async def _existing(store: PostgresThreadStore, thread_ids: Sequence[str]) -> set[str]:
     """Return those of `thread_ids` that Postgres has, by one statement. Waits for a while if Postgres is away."""
-    query = sql.SQL("SELECT thread_id FROM {}.threads WHERE thread_id = ANY (%s)").format(sql.Identifier(store.schema))
-
-    async def look() -> set[str]:
-        async with store.pool.lend(_LOOK_UP_S) as connection:
-            cursor = await connection.execute(query, [list(thread_ids)])
-            return {row[0] for row in await cursor.fetchall()}
-
     retrying = AsyncRetrying(
         retry=retry_if_exception_type(StoreUnavailable),
         wait=wait_random_exponential(multiplier=0.1, max=2),
         stop=stop_after_delay(_PATIENCE_S),
         reraise=True,
     )
-    return await retrying(look)
+    return set(await retrying(store.versions, thread_ids))
