@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bufstore.buffer.append import appender, next_unit
-from bufstore.buffer.append.lost_answer import Torn
+from bufstore.buffer.append import next_unit
 from bufstore.buffer.append.tip import Draft, Tip
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import StoredEntry
@@ -834,38 +833,6 @@ def test_behind_others_entries_whose_first_is_purged_a_lost_answer_is_a_conflict
         assert not (await one.append(["mine"])).repeated
         await world.flush()
         assert await world.messages() == ["m0", "theirs", "theirs too", "mine"]
-
-    test(main)
-
-
-def test_of_a_unit_that_is_stored_in_part_the_rest_goes_on_behind_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server whose storage fails in the middle does this. The stored part is treated like another's entries."""
-
-    async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["a"])
-        group: Any = one.appender._group
-        add, torn = group.add, list[Any]()
-
-        def without_answer(unit: Any) -> None:
-            if len(unit.messages) < 2 or torn:
-                add(unit)
-                return
-            torn.append(unit)
-            unit.sent()
-            asyncio.get_running_loop().call_soon(unit.ended, AppendUnknown("lost"))
-
-        async def in_part(unit: Any, *_: Any) -> Exception:
-            return Torn([await group.submit(unit.messages[:1])])
-
-        group.add = without_answer
-        monkeypatch.setattr(appender, "resolve", in_part)
-        receipts = await asyncio.gather(*(one.append([text]) for text in "bcd"))
-        assert len(torn) == 1
-        assert [receipt.version for receipt in receipts] == [2, 3, 4]
-        assert await world.messages() == list("abcd")
-        # A whole list is written as a delta behind what is remembered.
-        assert (await one.checkpoint(list("abcdx"))).version == 5
-        assert await world.messages() == list("abcdx")
 
     test(main)
 

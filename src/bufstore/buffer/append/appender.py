@@ -24,7 +24,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
-from bufstore.buffer.append.lost_answer import Torn, resolve
+from bufstore.buffer.append.lost_answer import resolve
 from bufstore.buffer.append.next_unit import Limits, Need, needs, next_unit, other_content
 from bufstore.buffer.append.outstanding import Outstanding
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
@@ -459,9 +459,7 @@ class Appender(Generic[S, M]):
                 self._ended(unit, outcome)
                 return
             error = outcome
-        unit.undo()  # all its writes, also stored ones: those are observed anew
-        if isinstance(error, Torn):
-            self._on_part_stored(unit, error.stored)
+        unit.undo()
         self._tips.drop(lane.thread_id)
         for write in unit.writes:
             write.maybe_behind = None
@@ -485,11 +483,3 @@ class Appender(Generic[S, M]):
             if not write.done.done():
                 write.done.set_exception(error)
         self._advance(lane)
-
-    def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
-        """Answer the unit's first writes, which are stored. The others never will be, and go on as after a conflict."""
-        for write, seq in zip(unit.writes, stored, strict=False):
-            if not write.done.done():
-                write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, write.draft.version))
-        del unit.writes[: len(stored)]
-        self.appended += len(stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic
 
 import msgspec
@@ -12,7 +12,7 @@ from bufstore.buffer.append.next_unit import Drafted, Taken
 from bufstore.buffer.append.tip import Draft, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.jetstream import group_commit
-from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.messages import Outgoing
 from bufstore.types import Receipt
 
 
@@ -83,20 +83,6 @@ class Unit(group_commit.AppendUnit, Generic[M], kw_only=True, eq=False):
 
     def ended(self, outcome: int | Exception) -> None:
         self.on_end(self, outcome)
-
-    def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
-        """The positions of the unit's stored writes, judged by what the log has behind `before`; None: more may come.
-
-        A unit is stored whole or not at all, but a server whose storage failed in the middle may have a part.
-        """
-        same = 0
-        for ours, theirs in zip(self.messages, behind, strict=False):
-            if ours.header != theirs.header:  # the header has the id and the checksum
-                break
-            same += 1
-        if same == len(behind) < len(self.messages):
-            return None
-        return [message.seq for message in behind[:same]]
 
     def undo(self) -> None:
         """Take the drafts back, the last first."""

@@ -1,13 +1,14 @@
 """Finds out what became of a unit whose answer was lost: asks the log what stands behind the unit's predecessor.
 
-If the unit itself stands there, it is stored. If another's entry does, the unit can never be stored any more. If
-nothing does, the same unit is sent again, and whichever copy arrives first wins: the other fails the compare-and-set.
+If the unit stands there, it is stored: it is whole in one group, so its first entry tells. If another's entry does, the
+unit can never be stored any more. If nothing does, the same unit is sent again, and whichever copy arrives first wins:
+the other fails the compare-and-set.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -23,36 +24,29 @@ _log = logging.getLogger(__name__)
 _PAUSE_MAX_S = 0.2
 
 
-class Torn(Conflict):
-    """Another entry stands where ours would, behind the part of our unit that is stored (mostly none of it)."""
-
-    def __init__(self, stored: Sequence[int]) -> None:
-        super().__init__("another entry stands where ours would")
-        self.stored = stored
-
-
 class _StillUnknown(Exception):
     """Look again."""
 
 
-async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bool]) -> int | Exception | None:
-    """The last sequence of a unit whose answer was lost; an error if the unit is certainly not stored.
+async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bool]) -> int | Conflict | None:
+    """The last sequence of a unit whose answer was lost; Conflict if the unit is certainly not stored.
 
     None: every caller has given up. `known`: whether the log still knows what was written since the unit was drafted.
     If not, it proves nothing that nothing stands behind the predecessor, and the unit is not sent again.
     """
-    subject = unit.messages[0].subject
+    first = unit.messages[0]
     pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
     async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
         with attempt:
             if all(w.done.done() for w in unit.writes):
                 return None
             try:
-                behind = await log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
-                stored = unit.stored_of(behind)
-                if stored is not None:
-                    return stored[-1] if len(stored) == len(unit.writes) else Torn(stored)
-                if behind or not known():
+                behind = await log.after(first.subject, unit.before.seq, 2.0, limit=1)
+                if behind and behind[0].header == first.header:  # the header has the id and the checksum
+                    return behind[0].seq + len(unit.messages) - 1
+                if behind:
+                    return Conflict("another entry stands where ours would")
+                if not known():
                     raise _StillUnknown
                 return await group.submit(unit.messages)
             except Conflict:
