@@ -215,7 +215,7 @@ class Flushed:
         complete = False
         known = set(poison)
         while True:
-            todo = plan(self.watermark, items, complete=complete, poison=frozenset(known))
+            todo = plan(self.watermark, items, complete=complete, poison=dict.fromkeys(known, "poison"))
             if todo.gap_before is not None:
                 last = max(i.seq for i in items)
                 items = [*(i for i in log if self.watermark.flushed_seq < i.seq < last), *items]

@@ -118,7 +118,7 @@ def test_rows_say_what_a_flush_makes_of_entries_however_they_are_cut(
     entries: list[tuple[Base, int, bool, str]], data: st.DataObject
 ) -> None:
     items = history(entries)
-    poison = {i.entry.id for i in items if isinstance(i, StoredEntry) and i.entry.payload == b"\xff"}
+    poison = {i.entry.id: "torn" for i in items if isinstance(i, StoredEntry) and i.entry.payload == b"\xff"}
     first = items[0]
     done = plan(Watermark(), items, complete=True, poison=poison)
     expected = dict.fromkeys((i.seq for i in items), SUPERSEDED)

@@ -71,13 +71,13 @@ def test_while_broken_the_first_position_is_remembered() -> None:
 
 def test_poison_parks_alone_and_takes_what_builds_on_it_along() -> None:
     items = [at(11, 101, 100), at(12, 102, 101), at(13, 103, 102), at(14, 104, 103, whole=True)]
-    todo = plan(ROW, items, complete=True, poison=frozenset({102}))
+    todo = plan(ROW, items, complete=True, poison={102: "poison"})
     assert (applied(todo), parked(todo)) == ([11, 14], [12, 13])
     assert todo.watermark.broken_since is None
 
 
 def test_a_snapshot_that_is_poison_does_not_heal() -> None:
-    todo = plan(ROW, [at(11, 101, 100, whole=True)], complete=True, poison=frozenset({101}))
+    todo = plan(ROW, [at(11, 101, 100, whole=True)], complete=True, poison={101: "poison"})
     assert (parked(todo), todo.watermark.broken_since, todo.watermark.applied_id) == ([11], 11, 100)
 
 
@@ -94,7 +94,7 @@ def test_an_entry_that_expected_nothing_is_superseded_once_the_thread_moved_on(
     assert applied(todo) == ([] if late else [20])
     assert todo.watermark.flushed_seq == 20
     assert todo.park == []
-    parking = plan(watermark, [entry], complete=True, poison=frozenset({5}))
+    parking = plan(watermark, [entry], complete=True, poison={5: "poison"})
     for before_or_after in (watermark, todo.watermark, parking.watermark):
         assert counts(entry, before_or_after, None) is not late
 

@@ -138,7 +138,8 @@ def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) 
                 await flushed.window(chapter, chapter, story.poison)
         settled = {p.item.seq for p in flushed.parked}
         known = known_up_to(flushed.watermark, log)
-        poison = story.poison & {i.entry.id for i in log if isinstance(i, StoredEntry)}
+        ids = story.poison & {i.entry.id for i in log if isinstance(i, StoredEntry)}
+        poison = dict.fromkeys(ids, "poison")
         found = plan_salvage(flushed.watermark, log, common=known, settled=settled, poison=poison)
         if found.apply:
             await flushed.store.apply(None, [coalesce(THREAD, flushed.watermark.version, found.apply)])

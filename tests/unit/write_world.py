@@ -70,7 +70,8 @@ class World:
     async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
         def decide(watermarks: Any) -> Decision:
             watermark = watermarks[thread_id]
-            todo = plan(watermark, [*waiting, *self.tail(thread_id)], complete=True, poison=poison)
+            causes = dict.fromkeys(poison, "poison")
+            todo = plan(watermark, [*waiting, *self.tail(thread_id)], complete=True, poison=causes)
             batch = [coalesce(thread_id, watermark.version, todo.apply)] if todo.apply else []
             left = {thread_id: todo.watermark.flushed_seq} if waiting else {}
             return Decision(batch, {thread_id: todo.watermark}, todo.park, left=left)

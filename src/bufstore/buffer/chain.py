@@ -11,7 +11,7 @@ parked. A self-contained entry starts the chain afresh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -100,13 +100,13 @@ def plan(
     items: Iterable[Item],
     *,
     complete: bool,
-    poison: Set[int] = frozenset(),
+    poison: Mapping[int, str] | None = None,
 ) -> Plan:
     """Decide which of a thread's `items` take effect on `watermark`.
 
     `items` may come in any order and more than once. `complete`: the log has nothing of the thread between the
-    watermark and the last item except these items, so a missing predecessor will not turn up. `poison`: ids of entries
-    that are known to be inapplicable; they are parked.
+    watermark and the last item except these items, so a missing predecessor will not turn up. `poison`: the ids of
+    entries that are known to be inapplicable, each with the cause; they are parked.
     """
     pending = sorted({item.seq: item for item in items if item.seq > watermark.flushed_seq}.items())
     apply: list[StoredEntry] = []
@@ -129,14 +129,11 @@ def plan(
         chained = anew or e.prev_id == watermark.applied_id
         if not chained and not complete and e.prev_id not in skipped and watermark.broken_since is None:
             return Plan(watermark=watermark, apply=apply, park=park, gap_before=seq)
-        if e.id in poison:
-            park.append(Parked(item, "cannot be applied", watermark.applied_id))
-            watermark = msgspec.structs.replace(
-                watermark, flushed_seq=seq, broken_since=broken, producers=_sources(watermark, item)
-            )
-            continue
-        if not chained and not e.self_contained:
-            park.append(Parked(item, "its predecessor is not applied", watermark.applied_id))
+        cause = poison.get(e.id) if poison else None
+        if cause is None and not chained and not e.self_contained:
+            cause = "its predecessor is not applied"
+        if cause is not None:
+            park.append(Parked(item, cause, watermark.applied_id))
             watermark = msgspec.structs.replace(
                 watermark, flushed_seq=seq, broken_since=broken, producers=_sources(watermark, item)
             )

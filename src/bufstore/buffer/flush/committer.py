@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-import msgspec
-
 from bufstore.buffer.chain import Parked, Watermark
-from bufstore.buffer.entry import Item, Malformed, StoredEntry, items_of
+from bufstore.buffer.entry import Item, Malformed, items_of
 from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
 from bufstore.buffer.flush.owned_partition import OwnedPartition, size_of
 from bufstore.buffer.parts import AnyParts
@@ -213,14 +211,10 @@ class Committer:
             if change is not None:
                 batch.append(change)
             new_rows[thread_id] = todo.watermark
-            parked += map(self._with_cause, todo.park)
+            parked += todo.park
         if gaps:
             raise _Gap(gaps)
         return Decision(batch=batch, watermarks=new_rows, parked=parked)
-
-    def _with_cause(self, parked: Parked) -> Parked:
-        cause = self.poison.get(parked.item.entry.id) if isinstance(parked.item, StoredEntry) else None
-        return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
 
     async def _fill(self, thread_id: str, after: int, items: Sequence[Item]) -> list[Item]:
         """Return the thread's `items` and its other entries in the log above position `after`, up to the last item."""

@@ -28,7 +28,7 @@ def decide_thread(
     Entries that turn out to be inapplicable are added to `poison`, with the cause.
     """
     while True:
-        todo = plan(watermark, items, complete=complete, poison=poison.keys())
+        todo = plan(watermark, items, complete=complete, poison=poison)
         if todo.gap_before is not None or not todo.apply:
             return todo, None
         try:

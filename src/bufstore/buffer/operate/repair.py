@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Plan, Watermark, plan
+from bufstore.buffer.chain import Plan, Watermark, plan
 from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Item, Malformed, StoredEntry, entry_id, items_of
 from bufstore.buffer.flush.deciding import decide_thread
@@ -62,8 +62,9 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 #: Deals with a thread's entries (None: entries of no thread), given what log and Postgres have in common, and the
 #: positions whose entries are in quarantine.
 _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
-#: Decides which entries take effect on a watermark and which are parked, given the ids that the store refuses.
-_Planning = Callable[[Watermark, Sequence[Item], set[int]], Plan]
+#: Decides which entries take effect on a watermark and which are parked, given the ids that the store refuses, with
+#: the causes.
+_Planning = Callable[[Watermark, Sequence[Item], Mapping[int, str]], Plan]
 
 
 class Repair:
@@ -262,7 +263,7 @@ class Repair:
 
         among = items
 
-        def salvaging(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
+        def salvaging(watermark: Watermark, items: Sequence[Item], poison: Mapping[int, str]) -> Plan:
             return plan_salvage(watermark, items, common=common, settled=settled, poison=poison, among=among)
 
         await self._in_parts(thread_id, items, salvaging, leave=False)
@@ -287,7 +288,7 @@ class Repair:
         planning: _Planning,
         *,
         leave: bool,
-        poison: dict[int | None, str],
+        poison: Mapping[int, str],
     ) -> None:
         found: list[Plan] = []
         names = [thread_id] if thread_id is not None else []
@@ -295,16 +296,14 @@ class Repair:
         def decide(watermarks: Mapping[str, Watermark]) -> Decision:
             need_all(names, watermarks)
             watermark = watermarks[thread_id] if thread_id is not None else Watermark()
-            ids = {id_ for id_ in poison if id_ is not None}
-            planned = planning(watermark, items, ids)
+            planned = planning(watermark, items, poison)
             found[:] = [planned]
-            parked = [_with_cause(p, poison) for p in planned.park]
             if thread_id is None:
-                return Decision(parked=parked)
+                return Decision(parked=planned.park)
             batch = [self._coalesce(thread_id, watermark.version, planned.apply)] if planned.apply else []
             after = msgspec.structs.replace(planned.watermark, gone=batch[0].gone) if batch else planned.watermark
             left = {thread_id: items[-1].seq} if leave else {}
-            return Decision(batch=batch, watermarks={thread_id: after}, parked=parked, left=left)
+            return Decision(batch=batch, watermarks={thread_id: after}, parked=planned.park, left=left)
 
         await self._flush(names, decide)
         if not leave:
@@ -332,7 +331,7 @@ class Repair:
         self._parked += len(found.park)
 
 
-def _plan_waiting(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
+def _plan_waiting(watermark: Watermark, items: Sequence[Item], poison: Mapping[int, str]) -> Plan:
     """Plan the waiting entries as a flush does."""
     return plan(watermark, items, complete=True, poison=poison)
 
@@ -349,10 +348,5 @@ def _chunks(threads: Sequence[str]) -> Iterator[Sequence[str]]:
     return (threads[i : i + _CHUNK] for i in range(0, len(threads), _CHUNK))
 
 
-def _id_of(item: Item) -> int | None:
-    return item.entry.id if isinstance(item, StoredEntry) else None
-
-
-def _with_cause(parked: Parked, causes: Mapping[int | None, str]) -> Parked:
-    cause = causes.get(_id_of(parked.item))
-    return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
+def _id_of(item: Item) -> int:
+    return item.entry.id if isinstance(item, StoredEntry) else 0

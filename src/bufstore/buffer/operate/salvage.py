@@ -14,7 +14,7 @@ only if it builds on an entry that is known to be applied; otherwise it could re
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
@@ -66,15 +66,15 @@ def plan_salvage(
     *,
     common: int,
     settled: Set[int],
-    poison: Set[int] = frozenset(),
+    poison: Mapping[int, str] | None = None,
     among: Sequence[Item] | None = None,
 ) -> Plan:
     """Decide which of the log's entries of a thread take effect on `watermark`, and which are parked.
 
     `common`: the position up to which the log is the one that Postgres knows. `settled`: positions whose entries are in
-    quarantine. `poison`: ids of entries that turned out to be inapplicable. `among`: all entries that the log has of
-    the thread, if `items` are only some of them; only all of them together tell which are applied, and which build on
-    those.
+    quarantine. `poison`: the ids of entries that turned out to be inapplicable, each with the cause. `among`: all
+    entries that the log has of the thread, if `items` are only some of them; only all of them together tell which are
+    applied, and which build on those.
     """
     # A thread's entries are settled in order, so all entries before an applied one are settled.
     among = items if among is None else among
@@ -85,9 +85,9 @@ def plan_salvage(
     if not remaining:
         return Plan(watermark=watermark)
     start = min(watermark.flushed_seq, min(i.seq for i in remaining) - 1)
-    unfounded = _unfounded(watermark, left)
+    unfounded = dict.fromkeys(_unfounded(watermark, left), "it may be older than what is applied")
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
-    found = plan(behind, remaining, complete=True, poison=poison | unfounded)
+    found = plan(behind, remaining, complete=True, poison={**unfounded, **(poison or {})})
     # In a healthy log an entry that came too late is superseded. Here it may be the thread's newest, so it is parked
     # and an operator decides.
     judged = {i.seq for i in found.apply} | {p.item.seq for p in found.park}

@@ -7,24 +7,18 @@ from typing import Any
 
 import msgspec
 
-from bufstore.buffer.chain import Watermark, plan
-from bufstore.buffer.domain import Domain, Inapplicable, S
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Domain, S
 from bufstore.buffer.entry import Base, Item, StoredEntry
+from bufstore.buffer.flush.deciding import decide_thread
 
 
 def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequence[Item]) -> S:
     """Return `state` with `items` applied: all that the log has between its watermark and the last of them."""
-    poison: set[int] = set()
-    while True:
-        todo = plan(state.watermark, items, complete=True, poison=frozenset(poison))
-        if not todo.apply:
-            return msgspec.structs.replace(state, watermark=todo.watermark)
-        try:
-            change = domain.coalesce(thread_id, state.watermark.version, todo.apply)
-        except Inapplicable as e:
-            poison.add(e.entry_id)
-            continue
-        return domain.overlay(state, thread_id, change, msgspec.structs.replace(todo.watermark, gone=change.gone))
+    plan, change = decide_thread(thread_id, state.watermark, items, {}, domain.coalesce, complete=True)
+    if change is None:
+        return msgspec.structs.replace(state, watermark=plan.watermark)
+    return domain.overlay(state, thread_id, change, plan.watermark)
 
 
 def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[Item]) -> S | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark
-from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Item, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.spark.task import Counts
 from bufstore.threads.coalesce import coalesce
@@ -38,18 +38,15 @@ class Applicable(NamedTuple):
 
 def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
     """Return which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
-    poison: dict[int, str] = {}
     behind = _after_burials([item for item in items if item.seq > row.flushed_seq])
     if behind and _builds_on_more(row, version, behind[0]):
         cause = "it builds on messages that are older than the log and are not in Postgres"
         return Applicable(Plan(watermark=row), None, len(behind), _reason(thread_id, behind[0], cause))
-    todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
+    todo, change = decide_thread(thread_id, row, behind, {}, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")
     # Apply only up to the first entry that cannot be applied: a restore parks nothing.
     first, cause = todo.park[0].item, todo.park[0].cause
-    if not isinstance(first, Malformed):
-        cause = poison.get(first.entry.id, cause)
     before = [item for item in behind if item.seq < first.seq]
     todo, change = decide_thread(thread_id, row, before, {}, coalesce, complete=True)
     return Applicable(todo, change, len(behind) - len(before), _reason(thread_id, first, cause))

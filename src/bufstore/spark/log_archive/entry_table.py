@@ -112,19 +112,19 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
         trusted = True  # its writer saw in Postgres what the log does not show, as after a backfill
     if trusted and isinstance(item, StoredEntry):
         row = msgspec.structs.replace(row, applied_id=item.entry.prev_id)
-    poison, cause = set[int](), None
+    poison: dict[int, str] = {}
     if isinstance(item, StoredEntry):
         if isinstance(payload, str):
-            poison, cause = {item.entry.id}, payload
+            poison[item.entry.id] = payload
         elif payload.keep > row.version and not trusted and item.entry.prev_id == row.applied_id:
-            poison, cause = {item.entry.id}, f"keeps {payload.keep} of {row.version} messages"
+            poison[item.entry.id] = f"keeps {payload.keep} of {row.version} messages"
     found = plan(row, [item], complete=True, poison=poison)
     if found.apply:
         mark = found.watermark
         return APPLIED, None, Known(item.seq, mark.applied_id, mark.version, isinstance(payload, Removal))
     after = known_of(item.seq, None) if known is None else msgspec.structs.replace(known, position=item.seq)
     if found.park:
-        return PARKED, cause or found.park[0].cause, after
+        return PARKED, found.park[0].cause, after
     return SUPERSEDED, None, after
 
 
