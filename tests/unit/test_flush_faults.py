@@ -10,9 +10,19 @@ import pytest
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.blame import THREADS_MIN
+from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.verdict import Verdict, verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
-from bufstore.errors import Closed, ConfigError, LogUnavailable, MalformedEntry, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import (
+    Closed,
+    ConfigError,
+    LogRolledBack,
+    LogUnavailable,
+    MalformedEntry,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
+from bufstore.jetstream.messages import AppendUnknown
 from thorough import seldom
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, other_partition
 
@@ -57,7 +67,27 @@ def transactions(it: Bench) -> list[int]:
     return asked
 
 
-# --- faults of one thread ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("error", "stopped"),
+    [
+        (StoreUnavailable("it is away"), False),
+        (LogUnavailable("it is away"), False),
+        (AppendUnknown("no answer"), False),
+        (StoreMisconfigured("a wrong password"), True),
+        (LogRolledBack("it ends too early"), True),
+        (FlushFailed("a deadlock", Verdict.RETRY), False),
+        (FlushFailed("permission denied for table buffer_waiting", Verdict.DENIED, of_batch=False), True),
+        (FlushFailed("read-only", Verdict.STOP), True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_error_says_whether_it_needs_an_operator(error: Exception, stopped: bool) -> None:
+    state = FlusherState()
+    state.report(error)
+    assert (state.stopped, str(error) in state.trouble) == (stopped, True)
+
+
+# --- what is about one thread -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sqlstate", ABOUT_A_STATEMENT)

@@ -175,7 +175,7 @@ class Flusher:
         """Why this flusher, unlike others, cannot flush; None if it can."""
         reason = self._log.refused
         if reason is not None:
-            self.state.report(LogRolledBack(reason), stopped=True)
+            self.state.report(LogRolledBack(reason))
         return reason
 
     def _on_call(self, partition: int) -> None:

@@ -6,6 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.errors import LogRolledBack, StoreMisconfigured
+
 _log = logging.getLogger(__name__)
 
 
@@ -27,17 +30,24 @@ class FlusherState:
     #: True when the trouble needs an operator.
     stopped: bool = False
 
-    def report(self, error: BaseException, *, stopped: bool) -> None:
+    def report(self, error: Exception) -> None:
         """Note that nothing is flushed because of `error`, and log it once."""
+        stopped = _needs_operator(error)
         text = f"{type(error).__name__}: {error}"
         if text != self.trouble:
             level = logging.ERROR if stopped else logging.WARNING
             _log.log(level, "cannot flush: %s", text, extra={"action": "flush_failed"})
         self.trouble, self.stopped = text, stopped
 
-    def clear(self, waiting: str, *, stopped: bool = False) -> None:
+    def clear(self, waiting: str, *, stopped: bool) -> None:
         """Note that flushing goes on; `waiting` names the threads that wait, if any."""
         self.trouble, self.stopped = waiting, stopped
+
+
+def _needs_operator(error: Exception) -> bool:
+    if isinstance(error, FlushFailed):
+        return error.verdict.needs_operator
+    return isinstance(error, (StoreMisconfigured, LogRolledBack))
 
 
 def state_of_all(lanes: Sequence[FlusherState]) -> FlusherState:

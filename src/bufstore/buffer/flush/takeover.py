@@ -21,7 +21,7 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.ports.log import Log
-from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.tasks import spawn
@@ -171,7 +171,7 @@ class Takeover:
         if now - self._followed_at[partition] < _AT_ONCE_LOST_S:
             self._untakeable[partition] = now + _TAKE_RETRY_S
             self._doomed_until = now + _TAKE_RETRY_S + 2 * _AT_ONCE_LOST_S
-            self._state.report(LogUnavailable(f"feeds are lost as soon as they start: {reason}"), stopped=False)
+            self._state.report(LogUnavailable(f"feeds are lost as soon as they start: {reason}"))
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Take the partitions that are ours, until `stopping`."""
@@ -224,8 +224,7 @@ class Takeover:
                 self._prepared = True
             cursors = await self._ledger.take(partitions, self._member)
         except (BufstoreError, FlushFailed) as e:
-            operator = isinstance(e, (StoreMisconfigured, LogRolledBack))
-            self._state.report(e, stopped=operator or (isinstance(e, FlushFailed) and e.verdict.needs_operator))
+            self._state.report(e)
             self._untakeable.update(dict.fromkeys(partitions, self._loop.time() + _TAKE_RETRY_S))
             return
         reach(Failpoint.TAKE_RAISED)
@@ -244,7 +243,7 @@ class Takeover:
             self._untakeable[partition] = now + (_TAKE_RETRY_S if said else _HELD_RETRY_S)
             if said:
                 reason = f"partition {partition} cannot be taken: another session holds its row in buffer_partitions"
-                self._state.report(StoreUnavailable(reason), stopped=False)
+                self._state.report(StoreUnavailable(reason))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = spawn(work, name="bufstore-flusher-partition")
@@ -257,7 +256,7 @@ class Takeover:
                 await self._follow(cursor)
             self._untakeable.pop(cursor.partition, None)
         except (BufstoreError, FlushFailed, AppendUnknown) as e:
-            self._state.report(e, stopped=isinstance(e, LogRolledBack))
+            self._state.report(e)
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
         except Exception as e:
             self._state.trouble = f"takeover: unexpected {type(e).__name__}"

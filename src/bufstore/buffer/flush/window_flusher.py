@@ -31,7 +31,7 @@ from bufstore.buffer.ports.ledger import (
     FlushFailed,
     NotOwner,
 )
-from bufstore.errors import BufstoreError, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import BufstoreError, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -149,8 +149,7 @@ class WindowFlusher:
                 if part and room > 0:
                     found.update(await self.queues.read(part[:room], room))
         except (BufstoreError, FlushFailed) as e:
-            self._state.report(e, stopped=False)
-            raise Later from e
+            raise self._later(e) from e
         if found:
             await self._settle(found, probe=probe)
 
@@ -161,22 +160,17 @@ class WindowFlusher:
             return
         try:
             await self._committer.queue(waiting)
-        except NotOwner as e:
-            self._fenced(e)
-            raise Later from e
-        except (BufstoreError, AppendUnknown) as e:
-            self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
-            raise Later from e
+        except (NotOwner, BufstoreError, AppendUnknown) as e:
+            raise self._later(e) from e
         except FlushFailed as e:
             if not e.verdict.of_statement and len(waiting) > 1:
                 self._queue_room = len(waiting) // 2
-                self._state.report(e, stopped=e.verdict.needs_operator)
-                raise Later from e
+                raise self._later(e) from e
             if not e.verdict.of_statement:  # as far as we can tell, this one entry fails: the others need not wait
                 self._queue_room = self._config.flush_max_entries
                 now = self._loop.time()
                 self.queues.keep_in_memory(waiting[0].item.thread_id, now, now + _OTHERS_S)
-                self._state.report(e, stopped=e.verdict.needs_operator)
+                self._state.report(e)
                 return
             # The other threads must not wait for this: the cursor stays, as if the space were used up.
             self.queues.not_before = self._loop.time() + _OTHERS_S
@@ -216,32 +210,17 @@ class WindowFlusher:
     async def _settle(self, threads: Threads, *, probe: int = 0, once_more: bool = False) -> None:
         try:
             outcome = await self._attempt(threads, probe=probe)
-        except NotOwner as e:
-            self._fenced(e)
-            raise Later from e
-        except (StoreUnavailable, StoreMisconfigured) as e:
-            self._less(threads)
-            if isinstance(e, StoreUnavailable) and await self._is_of_one(threads, str(e)):
-                self._wait(next(iter(threads)), FlushFailed(str(e), Verdict.RETRY), alone=True)
-                return
-            self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
-            raise Later from e
         except NoRoom as e:
             await self._settle_parkable(threads, e)
             return
-        except FlushFailed as e:
+        except (FlushFailed, StoreUnavailable) as e:
             self._less(threads)
-            if e.verdict is Verdict.SHRINK and is_one_entry(threads):
-                self._wait(next(iter(threads)), e, alone=True, longest_s=_ALONE_MAX_S)
-                return
-            if e.verdict is Verdict.RETRY and await self._is_of_one(threads, e.cause):
-                self._wait(next(iter(threads)), e, alone=True)
-                return
-            self._state.report(e, stopped=e.verdict.needs_operator)
-            raise Later from e
-        except (BufstoreError, AppendUnknown) as e:
-            self._state.report(e, stopped=False)
-            raise Later from e
+            failed = e if isinstance(e, FlushFailed) else FlushFailed(str(e), Verdict.RETRY)
+            if not await self._waits_alone(threads, failed):
+                raise self._later(e) from e
+            return
+        except (NotOwner, BufstoreError, AppendUnknown) as e:
+            raise self._later(e) from e
         now = self._loop.time()
         for thread_id in outcome.locked:
             self._wait(thread_id, FlushFailed("another session holds its row", Verdict.LOCKED))
@@ -257,13 +236,25 @@ class WindowFlusher:
         if outcome.untried and not any(self._is_everybodys(e.cause) for e in outcome.refused.values()):
             self.more = True
 
-    def _fenced(self, error: NotOwner) -> None:
-        if error.partition in self._owned:
+    def _later(self, error: Exception) -> Later:
+        """Note why nothing can be flushed now. A partition that another owner took is given up."""
+        if not isinstance(error, NotOwner):
+            self._state.report(error)
+        elif error.partition in self._owned:
             self._takeover.drop(self._owned[error.partition], f"another owner took it ({error})")
+        return Later()
 
     def _less(self, threads: Threads) -> None:
         """Try fewer entries next time: these may have been too many for the time."""
         self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
+
+    async def _waits_alone(self, threads: Threads, error: FlushFailed) -> bool:
+        """Have a single entry wait if it is too much even alone, or if the error is its own. Returns whether it is."""
+        too_much = error.verdict is Verdict.SHRINK and is_one_entry(threads)
+        if not too_much and not (error.verdict is Verdict.RETRY and await self._is_of_one(threads, error.cause)):
+            return False
+        self._wait(next(iter(threads)), error, alone=True, longest_s=_ALONE_MAX_S if too_much else None)
+        return True
 
     async def _is_of_one(self, threads: Threads, cause: str) -> bool:
         """Return whether a single entry ends the session or gets no answer while Postgres answers everything else."""
@@ -314,8 +305,7 @@ class WindowFlusher:
         for thread_id, error in refused.items():
             items = threads[thread_id]
             if thread_id is None:  # our own tables: no single thread is concerned
-                self._state.report(error, stopped=False)
-                raise Later from error
+                raise self._later(error) from error
             if not self._is_poison(thread_id, error):
                 self._wait(thread_id, error)
             elif len(items) > 1:
