@@ -196,6 +196,16 @@ class Malformed(msgspec.Struct, frozen=True, gc=False):
 Item = StoredEntry | Malformed
 
 
+def bytes_of(item: Item) -> int:
+    """Return how many bytes the entry's payload has, or what stands in its place."""
+    return len(item.entry.payload) if isinstance(item, StoredEntry) else sum(len(m.body) for m in item.messages)
+
+
+def id_of(item: Item) -> int:
+    """Return the id of an entry; 0 if the message is none."""
+    return item.entry.id if isinstance(item, StoredEntry) else 0
+
+
 def item_of(message: StoredMessage, thread_id: str) -> Item:
     """Decode a message of this thread."""
     try:

@@ -102,6 +102,13 @@ class Subjects:
         """Return the thread of a subject. Raises MalformedEntry when no thread has that subject."""
         return _thread_id(self.prefix, self.partitions, subject)
 
+    def thread_of(self, subject: str) -> str | None:
+        """Return the thread of a subject; None when no thread has that subject."""
+        try:
+            return self.thread_id(subject)
+        except MalformedEntry:
+            return None
+
 
 @lru_cache(maxsize=1 << 14)
 def _thread_id(prefix: str, partitions: int, subject: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from bufstore.buffer.entry import Item, StoredEntry
+from bufstore.buffer.entry import Item, bytes_of
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
 
 
@@ -44,7 +44,7 @@ class MemoryWaiting:
         for _, thread_id, entry in mine:
             by_thread.setdefault(thread_id, []).append(entry)
         return [
-            Queue(t, len(found), sum(_size(e) for e in found), min(e.reason for e in found), found[-1].item.seq)
+            Queue(t, len(found), sum(bytes_of(e.item) for e in found), min(e.reason for e in found), found[-1].item.seq)
             for t, found in by_thread.items()
         ]
 
@@ -55,7 +55,7 @@ class MemoryWaiting:
             for entry in self._of(thread_id)[:entries]:
                 if size >= bytes_:
                     return found
-                size += _size(entry)
+                size += bytes_of(entry.item)
                 found.setdefault(thread_id, []).append(entry.item)
         return found
 
@@ -75,15 +75,10 @@ class MemoryWaiting:
         return WaitingTotals(
             entries=len(self.entries),
             threads=len({t for t, _ in self.entries}),
-            bytes=sum(_size(e) for e, _ in self.entries.values()),
+            bytes=sum(bytes_of(e.item) for e, _ in self.entries.values()),
             since=min(since for _, since in self.entries.values()),
             reason=reasons.most_common(1)[0][0],
         )
 
     def _of(self, thread_id: str) -> list[WaitingEntry]:
         return [self.entries[key][0] for key in sorted(key for key in self.entries if key[0] == thread_id)]
-
-
-def _size(entry: WaitingEntry) -> int:
-    item = entry.item
-    return len(item.entry.payload) if isinstance(item, StoredEntry) else sum(len(m.body) for m in item.messages)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from bufstore.buffer.entry import Item, Malformed, StoredEntry, item_of
+from bufstore.buffer.entry import Item, Malformed, bytes_of, id_of, item_of
 from bufstore.buffer.flush.passed import Passed
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Feed
@@ -65,7 +65,7 @@ class OwnedPartition:
         try:
             for message in arrived:
                 item = self._item(message)
-                self._order.append((item.seq, _id(item)))
+                self._order.append((item.seq, id_of(item)))
                 if item.thread_id is not None and item.seq <= self._waits_to.get(item.thread_id, 0):
                     continue
                 self.pending[item.seq] = item
@@ -170,15 +170,10 @@ class OwnedPartition:
         return item_of(message, thread_id)
 
 
-def _id(item: Item) -> int:
-    return item.entry.id if isinstance(item, StoredEntry) else 0
-
-
 #: About how many bytes an entry takes besides its payload; for a small entry this is more than the payload.
 _OVERHEAD = 512
 
 
 def size_of(item: Item) -> int:
     """Return about how many bytes an entry takes in memory, or in the ledger."""
-    size = len(item.entry.payload) if isinstance(item, StoredEntry) else sum(len(m.body) for m in item.messages)
-    return size + _OVERHEAD
+    return bytes_of(item) + _OVERHEAD

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from bufstore.buffer.chain import Watermark, plan
-from bufstore.buffer.entry import Base, Item, Malformed, decode
+from bufstore.buffer.entry import Base, Item, Malformed, decode, id_of
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
@@ -112,7 +112,7 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
         found.append(
             ("waiting > watermark", f"entry {watermark.waits_to} waits, flushed up to {watermark.flushed_seq}")
         )
-    changed = [item.seq for item in facts.tail if _id(waiting.get(item.seq, item)) != _id(item)]
+    changed = [item.seq for item in facts.tail if id_of(waiting.get(item.seq, item)) != id_of(item)]
     if changed:
         found.append(
             (
@@ -144,10 +144,6 @@ def _explained(facts: ThreadFacts, last: StoredMessage) -> bool:
     except MalformedEntry:
         return False
     return entry.id == watermark.applied_id or entry.base is not Base.CHAINED  # the latter: it came too late
-
-
-def _id(item: Item) -> int:
-    return 0 if isinstance(item, Malformed) else item.entry.id
 
 
 def _torn(watermark: Watermark, tail: Sequence[Item]) -> int | None:

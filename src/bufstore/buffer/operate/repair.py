@@ -21,14 +21,14 @@ import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark, plan
 from bufstore.buffer.domain import Inapplicable
-from bufstore.buffer.entry import Item, Malformed, StoredEntry, entry_id, items_of
-from bufstore.buffer.flush.deciding import decide_thread
+from bufstore.buffer.entry import Item, Malformed, entry_id, id_of, items_of
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner, need_all
-from bufstore.errors import ConfigError, MalformedEntry, StoreMisconfigured, StoreUnavailable
+from bufstore.buffer.read.with_waiting import watermark_with_waiting
+from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.jetstream.messages import StoredMessage
 
 _CHUNK = 500
@@ -170,7 +170,7 @@ class Repair:
         async for partition, message in self._above(common):
             if _slice(message.subject) in share:
                 found.setdefault(message.subject, (partition, []))[1].append(message)
-        threads = {thread_id: s for s in found if (thread_id := self._thread_of(s)) is not None}
+        threads = {thread_id: s for s in found if (thread_id := self._subjects.thread_of(s)) is not None}
         self._threads += len(threads)
         for some in _chunks(list(threads)):
             watermarks = await self._watermarks(some)
@@ -196,7 +196,7 @@ class Repair:
         some: list[tuple[int, str, StoredMessage]] = []
         size = 0
         async for partition, message in self._log.scan():
-            thread_id = self._thread_of(message.subject)
+            thread_id = self._subjects.thread_of(message.subject)
             if thread_id is not None and message.seq > known[partition]:
                 some.append((partition, thread_id, message))
                 size += len(message.body)
@@ -226,23 +226,14 @@ class Repair:
         }
 
     async def _with_waiting(self, thread_id: str) -> Watermark:
-        items = await self._ledger.waiting.of_thread(thread_id)
-        row = await self._ledger.watermark(thread_id)
-        todo, _ = decide_thread(thread_id, row, items, {}, self._coalesce, complete=True)
-        return todo.watermark
-
-    def _thread_of(self, subject: str) -> str | None:
-        try:
-            return self._subjects.thread_id(subject)
-        except MalformedEntry:
-            return None
+        return await watermark_with_waiting(self._ledger, self._coalesce, thread_id)
 
     async def _settled(self, items: Sequence[Item]) -> set[int]:
         """Return the positions whose entries are in quarantine. Raises ConfigError when another entry is there."""
         present = await self._ledger.parked.present([i.seq for i in items])
         for item in items:
             found = await self._ledger.parked.entry(item.seq) if item.seq in present else None
-            if found is not None and _id_of(found.item) != _id_of(item):
+            if found is not None and id_of(found.item) != id_of(item):
                 raise ConfigError(
                     f"quarantine holds another entry with position {item.seq}: replay or discard it, then repair"
                 )
@@ -279,7 +270,7 @@ class Repair:
                 try:
                     await self._commit(thread_id, [item], planning, leave=leave, poison={})
                 except _Refused as e:
-                    await self._commit(thread_id, [item], planning, leave=leave, poison={_id_of(item): str(e)})
+                    await self._commit(thread_id, [item], planning, leave=leave, poison={id_of(item): str(e)})
 
     async def _commit(
         self,
@@ -346,7 +337,3 @@ def _slice(subject: str) -> int:
 
 def _chunks(threads: Sequence[str]) -> Iterator[Sequence[str]]:
     return (threads[i : i + _CHUNK] for i in range(0, len(threads), _CHUNK))
-
-
-def _id_of(item: Item) -> int:
-    return item.entry.id if isinstance(item, StoredEntry) else 0

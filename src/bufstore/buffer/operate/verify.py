@@ -17,7 +17,6 @@ from bufstore.buffer.operate.audit import Finding, ThreadFacts, Verification, th
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Floor
-from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
 _CHUNK = 500
@@ -138,7 +137,7 @@ class Verifier:
         async for _, message in self._log.scan(last_up_to=end):
             if message.seq > end:
                 break
-            thread_id = self._thread_of(message.subject)
+            thread_id = self._subjects.thread_of(message.subject)
             if thread_id is None:
                 continue  # the message is of no thread, and is parked alone
             seen[thread_id] = message
@@ -164,12 +163,6 @@ class Verifier:
         """Return whether the thread's last waiting entry is in the log; True if no entry waits any more."""
         items = await self._ledger.waiting.of_thread(thread_id)
         return not items or await self._log.identity(items[-1].seq) is not None
-
-    def _thread_of(self, subject: str) -> str | None:
-        try:
-            return self._subjects.thread_id(subject)
-        except MalformedEntry:
-            return None
 
     async def _judge(self, f: ThreadFacts) -> None:
         self._threads += 1

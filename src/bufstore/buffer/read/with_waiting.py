@@ -12,9 +12,10 @@ from typing import Any, Generic
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.domain import S, StateReader
+from bufstore.buffer.domain import Coalesce, S, StateReader
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.parts import Parts
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.read.overlay import overlay
 from bufstore.buffer.read.restored import Restored
 
@@ -39,20 +40,24 @@ class WithWaiting(Generic[S]):
 
     async def watermark(self, thread_id: str) -> Watermark:
         """Return the watermark alone. Raises what the ledger raises."""
-        return await self._restored.counting(lambda: self._watermark(thread_id))
-
-    async def _watermark(self, thread_id: str) -> Watermark:
-        row = await self._ledger.watermark(thread_id)
-        if not row.waits_to:
-            return row
-        items = await self._ledger.waiting.of_thread(thread_id)
-        row = await self._ledger.watermark(thread_id)
-        todo, _ = decide_thread(thread_id, row, items, {}, self._domain.coalesce, complete=True)
-        return msgspec.structs.replace(todo.watermark, waits_to=0)
+        return await self._restored.counting(
+            lambda: watermark_with_waiting(self._ledger, self._domain.coalesce, thread_id)
+        )
 
     async def answers(self) -> None:
         await self._reader.answers()
         await self._restored.counts_since(self._restored.era)
+
+
+async def watermark_with_waiting(ledger: Ledger, coalesce: Coalesce, thread_id: str) -> Watermark:
+    """Return the watermark that the thread has once its entries in the ledger are flushed."""
+    row = await ledger.watermark(thread_id)
+    if not row.waits_to:
+        return row
+    items = await ledger.waiting.of_thread(thread_id)
+    row = await ledger.watermark(thread_id)
+    todo, _ = decide_thread(thread_id, row, items, {}, coalesce, complete=True)
+    return msgspec.structs.replace(todo.watermark, waits_to=0)
 
 
 def _without_mark(state: S) -> S:

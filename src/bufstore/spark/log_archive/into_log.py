@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_id, items_of
+from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_id, id_of, items_of
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
@@ -60,7 +60,7 @@ def wanted(
     `row` and `version`: the thread's in Postgres. `held`: the ids of its entries that the log shows (at least that of
     the last), oldest first. `log_end`: the position behind everything that the log has.
     """
-    ids = [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items]
+    ids = [id_of(item) for item in items]
     last = held[-1] if held else row.applied_id
     if ids[-1] in held:
         return Wanted([], present=len(items))
@@ -192,7 +192,7 @@ class IntoLog:
 
     async def _ids(self, thread_id: str) -> list[int]:
         messages = await self._log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
-        return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items_of(messages, thread_id)]
+        return [id_of(item) for item in items_of(messages, thread_id)]
 
     async def _write(self, thread_id: str, entries: Sequence[Entry], behind: int) -> int:
         """Write the entries. Returns how many were written: not all if somebody was faster."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pyarrow
 
-from bufstore.buffer.entry import Item, Malformed, StoredEntry
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, bytes_of
 from bufstore.nats.ranges import Read
 from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload
@@ -176,8 +176,7 @@ def _body(item: LogItem, payload: Any) -> bytes | None:
 
 
 def _size(item: LogItem, _: Any) -> int:
-    what = item.what
-    return len(what.entry.payload) if isinstance(what, StoredEntry) else sum(len(m.body) for m in what.messages)
+    return bytes_of(item.what)
 
 
 _KINDS = {"Payload": "checkpoint", "Edit": "edit", "Removal": "removal"}
