@@ -58,7 +58,7 @@ class Groups:
         async def forget() -> None:
             self.forgot += 1
 
-        entries = Entries(SUBJECTS, nothing, lambda _: None)
+        entries = Entries(SUBJECTS, nothing)
         head = lambda subject: self.heads.get(SUBJECTS.thread_id(subject), 0)  # noqa: E731
         return Backwards(cast(Any, self), entries, head, forget)
 

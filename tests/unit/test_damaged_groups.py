@@ -10,8 +10,8 @@ import pytest
 
 from bufstore import Consistency, MemoryThreadStore
 from bufstore.buffer.entry import Malformed
+from bufstore.buffer.groups import tail
 from bufstore.buffer.groups.group import Group
-from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import first_place, group_of
 from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
 from bufstore.memory import MemoryNats
@@ -68,10 +68,10 @@ def test_groups_that_are_lost_in_several_places_stop_nobody() -> None:
 def test_a_log_that_has_lost_many_groups_is_read_twice_and_not_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, read = 400, 0
 
-    def decoded(self: Tail, message: StoredMessage) -> Group | None:
+    def decoded(message: StoredMessage) -> Group | None:
         nonlocal read
         read += 1
-        return decode(self, message)
+        return decode(message)
 
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
@@ -79,12 +79,12 @@ def test_a_log_that_has_lost_many_groups_is_read_twice_and_not_once_for_each(mon
             places = [(await store.checkpoint(t, [t], run_of(t))).thread_seq for t in (fresh() for _ in range(groups))]
         for place in places[100:300:10]:
             nats.streams["THREADLOG"].remove(group_of(place))
-        monkeypatch.setattr(Tail, "decoded", decoded)
+        monkeypatch.setattr(tail, "group_in", decoded)
         async with instance(nats, inner, flusher=False) as store:
             assert await store.load_messages(fresh()) is None
             assert read < 3 * groups
 
-    decode = Tail.decoded
+    decode = tail.group_in
     run(main())
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from bufstore.buffer.entry import Base, header_of
-from bufstore.buffer.groups.group import Group, body_of, decode_entry
+from bufstore.buffer.groups.group import Group, body_of, decode_entry, group_in
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.places import first_place, place
 from bufstore.buffer.subjects import Subjects
@@ -24,14 +24,9 @@ class Purged(LogUnavailable):
 class Entries:
     """Finds entries in their groups, and the payloads of large ones beside them."""
 
-    def __init__(
-        self,
-        subjects: Subjects,
-        identity: Callable[[int], Awaitable[StoredMessage | None]],
-        decoded: Callable[[StoredMessage], Group | None],
-    ) -> None:
-        """`identity`: the message of the stream at a sequence. `decoded`: the group that a message is, if it is one."""
-        self._subjects, self._identity, self._decoded = subjects, identity, decoded
+    def __init__(self, subjects: Subjects, identity: Callable[[int], Awaitable[StoredMessage | None]]) -> None:
+        """`identity`: the message of the stream at a sequence."""
+        self._subjects, self._identity = subjects, identity
 
     async def read(self, group: Group, number: int, body: bytes) -> StoredMessage:
         """One entry of a group. Raises Purged, LogUnavailable."""
@@ -40,7 +35,7 @@ class Entries:
 
     async def split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
         """See `bufstore.buffer.groups.delivery.Split`. Raises Purged, LogUnavailable."""
-        group = self._decoded(message)
+        group = group_in(message)
         if group is None:  # anybody may publish: the message belongs to no thread, and somebody must look at it
             return [(0, self.foreign(message))]
         if not group.records:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from bufstore.buffer.groups.group import Group, decode_entry, hash_of
+from bufstore.buffer.groups.group import Group, decode_entry, group_in, hash_of
 from bufstore.buffer.groups.oversize import sequences
-from bufstore.buffer.groups.stream import GroupsInStream
+from bufstore.buffer.groups.stream import READ_S, GroupsInStream, last_on, messages_on
 from bufstore.buffer.places import first_place, last_place, number_of
 from bufstore.buffer.ports.log import Remains
+from bufstore.buffer.subjects import Subjects
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 
-_READ_S = 5.0
 _ERASED_AT_ONCE = 16
 #: How often an erasure is told anew because others erase at the same time.
 _TELL_TRIES = 10
@@ -25,21 +25,18 @@ class Erasing:
     def __init__(
         self,
         stream: GroupsInStream,
-        subject: str,
-        groups: Callable[[int], AsyncIterator[StoredMessage]],
-        decoded: Callable[[StoredMessage], Group | None],
+        subjects: Subjects,
         floor: Callable[[], Awaitable[int]],
     ) -> None:
-        """`subject`: on which erasures are told. `groups`: the messages of all groups above a sequence."""
-        self._stream, self._subject = stream, subject
-        self._groups, self._decoded, self._floor = groups, decoded, floor
+        """`floor`: the place below which everything is settled."""
+        self._stream, self._subjects, self._floor = stream, subjects, floor
 
     async def remains(self, below: Mapping[str, int]) -> Remains:
         """See `bufstore.buffer.ports.log.Log`."""
         wanted = {hash_of(thread_id): place_ for thread_id, place_ in below.items()}
         entries, parts, groups, last = 0, set[int](), list[int](), 0
-        async for message in self._groups(0):
-            last, group = message.seq, self._decoded(message)
+        async for message in messages_on(self._stream, self._subjects.groups):
+            last, group = message.seq, group_in(message)
             if group is None:
                 continue
             found = [at for at, record in group.places() if at < wanted.get(record.hash, 0)]
@@ -65,12 +62,13 @@ class Erasing:
     async def _tell(self, seqs: Sequence[int]) -> None:
         """Tell readers, which take a hole for a loss otherwise. Each message also names the highest ever erased."""
         for _ in range(_TELL_TRIES):
-            before = (await self._stream.last([self._subject], _READ_S)).get(self._subject)
+            before = await last_on(self._stream, self._subjects.erased)
             highest = max(_erased_in(before), default=0) if before is not None else 0
             numbers = sorted({*seqs, highest} - {0})
-            message = Outgoing(self._subject, ",".join(map(str, numbers)).encode(), None, before.seq if before else 0)
+            body = ",".join(map(str, numbers)).encode()
+            message = Outgoing(self._subjects.erased, body, None, before.seq if before is not None else 0)
             try:
-                await self._stream.publish(message, _READ_S)
+                await self._stream.publish(message, READ_S)
             except Conflict:
                 continue
             except AppendUnknown as e:
@@ -80,7 +78,7 @@ class Erasing:
 
     async def erased(self) -> int:
         """The place up to which groups may be erased; 0: none was."""
-        found = (await self._stream.last([self._subject], _READ_S)).get(self._subject)
+        found = await last_on(self._stream, self._subjects.erased)
         return last_place(max(_erased_in(found))) if found is not None and _erased_in(found) else 0
 
 

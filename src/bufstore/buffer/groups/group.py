@@ -12,6 +12,7 @@ checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 import zlib
 from binascii import a2b_base64, b2a_base64
@@ -27,6 +28,8 @@ from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import InvalidId, MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.types import check_id
+
+_log = logging.getLogger(__name__)
 
 VERSION = "G1"
 HASH_BYTES = 16
@@ -171,6 +174,15 @@ def decode_header(message: StoredMessage) -> Group:
     if max(before, parts) >= message.seq or purged > place(message.seq, 0):
         raise MalformedEntry("a group before its predecessor")
     return Group(message.seq, id_, before_id, before, parts, purged, _placed(records, message.seq))
+
+
+def group_in(message: StoredMessage) -> Group | None:
+    """The group that a message of the log is; None if it is no group."""
+    try:
+        return decode_header(message)
+    except MalformedEntry as e:
+        _log.error("message %d of the log is not a group: %s", message.seq, e, extra={"action": "group_malformed"})
+        return None
 
 
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:

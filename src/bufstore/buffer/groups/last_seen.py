@@ -14,29 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from bufstore.buffer.groups.group import Group, decode_header
 from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.stream import GroupsInStream, last_on
 from bufstore.errors import LogRolledBack, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 
 #: For how long nobody is listened to after something false was told: the log itself is read instead.
 _DEAF_S = 10.0
-
-
-class ShownLog(Protocol):
-    """What is asked of the log here; see `bufstore.buffer.groups.stream.GroupsInStream`."""
-
-    @property
-    def connections(self) -> int: ...
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]: ...
-    async def identity(self, seq: int) -> StoredMessage | None: ...
-    async def end(self, timeout_s: float) -> int: ...
-    async def barrier(self, timeout_s: float) -> int: ...
-    async def fresh_end(self, timeout_s: float) -> int: ...
-    def refuse(self, reason: str) -> None: ...
 
 
 class Seen(NamedTuple):
@@ -59,7 +46,7 @@ class Standing(enum.Enum):
     LOST = enum.auto()
 
 
-async def standing(log: ShownLog, subject: str, seen: Seen, timeout_s: float) -> Standing:
+async def standing(log: GroupsInStream, subject: str, seen: Seen, timeout_s: float) -> Standing:
     """What became of the message that was seen. Raises LogUnavailable while nobody can tell."""
     if not seen.seq:
         return Standing.THERE
@@ -69,7 +56,7 @@ async def standing(log: ShownLog, subject: str, seen: Seen, timeout_s: float) ->
             return Standing.LOST
         last = await log.fresh_end(timeout_s)
         if not last:
-            of_subject = (await log.last([subject], timeout_s)).get(subject)
+            of_subject = await last_on(log, subject, timeout_s)
             last = of_subject.seq if of_subject is not None else 0
         if last > seen.seq:
             return Standing.PASSED
@@ -81,7 +68,7 @@ async def standing(log: ShownLog, subject: str, seen: Seen, timeout_s: float) ->
     return Standing.THERE if found.subject == subject and id_of(found) == seen.id else Standing.LOST
 
 
-async def _ends_before(log: ShownLog, seq: int, timeout_s: float) -> bool:
+async def _ends_before(log: GroupsInStream, seq: int, timeout_s: float) -> bool:
     """Whether the log never reached this sequence, or no longer does."""
     if await log.end(timeout_s) >= seq:
         return False
@@ -103,7 +90,7 @@ def id_of(message: StoredMessage) -> int:
 class LastSeen:
     """See the module's text."""
 
-    def __init__(self, log: ShownLog, subject: str, heads: Heads, timeout_s: float) -> None:
+    def __init__(self, log: GroupsInStream, subject: str, heads: Heads, timeout_s: float) -> None:
         self._log, self._subject, self._heads, self._timeout_s = log, subject, heads, timeout_s
         #: The last message that was read, or stored by this process.
         self._certain = Seen(0, 0)

@@ -19,11 +19,11 @@ from bufstore.buffer.groups.entries import Entries, Purged
 from bufstore.buffer.groups.erasing import Erasing
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
 from bufstore.buffer.groups.forgetting import Forgetting
-from bufstore.buffer.groups.group import hash_of, stored_bytes
+from bufstore.buffer.groups.group import group_in, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.purging import Purging
 from bufstore.buffer.groups.sequencer import Sequencer
-from bufstore.buffer.groups.stream import Floors, GroupsInStream
+from bufstore.buffer.groups.stream import READ_S, Floors, GroupsInStream, last_on, messages_on
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of
@@ -39,11 +39,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_READ_S = 5.0
 #: A replica has what its leader has stored a moment later.
 _LAG_S = 0.002
-#: How many groups are read at a time where all are read.
-_SCANNED_AT_ONCE = 32
 #: How many sequences of the stream count as the last.
 _LAST_GROUPS = 64
 
@@ -60,11 +57,11 @@ class GroupLog:
             self._heads, lambda: self._sequencer.oldest, self._settled_now, lambda: stream.refused is not None
         )
         anew = self._forgetting.all_begins_anew
-        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, anew, _READ_S)
-        self._entries = Entries(self._subjects, stream.identity, self._tail.decoded)
+        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, anew, READ_S)
+        self._entries = Entries(self._subjects, stream.identity)
         self._backwards = Backwards(self._tail, self._entries, self._head, self._forget_purged)
-        self._erasing = Erasing(stream, self._subjects.erased, self._groups, self._tail.decoded, self._floor)
-        self._purging = Purging(stream, self._subjects, self._heads, self._groups, self._tail.decoded, self._see_all)
+        self._erasing = Erasing(stream, self._subjects, self._floor)
+        self._purging = Purging(stream, self._subjects, self._heads, self._see_all)
         stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._entries.split)
@@ -176,11 +173,7 @@ class GroupLog:
     async def identity(self, seq: int) -> StoredMessage | None:
         # Ask the log itself: this process may remember what is purged, or what the log lost when it went back.
         message = await self._stream.identity(group_of(seq))
-        if (
-            message is None
-            or message.subject != self._subjects.groups
-            or (group := self._tail.decoded(message)) is None
-        ):
+        if message is None or message.subject != self._subjects.groups or (group := group_in(message)) is None:
             return None
         if not group.records and not number_of(seq):
             return self._entries.mark(group)
@@ -192,7 +185,7 @@ class GroupLog:
     async def _all(self, filter_: str, seq: int) -> AsyncIterator[StoredMessage]:
         """Yield everything that matches and stands above a place, in order: this reads the log from there on."""
         if filter_ in self._subjects.beside:
-            for message in await self._stream.after(filter_, group_of(seq), _READ_S):
+            for message in await self._stream.after(filter_, group_of(seq), READ_S):
                 yield StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
             return
         partition = filter_.split(".")[1]
@@ -208,8 +201,8 @@ class GroupLog:
         last_up_to: int | None = None,
     ) -> AsyncIterator[tuple[int, StoredMessage]]:
         hashes = {hash_of(thread_id) for thread_id in threads} if threads is not None else None
-        async for message in self._groups(max(group_of(above) - 1, 0)):
-            group = self._tail.decoded(message)
+        async for message in messages_on(self._stream, self._subjects.groups, max(group_of(above) - 1, 0)):
+            group = group_in(message)
             if group is None:
                 if hashes is None and (partitions is None or 0 in partitions) and first_place(message.seq) > above:
                     yield 0, self._entries.foreign(message)
@@ -223,13 +216,6 @@ class GroupLog:
                 ):
                     with contextlib.suppress(Purged):
                         yield record.partition, await self._entries.read(group, number_of(at), message.body)
-
-    async def _groups(self, above: int) -> AsyncIterator[StoredMessage]:
-        """Yield the messages of the groups' subject above a sequence; a few are read at a time."""
-        while messages := await self._stream.after(self._subjects.groups, above, _READ_S, limit=_SCANNED_AT_ONCE):
-            for message in messages:
-                yield message
-            above = messages[-1].seq
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         await self._see_all()
@@ -264,13 +250,13 @@ class GroupLog:
         """Where those partitions end that have entries in the last groups; empty if the node that answers lags."""
         end = await self._stream.fresh_end(timeout_s)
         if not end:
-            last = (await self._stream.last([self._subjects.groups], timeout_s)).get(self._subjects.groups)
+            last = await last_on(self._stream, self._subjects.groups, timeout_s)
             end = last.seq if last is not None else 0
         above = max(end - _LAST_GROUPS, 0)
         messages = (await self._stream.part(self._subjects.groups, above, timeout_s, _LAST_GROUPS)).messages
         if not messages or messages[-1].seq < end:
             return {}
-        groups = filter(None, map(self._tail.decoded, messages))
+        groups = filter(None, map(group_in, messages))
         return {record.partition: place for group in groups for place, record in group.places()}
 
     async def _see_fresh(self, timeout_s: float) -> None:
@@ -289,8 +275,8 @@ class GroupLog:
         return first_place(first), last_place(end)
 
     async def purged_to(self) -> int:
-        first = (await self._stream.part(self._subjects.groups, 0, _READ_S, 1)).messages
-        group = self._tail.decoded(first[0]) if first else None
+        first = (await self._stream.part(self._subjects.groups, 0, READ_S, 1)).messages
+        group = group_in(first[0]) if first else None
         return first_place(group.seq) if group is not None and group.before else 0
 
     async def held(self, positions: Mapping[int, int]) -> Held:
@@ -303,8 +289,8 @@ class GroupLog:
         _, end = await self._stream.bounds()
         sizes = GroupSizes(0, 0, 0)
         above = max(end - _LAST_GROUPS, 0)
-        for message in (await self._stream.part(self._subjects.groups, above, _READ_S, _LAST_GROUPS)).messages:
-            if (group := self._tail.decoded(message)) is not None:
+        for message in (await self._stream.part(self._subjects.groups, above, READ_S, _LAST_GROUPS)).messages:
+            if (group := group_in(message)) is not None:
                 size = stored_bytes(group, message)
                 sizes = GroupSizes(sizes.groups + 1, sizes.entries + len(group.records), sizes.bytes + size)
         return sizes
@@ -351,7 +337,7 @@ class GroupLog:
         """Store a group behind parts of large entries that came to nothing, if they cannot be purged otherwise."""
         try:
             if await self._purging.is_held_up(flushed):
-                await self.publish_batch([], _READ_S)
+                await self.publish_batch([], READ_S)
         except Closed:
             return  # the next process that opens the log does it
         except (BufstoreError, Conflict, AppendUnknown) as e:
@@ -364,7 +350,7 @@ class GroupLog:
     async def fence(self, below: int) -> None:
         self._sequencer.start()
         try:
-            async with asyncio.timeout(_READ_S):
+            async with asyncio.timeout(READ_S):
                 await self._sequencer.fence(below)
         except (Conflict, TimeoutError):
             raise AppendUnknown("could not confirm that every writer knows what is purged") from None

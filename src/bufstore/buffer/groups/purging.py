@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
-from bufstore.buffer.groups.group import Group
+from bufstore.buffer.groups.group import group_in
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.stream import GroupsInStream
+from bufstore.buffer.groups.stream import READ_S, GroupsInStream, last_on, messages_on
 from bufstore.buffer.subjects import Subjects
-from bufstore.jetstream.messages import StoredMessage
-
-_READ_S = 5.0
 
 
 class Purging:
     """Purges for `bufstore.buffer.groups.log.GroupLog`, once the owners say what may be purged."""
 
     def __init__(
-        self,
-        stream: GroupsInStream,
-        subjects: Subjects,
-        heads: Heads,
-        groups: Callable[[int], AsyncIterator[StoredMessage]],
-        decoded: Callable[[StoredMessage], Group | None],
-        see_all: Callable[[], Awaitable[None]],
+        self, stream: GroupsInStream, subjects: Subjects, heads: Heads, see_all: Callable[[], Awaitable[None]]
     ) -> None:
-        """`groups`: the messages of all groups above a sequence. `see_all`: sees all that is in the log by now."""
-        self._stream, self._subjects, self._heads = stream, subjects, heads
-        self._groups, self._decoded, self._see_all = groups, decoded, see_all
+        """`see_all`: sees all that is in the log by now."""
+        self._stream, self._subjects, self._heads, self._see_all = stream, subjects, heads, see_all
         #: The group below which the log is purged.
         self.purged = 0
         #: The last group, if nothing is needed any more but that group and parts that it names; else -1.
@@ -40,7 +30,7 @@ class Purging:
         if below <= self.purged:
             return
         # The last group stays: if none stood there, a late first copy of any group could be stored.
-        last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
+        last = await last_on(self._stream, self._subjects.groups)
         if last is not None:
             needed = await self._first_needed(below)
             await self._stream.purge_below(min(needed, last.seq))
@@ -57,11 +47,11 @@ class Purging:
         (`Sequencer`). So nothing here decides what is needed. Parts behind the last group may belong to a group on its
         way, which then goes behind the empty one, as behind another writer's. To spare it that, they are seen twice.
         """
-        parts = await self._stream.after(self._subjects.parts, flushed, _READ_S, limit=1)
+        parts = await self._stream.after(self._subjects.parts, flushed, READ_S, limit=1)
         before, self._left = self._left, parts[0].seq if parts else 0
         if not (parts and parts[0].seq == before) and flushed != self._last_needs_parts:
             return False
-        return not await self._stream.after(self._subjects.groups, flushed, _READ_S, limit=1)
+        return not await self._stream.after(self._subjects.groups, flushed, READ_S, limit=1)
 
     async def _first_needed(self, below: int) -> int:
         """The first sequence that the groups from `below` on need."""
@@ -79,10 +69,10 @@ class Purging:
             return below
         began, life = self._heads.began, self._heads.life
         named: list[tuple[int, int]] = []
-        async for message in self._groups(below - 1):
+        async for message in messages_on(self._stream, self._subjects.groups, below - 1):
             if message.seq > began:
                 break
-            if (group := self._decoded(message)) is not None and group.parts:
+            if (group := group_in(message)) is not None and group.parts:
                 named.append((group.seq, group.parts))
         if life != self._heads.life:
             return first_part
@@ -91,5 +81,5 @@ class Purging:
 
     async def _first_part(self, below: int) -> int:
         """The sequence of the first part of a large entry, if it is below `below`; else `below`."""
-        parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
+        parts = await self._stream.after(self._subjects.parts, 0, READ_S, limit=1)
         return min(parts[0].seq, below) if parts else below

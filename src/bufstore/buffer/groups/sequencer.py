@@ -20,7 +20,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Protocol
 
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
@@ -29,8 +28,9 @@ from bufstore.buffer import elapsed
 from bufstore.buffer.groups.choosing import BYTES_MAX, Chosen, Queued, choose, count_fitting, too_large
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, Draft, hash_of, size_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.others import Announcements, Others, group_id
+from bufstore.buffer.groups.others import Others, group_id
 from bufstore.buffer.groups.oversize import parts_of, reference
+from bufstore.buffer.groups.stream import GroupsInStream
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
@@ -50,29 +50,12 @@ _SHARED_S = 1.0
 _PAUSE_MAX_S = 0.2
 
 
-class GroupStream(Announcements, Protocol):
-    """The subject of the groups, as their writer needs it."""
-
-    @property
-    def message_bytes_max(self) -> int:
-        """The server's max_payload."""
-        ...
-
-    async def fill(self) -> tuple[int, int]:
-        """How many bytes the log takes, and may take."""
-        ...
-
-    async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """See `bufstore.jetstream.stream.NatsStream`."""
-        ...
-
-
 class Sequencer:
     """Writes units to the log, one group at a time."""
 
     def __init__(
         self,
-        stream: GroupStream,
+        stream: GroupsInStream,
         subjects: Subjects,
         heads: Heads,
         see: Callable[[], Awaitable[None]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from bufstore.buffer.groups.delivery import StreamFeed
@@ -10,6 +10,11 @@ from bufstore.buffer.groups.others import Announcements
 from bufstore.buffer.ports.log import Floor, Generations
 from bufstore.buffer.windows import Windows
 from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
+
+#: How long a read of the stream may take.
+READ_S = 5.0
+#: How many messages are read at a time where all are read.
+_AT_ONCE = 32
 
 
 class GroupsInStream(Generations, Announcements, Protocol):
@@ -98,3 +103,16 @@ class Floors(Protocol):
 
     async def put_floors(self, floors: Mapping[int, Floor]) -> None: ...
     async def floors(self) -> dict[int, Floor]: ...
+
+
+async def last_on(stream: GroupsInStream, subject: str, timeout_s: float = READ_S) -> StoredMessage | None:
+    """The last message on a subject."""
+    return (await stream.last([subject], timeout_s)).get(subject)
+
+
+async def messages_on(stream: GroupsInStream, subject: str, above: int = 0) -> AsyncIterator[StoredMessage]:
+    """Yield the messages on a subject above a sequence; a few are read at a time."""
+    while messages := await stream.after(subject, above, READ_S, limit=_AT_ONCE):
+        for message in messages:
+            yield message
+        above = messages[-1].seq

@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
-from bufstore.buffer.groups.group import Group, decode_header, stored_bytes
+from bufstore.buffer.groups.group import Group, decode_header, group_in, stored_bytes
 from bufstore.buffer.groups.heads import Gap, Heads
-from bufstore.buffer.groups.last_seen import LastSeen, Seen, ShownLog
+from bufstore.buffer.groups.last_seen import LastSeen, Seen
+from bufstore.buffer.groups.stream import GroupsInStream, last_on
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import group_of
 from bufstore.errors import LogUnavailable, MalformedEntry
@@ -33,20 +33,12 @@ _AGAIN_S = 0.1
 _RECORD_BYTES = 256
 
 
-class Subject(ShownLog, Protocol):
-    """A subject of the log, as it is read here."""
-
-    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
-        """See `bufstore.buffer.groups.stream.GroupsInStream`."""
-        ...
-
-
 class Tail:
     """The end of the log's groups, as far as this process has seen it."""
 
     def __init__(
         self,
-        log: Subject,
+        log: GroupsInStream,
         subject: str,
         heads: Heads,
         floor: Callable[[], Awaitable[int]],
@@ -109,7 +101,7 @@ class Tail:
         found = (await self._log.part(self._subject, seq, self._timeout_s, 1)).messages
         if not found:
             return None
-        group = self.decoded(found[0])
+        group = group_in(found[0])
         return Behind(found[0].seq, 0, seq) if group is None else Behind(group.seq, group.id, group.before)
 
     def hear(self, seq: int, header: str, body_bytes: int, body: bytes | None) -> int | None:
@@ -158,7 +150,7 @@ class Tail:
         while above < seq:
             messages, more = await self._some(above, seq - above)
             for message in messages:
-                if (group := self.decoded(message)) is not None:
+                if (group := group_in(message)) is not None:
                     self._keep(group, message.body)
                 if message.seq == seq:
                     return (group, message.body) if group is not None else None
@@ -177,7 +169,7 @@ class Tail:
             # A node that believes that it leads may lag, too.
             raise LogUnavailable(f"group {seq} must be in the log, but no node shows it")
         # A replica that shows a later group has had this one, which is gone.
-        if not found or found[0].seq > seq or (group := self.decoded(found[0])) is None:
+        if not found or found[0].seq > seq or (group := group_in(found[0])) is None:
             return None
         return group, found[0].body
 
@@ -243,12 +235,12 @@ class Tail:
     async def _begin(self) -> None:
         """Begin behind what lies below the floor."""
         connection, floor = self._log.connections, await self._floor()
-        last = (await self._log.last([self._subject], self._timeout_s)).get(self._subject)
+        last = await last_on(self._log, self._subject, self._timeout_s)
         below = group_of(floor) - 1
         if last is None:
             self._heads.start(floor, 0, 0)
         elif last.seq <= below:
-            group = self.decoded(last)
+            group = group_in(last)
             self._heads.start(floor, last.seq, group.id if group is not None else 0)
         else:
             self._heads.start(floor, max(below, 0), None)
@@ -261,7 +253,7 @@ class Tail:
 
     def _observe(self, messages: Sequence[StoredMessage]) -> None:
         for message in messages:
-            group = self.decoded(message)
+            group = group_in(message)
             if group is None:
                 self._heads.skip(message.seq)
                 self.last_seen.is_certain(message.seq, 0)
@@ -269,14 +261,6 @@ class Tail:
             self._heads.observe(group, stored_bytes(group, message))
             self.last_seen.is_certain(group.seq, group.id)
             self._keep(group, message.body)
-
-    def decoded(self, message: StoredMessage) -> Group | None:
-        """The group that a message is; None if it is no group."""
-        try:
-            return decode_header(message)
-        except MalformedEntry as e:
-            _log.error("message %d of the log is not a group: %s", message.seq, e, extra={"action": "group_malformed"})
-            return None
 
     def _keep(self, group: Group, body: bytes) -> None:
         if group.seq not in self._kept:
