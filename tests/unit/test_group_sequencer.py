@@ -22,8 +22,7 @@ from bufstore.buffer.groups.group import Group, decode_entry, decode_header, has
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.groups.sequencer import Sequencer
-from bufstore.buffer.groups.tail import Tail
-from bufstore.buffer.groups.written import Written
+from bufstore.buffer.groups.tail import Tail, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
@@ -39,7 +38,7 @@ CONFIG = BufferConfig(log=LogConfig(partitions=3, max_bytes=1 << 30))
 SUBJECTS = Subjects(CONFIG.log.subject, 3)
 FAULTS = ("", "", "", "lost", "stored", "late", "doubled", "unavailable", "full", "slow", "junk", "away", "shrunk")
 _TIMEOUT_S = 2.0
-_PARTS_LAST_S = 60.0
+_PARTS_LAST_S = CONFIG.log.failover_window_s / 2
 
 
 class World:
@@ -206,29 +205,20 @@ class Process:
         self.log = log if log is not None else Faulty(world, message_bytes_max)
         self.heads = Heads()
         self.tail = Tail(self.log, SUBJECTS.groups, self.heads, self._nothing, lambda: None, 5.0)
-        self.sequencer = Sequencer(
-            self.log,
-            SUBJECTS,
-            self.heads,
-            self.tail.see_all,
-            self.tail.first_behind,
-            lambda: self.tail.last_seen.confirmed,
-            self.tail.confirm,
-            self.tail.hear,
-            self._stored,
-            timeout_s=_TIMEOUT_S,
-            parts_last_s=lambda: _PARTS_LAST_S,
-        )
+        self.sequencer = Sequencer(self.log, SUBJECTS, self.heads, self.tail, lambda: None, _TIMEOUT_S)
+        note = self.tail.note
+
+        def noted(written: Written) -> None:
+            self.written.append(written)
+            note(written)
+
+        self.tail.note = noted  # type: ignore[method-assign]
         self.units: list[Unit] = []
         self.payloads = 0
         self.written: list[Written] = []
 
     async def _nothing(self) -> int:
         return 0
-
-    def _stored(self, written: Written) -> None:
-        self.written.append(written)
-        self.tail.note(written)
 
     def unit(self, thread_id: str, expected: int | None, count: int = 1, size: int = 10) -> Unit:
         payloads = [f"{id(self)}.{self.payloads + n}.".encode().ljust(size, b"x") for n in range(count)]
@@ -696,7 +686,7 @@ def test_a_group_that_was_stored_before_the_server_came_to_take_less_is_found() 
     async def main() -> None:
         world = World(random.Random(1), ["stored"])
         (one,) = await started(world)
-        first_behind, looks = one.sequencer._behind, 0
+        first_behind, looks = one.tail.first_behind, 0
 
         async def behind(seq: int) -> Any:
             nonlocal looks
@@ -706,7 +696,7 @@ def test_a_group_that_was_stored_before_the_server_came_to_take_less_is_found() 
                 raise LogUnavailable("not connected yet")
             return await first_behind(seq)
 
-        one.sequencer._behind = behind
+        one.tail.first_behind = behind  # type: ignore[method-assign]
         unit = one.add("a", 0, size=3000)
         await asyncio.wait_for(unit.done.wait(), 10)
         assert unit.ends == [place(1, 0)]
@@ -1054,7 +1044,7 @@ def test_a_unit_that_failed_is_not_kept() -> None:
         async def unavailable() -> None:
             raise LogUnavailable("it cannot be looked at")
 
-        process.sequencer._see = unavailable
+        process.tail.see_all = unavailable
         process.sequencer.start()
         unit: Any = Kept(process.unit("a", 0).messages)
         ref = weakref.ref(unit)

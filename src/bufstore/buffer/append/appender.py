@@ -72,8 +72,7 @@ class Appender(Generic[S, M]):
         """
         log, config = parts.log, parts.config
         self._log, self._subjects, self._config = log, parts.subjects, config
-        # Half of a caller's time: then a lost answer is still resolved before the call ends.
-        self._group = log.writer(config.append_timeout_s / 2)
+        self._group = log.writer
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
         self._unresolved = Unresolved(log, parts.subjects, stored.watermark)

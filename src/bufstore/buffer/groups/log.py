@@ -25,7 +25,6 @@ from bufstore.buffer.groups.purging import Purging
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import READ_S, Floors, GroupsInStream, last_on, messages_on
 from bufstore.buffer.groups.tail import Tail
-from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of
 from bufstore.buffer.ports.log import Floor, GroupSizes, Remains, Writes
 from bufstore.buffer.subjects import Subjects
@@ -63,7 +62,10 @@ class GroupLog:
         self._erasing = Erasing(stream, self._subjects, self._floor)
         self._purging = Purging(stream, self._subjects, self._heads, self._see_all)
         stream.vouched_by(self._tail.last_seen.mismatch)
-        self._sequencer = self.writer(config.append_timeout_s / 2)
+        # Half of a caller's time: then a lost answer is still resolved before the call ends.
+        self._sequencer = Sequencer(
+            stream, self._subjects, self._heads, self._tail, self._forgetting.look_soon, config.append_timeout_s / 2
+        )
         self._feeds = Feeds(self._follow, self._entries.split)
         #: The position below which the owners have said that everything is settled.
         self._said = 0
@@ -72,27 +74,9 @@ class GroupLog:
 
     # --- writing ----------------------------------------------------------------------------------------------
 
-    def writer(self, timeout_s: float) -> Sequencer:
-        """The writer of units to this log, one group at a time. A process has one."""
-        sequencer = Sequencer(
-            self._stream,
-            self._subjects,
-            self._heads,
-            self._see_all,
-            self._tail.first_behind,
-            lambda: self._tail.last_seen.confirmed,
-            self._tail.confirm,
-            self._tail.hear,
-            self._stored,
-            timeout_s=timeout_s,
-            parts_last_s=lambda: self._stream.windows.rely_s / 2,
-        )
-        self._sequencer = sequencer
-        return sequencer
-
-    def _stored(self, written: Written) -> None:
-        self._tail.note(written)
-        self._forgetting.look_soon()
+    @property
+    def writer(self) -> Sequencer:
+        return self._sequencer
 
     async def _see_all(self) -> None:
         """Return once everything has been seen that was in the log when this was called. Raises LogUnavailable."""

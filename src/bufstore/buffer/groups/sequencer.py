@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
@@ -31,7 +31,7 @@ from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.others import Others, group_id
 from bufstore.buffer.groups.oversize import parts_of, reference
 from bufstore.buffer.groups.stream import GroupsInStream
-from bufstore.buffer.groups.written import Behind, Written
+from bufstore.buffer.groups.tail import Tail, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import large_bytes_max
@@ -58,27 +58,13 @@ class Sequencer:
         stream: GroupsInStream,
         subjects: Subjects,
         heads: Heads,
-        see: Callable[[], Awaitable[None]],
-        behind: Callable[[int], Awaitable[Behind | None]],
-        confirmed: Callable[[], bool],
-        confirm: Callable[[], Awaitable[None]],
-        hear: Callable[[int, str, int, bytes | None], int | None],
-        stored: Callable[[Written], None],
-        *,
+        tail: Tail,
+        stored: Callable[[], None],
         timeout_s: float,
-        parts_last_s: Callable[[], float],
     ) -> None:
-        """`see`: sees everything that is in the log by now. `behind`: does, too, and says what is behind a sequence.
-
-        `confirmed`: whether the log is known to be the one that was seen; `confirm`: makes sure of that.
-        `hear`: notes a group that is told of (`Others`). `stored`: called with each group that this process wrote.
-        `timeout_s`: the longest wait for one answer. `parts_last_s`: how long the parts of large entries certainly stay
-        in the log while no group names them.
-        """
-        self._stream, self._subjects, self._heads = stream, subjects, heads
-        self._see, self._behind, self._stored = see, behind, stored
-        self._confirmed, self._confirm = confirmed, confirm
-        self._timeout_s, self._parts_last_s = timeout_s, parts_last_s
+        """`stored`: called after each group that this process wrote. `timeout_s`: the longest wait for one answer."""
+        self._stream, self._subjects, self._heads, self._tail = stream, subjects, heads, tail
+        self._stored, self._timeout_s = stored, timeout_s
         self._waiting: deque[Queued] = deque()
         self._sending: list[Queued] = []
         self._task: asyncio.Task[None] | None = None
@@ -96,7 +82,6 @@ class Sequencer:
         self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
         self._others = Others(stream, subjects, self._me, self._heard, lambda: heads.seen, self._is_wanting)
-        self._hear = hear
         #: When another writer was found to write to the same threads; None: not lately.
         self._overtaken_at: float | None = None
         #: How often the group on its way was sent without an answer, and how many parts of large entries in a row.
@@ -172,7 +157,7 @@ class Sequencer:
 
     def _heard(self, seq: int, header: str, size: int, body: bytes | None) -> int | None:
         """Note another writer's group; units that wait, and that it has overtaken, end without waiting for a turn."""
-        heard = self._hear(seq, header, size, body)
+        heard = self._tail.hear(seq, header, size, body)
         overtaken = [queued for queued in self._waiting if self._is_overtaken(queued)]
         if overtaken:
             self._waiting = deque(queued for queued in self._waiting if queued not in overtaken)
@@ -339,7 +324,7 @@ class Sequencer:
 
     async def _store(self, units: list[Queued]) -> StoredMessage | None:
         if not self._heads.life:
-            await self._see()
+            await self._tail.see_all()
         chosen = self._choose(units)
         if chosen.moved:
             self._overtaken_at = asyncio.get_running_loop().time()
@@ -369,7 +354,8 @@ class Sequencer:
         self.groups += 1
         self._unanswered_parts = 0
         self._heads.observe(written.group, stored_bytes(written.group, written.message))
-        self._stored(written)
+        self._tail.note(written)
+        self._stored()
         number = -1
         for queued in units:
             number += len(queued.messages)
@@ -384,7 +370,8 @@ class Sequencer:
         return choose(units, self._heads, self._subjects)
 
     def _too_late(self, parts_at: float) -> bool:
-        return elapsed.now_s() - parts_at > self._parts_last_s()
+        # For so long, parts certainly stay in the log while no group names them.
+        return elapsed.now_s() - parts_at > self._stream.windows.rely_s / 2
 
     async def _send(self, draft: Draft, parts_at: float) -> Written | Exception:
         """Store the group behind the last one. `parts_at`: when the first part that it names was stored.
@@ -417,8 +404,8 @@ class Sequencer:
             refused = too_large = False
             sent_at = asyncio.get_running_loop().time()
             try:
-                if not self._confirmed():
-                    await self._confirm()
+                if not self._tail.last_seen.confirmed:
+                    await self._tail.confirm()
                     if is_gone():
                         return gone()
                     sent_at = asyncio.get_running_loop().time()
@@ -439,9 +426,9 @@ class Sequencer:
                 too_large = isinstance(e, MessageTooLarge)
             try:
                 await self._others.were_first()
-                found = await self._behind(before)
+                found = await self._tail.first_behind(before)
                 if found is None and refused and not is_gone():
-                    await self._confirm()
+                    await self._tail.confirm()
             except (BufstoreError, AppendUnknown) as e:
                 _log.info("the outcome of a group stays unknown: %s", e, extra={"action": "append_unknown"})
                 return None

@@ -7,12 +7,12 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from bufstore.buffer.groups.group import Group, decode_header, group_in, stored_bytes
 from bufstore.buffer.groups.heads import Gap, Heads
 from bufstore.buffer.groups.last_seen import LastSeen, Seen
 from bufstore.buffer.groups.stream import GroupsInStream, last_on
-from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import group_of
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import Part, StoredMessage
@@ -31,6 +31,23 @@ _KEPT_BYTES = 32 << 20
 _AGAIN_S = 0.1
 #: How many bytes a record takes in memory.
 _RECORD_BYTES = 256
+
+
+class Written(NamedTuple):
+    """A group that is stored, and the message that it is."""
+
+    group: Group
+    message: StoredMessage
+
+
+class Behind(NamedTuple):
+    """What stands behind a group: a message of the log."""
+
+    seq: int
+    #: The group's id; 0 for what is not a group.
+    id: int
+    #: The sequence of the group before it.
+    before: int
 
 
 class Tail:

@@ -208,8 +208,9 @@ class Log(Generations, Protocol):
         """How many bytes of entries fit into one message of the log's server, as it was last known."""
         ...
 
-    def writer(self, timeout_s: float) -> Writer:
-        """The writer of units to this log; a process has one. `timeout_s`: the longest wait for an answer."""
+    @property
+    def writer(self) -> Writer:
+        """The writer of units to this log."""
         ...
 
     @property

@@ -113,7 +113,7 @@ class IntoLog:
         # If the app has a store of its own, only that store's watermark of a thread is known.
         self._held = store.versions if named is None or named.kind == buffer.backing.kind else None
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
-        self._writer = self._log.writer(_TIMEOUT_S)
+        self._writer = self._log.writer
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(buffer.connected())
