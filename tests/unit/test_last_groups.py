@@ -48,7 +48,7 @@ def test_it_reads_a_backlog_only_for_partitions_that_the_last_groups_have_nothin
 
         monkeypatch.setattr(MemoryLog, "part", counted)
         assert await log.epoch() == 1
-        assert await log.latest_ends([SUBJECTS.of_partition(p) for p in range(4)], 5.0) == [ends[p] for p in range(4)]
+        assert await log.latest_partition_ends(5.0) == [ends[p] for p in range(4)]
         assert least <= read <= most
         await log.aclose()
 

@@ -48,9 +48,9 @@ class LaggingLog(FeedLog):
         server.made += 1
         return Lagging(feed, start - 1) if server.made <= server.lagging else feed
 
-    async def ends(self, filters: Any, timeout_s: float) -> list[int]:
-        self._stream.looks += any(filter_.endswith("*") for filter_ in filters)  # reads ask for one thread only
-        return await super().ends(filters, timeout_s)
+    async def partition_ends(self, timeout_s: float) -> list[int]:
+        self._stream.looks += 1
+        return await super().partition_ends(timeout_s)
 
     async def _follow(self, seq: int, wake: Callable[[], None]) -> Any:
         consumer = await super()._follow(seq, wake)
@@ -248,7 +248,7 @@ def test_who_waits_behind_what_is_of_others_is_not_overdue_while_that_is_deliver
     """To begin again would deliver all of those entries once more."""
 
     class Ends:
-        async def ends(self, *_: Any) -> list[int]:
+        async def partition_ends(self, _: float) -> list[int]:
             return [place(1000, 0)]
 
     async def main() -> None:
@@ -256,7 +256,7 @@ def test_who_waits_behind_what_is_of_others_is_not_overdue_while_that_is_deliver
         feed = SimpleNamespace(through=None, crowded=False, doubt=doubts.append)
         owned: Any = SimpleNamespace(delivered=place(1, 0), feed=feed)
         ends: Any = Ends()
-        overdue = Overdue(ends, SUBJECTS, {0: owned}, lambda: None)
+        overdue = Overdue(ends, {0: owned}, lambda: None)
         await overdue._look({0})
         for group in range(2, 60):
             feed.through = SimpleNamespace(seq=place(group, 0))

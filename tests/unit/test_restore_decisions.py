@@ -87,10 +87,8 @@ class World:
 
 
 async def in_log(store: BufferedThreadStore) -> list[Item]:
-    """The thread's entries in the log."""
-    subject = SUBJECTS.of("t")
-    messages = await store.buffer.log.after(SUBJECTS.all, 0, 5)
-    return items_of([message for message in messages if message.subject == subject], "t")
+    """The thread's entries that the log holds."""
+    return items_of([message async for _, message in store.buffer.log.scan(threads=["t"])], "t")
 
 
 async def history(operations: list[tuple[str, int, list[int]]]) -> tuple[list[Item], list[Any]]:

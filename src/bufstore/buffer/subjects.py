@@ -44,15 +44,6 @@ class Subjects:
         """Return the subject that holds all entries of the thread."""
         return _of(self.prefix, self.partitions, thread_id)
 
-    def of_partition(self, partition: int) -> str:
-        """Return a filter for every entry of the partition."""
-        return f"{self.prefix}.{partition}.*"
-
-    @property
-    def all(self) -> str:
-        """A filter for every entry."""
-        return f"{self.prefix}.*.*"
-
     @property
     def stored(self) -> tuple[str, ...]:
         """All subjects that the stream listens on, and no others: a write of an earlier release must not be acked."""

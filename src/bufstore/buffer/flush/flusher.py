@@ -64,7 +64,7 @@ class Flusher:
         self._takeover = Takeover(parts, member, prepare, self._wake.set, self.state)
         self._owned = self._takeover.owned_partitions
         self._window_flusher = WindowFlusher(parts, self._takeover, self.state)
-        self._overdue = Overdue(log, subjects, self._owned, self._wake.set)
+        self._overdue = Overdue(log, self._owned, self._wake.set)
         self._log = log
         self._lease = Lease(
             shared,

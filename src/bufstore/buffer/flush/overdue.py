@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError
 
 #: A caller that waits for a flush asks again several times within this time.
@@ -57,12 +56,9 @@ class _Awaited:
 class Overdue:
     """Doubts partitions whose feeds do not deliver what the log holds."""
 
-    def __init__(
-        self, log: Log, subjects: Subjects, owned_partitions: Mapping[int, OwnedPartition], wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, log: Log, owned_partitions: Mapping[int, OwnedPartition], wake: Callable[[], None]) -> None:
         """`wake`: makes the caller call `judge`."""
         self._log = log
-        self._subjects = subjects
         self._owned = owned_partitions
         self._wake = wake
         self._loop = asyncio.get_running_loop()
@@ -124,11 +120,12 @@ class Overdue:
         if not looked_at:
             return
         try:
-            ends = await self._log.ends([self._subjects.of_partition(p) for p in looked_at], _LOOK_TIMEOUT_S)
+            ends = await self._log.partition_ends(_LOOK_TIMEOUT_S)
         except BufstoreError:
             return  # the caller asks again
         now = self._loop.time()
-        for (partition, owned), end in zip(looked_at.items(), ends, strict=True):
+        for partition, owned in looked_at.items():
+            end = ends[partition]
             if end <= owned.delivered:
                 self._patience.pop(partition, None)
             elif partition not in self._awaited:

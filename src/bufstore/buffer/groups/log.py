@@ -88,8 +88,6 @@ class GroupLog:
         return self._sequencer.room
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        if message.subject in self._subjects.beside:
-            return first_place(await self._stream.publish(message, timeout_s))
         return await self.publish_batch([message], timeout_s)
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
@@ -124,17 +122,9 @@ class GroupLog:
     def _head(self, subject: str) -> int:
         return self._heads.head(hash_of(self._subjects.thread_id(subject)))
 
-    def _is_thread(self, subject: str) -> bool:
-        return "*" not in subject and subject not in self._subjects.beside
-
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
         await self._see_all()
-        found = await self._backwards.last([subject for subject in subjects if self._is_thread(subject)])
-        for subject in subjects:
-            if not self._is_thread(subject):
-                async for message in self._all(subject, 0):
-                    found[message.subject] = message
-        return found
+        return await self._backwards.last(subjects)
 
     async def _forget_purged(self) -> None:
         """Forget a thread's last entry, which was purged or erased: the floor is above it, and nobody builds on it."""
@@ -142,13 +132,6 @@ class GroupLog:
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         await self._see_all()
-        if not self._is_thread(subject):
-            messages = []
-            async for message in self._all(subject, seq):
-                messages.append(message)
-                if len(messages) == limit:
-                    break
-            return messages
         return (await self._backwards.after({subject: seq}, limit))[subject]
 
     async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> dict[str, list[StoredMessage]]:
@@ -165,16 +148,6 @@ class GroupLog:
             if number_of(seq) < len(group.records):
                 return await self._entries.read(group, number_of(seq), message.body)
         return None
-
-    async def _all(self, filter_: str, seq: int) -> AsyncIterator[StoredMessage]:
-        """Yield everything that matches and stands above a place, in order: this reads the log from there on."""
-        if filter_ in self._subjects.beside:
-            for message in await self._stream.after(filter_, group_of(seq), READ_S):
-                yield StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
-            return
-        partition = filter_.split(".")[1]
-        async for _, entry in self.scan(seq, partitions=None if partition == "*" else [int(partition)]):
-            yield entry
 
     async def scan(
         self,
@@ -201,34 +174,32 @@ class GroupLog:
                     with contextlib.suppress(Purged):
                         yield record.partition, await self._entries.read(group, number_of(at), message.body)
 
-    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+    async def ends(self, subjects: Sequence[str], timeout_s: float) -> list[int]:
         await self._see_all()
-        return [self._end_of(filter_) for filter_ in filters]
+        return [self._head(subject) for subject in subjects]
 
-    def _end_of(self, filter_: str) -> int:
-        if self._is_thread(filter_):
-            return self._head(filter_)
-        return max((self._heads.end(p) for p in self._partitions_of(filter_)), default=0)
+    async def partition_ends(self, timeout_s: float) -> list[int]:
+        await self._see_all()
+        return self._partition_ends()
 
-    def _partitions_of(self, filter_: str) -> Sequence[int]:
-        word = filter_.split(".")[1]
-        return range(self._subjects.partitions) if word == "*" else [int(word)]
+    def _partition_ends(self) -> list[int]:
+        return [self._heads.end(p) for p in range(self._subjects.partitions)]
 
     async def latest(self, subject: str, timeout_s: float) -> int:
         await _in_time(self._see_fresh(timeout_s), timeout_s)
         return self._head(subject)
 
-    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        return await _in_time(self._fresh_ends(filters, timeout_s), timeout_s)
+    async def latest_partition_ends(self, timeout_s: float) -> list[int]:
+        return await _in_time(self._fresh_partition_ends(timeout_s), timeout_s)
 
-    async def _fresh_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+    async def _fresh_partition_ends(self, timeout_s: float) -> list[int]:
         # A process that has seen nothing yet, and stands before a backlog, need not read all of the backlog for this.
-        if not self._heads.life and not any(map(self._is_thread, filters)):
-            ends = await self._ends_in_last_groups(timeout_s)
-            if ends.keys() >= {p for filter_ in filters for p in self._partitions_of(filter_)}:
-                return [max(ends[p] for p in self._partitions_of(filter_)) for filter_ in filters]
+        if not self._heads.life:
+            partitions, ends = range(self._subjects.partitions), await self._ends_in_last_groups(timeout_s)
+            if all(p in ends for p in partitions):
+                return [ends[p] for p in partitions]
         await self._see_fresh(timeout_s)
-        return [self._end_of(filter_) for filter_ in filters]
+        return self._partition_ends()
 
     async def _ends_in_last_groups(self, timeout_s: float) -> dict[int, int]:
         """Where those partitions end that have entries in the last groups; empty if the node that answers lags."""

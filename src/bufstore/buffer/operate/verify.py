@@ -113,7 +113,7 @@ class Verifier:
         For a thread with entries above the log's floor, the place of the last entry is known beforehand. Below the
         floor everything is flushed, so the last entry of a thread is the one at its watermark, and must turn up.
         """
-        await self._log.ends([], _TIMEOUT_S)  # so that the last entries are known
+        await self._log.partition_ends(_TIMEOUT_S)  # so that the last entries are known
         end = await self._log.end(_TIMEOUT_S)
         #: The watermarks' positions of threads below the floor whose entries there have not turned up yet.
         expected: dict[str, int] = {}

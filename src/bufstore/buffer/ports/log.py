@@ -180,7 +180,7 @@ class Log(Generations, Protocol):
         ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """Store one entry, or one message beside the entries, durably. Returns its position."""
+        """Store one entry durably. Returns its position."""
         ...
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
@@ -188,14 +188,14 @@ class Log(Generations, Protocol):
         ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        """The last entry of each subject (wildcards allowed: this reads the whole log).
+        """The last entry of each of these threads (by subject).
 
         Threads of which nothing stands above the log's floor are left out.
         """
         ...
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """The subject's entries above `seq`, in order; at most `limit` of them if it is not 0."""
+        """The thread's entries above `seq`, in order; at most `limit` of them if it is not 0."""
         ...
 
     async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> Mapping[str, list[StoredMessage]]:
@@ -239,11 +239,15 @@ class Log(Generations, Protocol):
         """The last sequence of the log, asked now."""
         ...
 
-    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """The last position that matches each filter (wildcards allowed), as any node shows it; 0 for none.
+    async def ends(self, subjects: Sequence[str], timeout_s: float) -> list[int]:
+        """The position of the last entry of each of these threads, as any node shows it; 0 for none.
 
-        It may show nothing that stands below the log's floor. `latest_ends` asks the leader.
+        It may show nothing that stands below the log's floor. `latest` asks the leader.
         """
+        ...
+
+    async def partition_ends(self, timeout_s: float) -> list[int]:
+        """The same of all partitions, in order. `latest_partition_ends` asks the leader."""
         ...
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:
@@ -267,15 +271,15 @@ class Log(Generations, Protocol):
         ...
 
     async def latest(self, subject: str, timeout_s: float) -> int:
-        """The position of the subject's last message, 0 for none, as of a moment after the call.
+        """The position of the thread's last entry, 0 for none, as of a moment after the call.
 
         `last` and `ends` may be as old as what a node shows that only believes that it leads. A replicated log stores
         a small message for this, one for all calls that come meanwhile. Raises LogUnavailable.
         """
         ...
 
-    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """The same for filters with wildcards; a replicated log stores one or two messages for all of them."""
+    async def latest_partition_ends(self, timeout_s: float) -> list[int]:
+        """The same of all partitions, in order."""
         ...
 
     async def fill(self) -> tuple[int, int]:

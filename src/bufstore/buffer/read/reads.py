@@ -154,8 +154,7 @@ class Reads(Generic[S]):
         """Wait until everything that is acknowledged now is flushed."""
         self._home.check()
         left_s = _left_of(timeout_s)
-        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        targets = dict(enumerate(await self._told(lambda s: self._log.latest_ends(filters, s), None, left_s())))
+        targets = dict(enumerate(await self._told(self._log.latest_partition_ends, None, left_s())))
         if not all(targets.values()):
             passed = await self._asked(self._ledger.cursors(), None, left_s())
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
