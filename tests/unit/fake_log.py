@@ -182,7 +182,7 @@ class FakeLog(MemoryLog):
 
     def expire_below(self, seq: int) -> None:
         """Remove everything below `seq`, as retention does."""
-        self.stream.purge("*.*.*", seq)
+        self.stream.purge(seq)
 
     def _land(self) -> None:
         """Store the late messages whose time has come."""

@@ -134,7 +134,7 @@ class GroupServer(FakeLog):
         last = max((m.seq for m in self.stream.messages if m.subject == SUBJECTS.groups), default=0)
         below = min(group_of(seq), last)
         left = [g for m in self.stream.messages if m.seq >= below and (g := _group(m)) is not None]
-        self.stream.purge("*.*.*", min([below, *(g.parts for g in left if g.parts)]))
+        self.stream.purge(min([below, *(g.parts for g in left if g.parts)]))
         for partition in range(SUBJECTS.partitions):
             self.bucket.put("floor", partition, Floor(seq, seq))
         for log in self.opened:

@@ -101,7 +101,7 @@ def test_what_a_purge_takes_while_the_log_is_read_anew_is_not_said_to_be_lost(
 
         async def one(self: Any, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
             if seq == groups[4]:
-                stream.purge(">", groups[7])
+                stream.purge(groups[7])
             return await part(self, subject, seq, timeout_s, 1, bytes_max)
 
         monkeypatch.setattr(MemoryLog, "part", one)

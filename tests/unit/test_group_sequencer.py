@@ -804,7 +804,7 @@ def test_a_group_does_not_go_out_when_its_parts_were_purged_while_the_machine_wa
                 asleep += 2 * _PARTS_LAST_S
                 behind = two.add("c", 0)
                 await asyncio.wait_for(behind.done.wait(), 10)
-                world.stream.purge("*.*.*", world.groups()[-1][0].seq)
+                world.stream.purge(world.groups()[-1][0].seq)
             return await publish(message, timeout_s)
 
         one.log.publish = suspended  # type: ignore[method-assign]

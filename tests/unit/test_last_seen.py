@@ -83,7 +83,7 @@ def connect_again(*processes: Process) -> None:
 
 def test_writers_go_on_when_the_stream_was_purged_by_hand() -> None:
     async def main(world: World, one: Process, two: Process) -> None:
-        world.stream.purge("*.*.*", world.stream.end + 1)
+        world.stream.purge(world.stream.end + 1)
         for process in (one, two):
             await goes_on(process, world)
 
@@ -256,7 +256,7 @@ def test_what_was_purged_or_erased_behind_ones_back_is_no_loss() -> None:
         assert isinstance(await wrote(one), int)
         assert isinstance(await wrote(two), int)
         assert isinstance(await wrote(two), int)
-        world.stream.purge("*.*.*", world.stream.end)
+        world.stream.purge(world.stream.end)
         connect_again(one)
         assert isinstance(await wrote(one), int)
         for process in (one, two):

@@ -11,21 +11,15 @@ import contextlib
 import dataclasses
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
-from bufstore.buffer.subjects import Subjects, first_sequence
+from bufstore.buffer.subjects import first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, LogFull, LogRolledBack, LogUnavailable
-from bufstore.jetstream.messages import (
-    Conflict,
-    Outgoing,
-    Part,
-    StoredMessage,
-)
+from bufstore.jetstream.messages import Conflict, Outgoing, Part, StoredMessage
 
 
 class MemoryStream:
@@ -76,26 +70,17 @@ class MemoryStream:
         return found[-1].seq if found else 0
 
     def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
-        """See `bufstore.jetstream.stream.NatsStream.last`."""
-        return {name: self._of_subject[name][-1] for s in subjects for name in self.names(s)}
+        """Return the last message of each subject; subjects that have none are left out."""
+        return {s: self._of_subject[s][-1] for s in subjects if s in self._of_subject}
 
-    def after(self, filter_: str, seq: int) -> Iterator[StoredMessage]:
-        """Return the messages that match the filter, above a sequence, in order."""
-        if "*" in filter_:
-            messages = self.messages
-            return (m for m in messages[_behind(messages, seq) :] if _matches(filter_, m.subject))
-        messages = self._of_subject.get(filter_, [])
-        return iter(messages[_behind(messages, seq) :])
+    def after(self, subject: str, seq: int) -> list[StoredMessage]:
+        """Return the subject's messages above a sequence, in order."""
+        messages = self._of_subject.get(subject, [])
+        return messages[_behind(messages, seq) :]
 
-    def names(self, filter_: str) -> list[str]:
-        """Return the subjects that match the filter and have messages."""
-        if "*" in filter_:
-            return sorted(s for s in self._of_subject if _matches(filter_, s))
-        return [filter_] if filter_ in self._of_subject else []
-
-    def purge(self, filter_: str, below: int) -> None:
-        """Remove the messages that match the filter and stand below a sequence."""
-        self._keep([m for m in self.messages if m.seq >= below or not _matches(filter_, m.subject)])
+    def purge(self, below: int) -> None:
+        """Remove the messages below a sequence."""
+        self._keep([m for m in self.messages if m.seq >= below])
 
     def remove(self, seq: int) -> None:
         """Remove one message."""
@@ -112,34 +97,25 @@ class MemoryFeed:
     """See `bufstore.buffer.groups.delivery.StreamFeed`."""
 
     def __init__(
-        self, stream: MemoryStream, filter_: str, start: int, wake: Callable[[], None], messages_max: int
+        self, stream: MemoryStream, subject: str, start: int, wake: Callable[[], None], messages_max: int
     ) -> None:
         self.lost: str | None = None
-        self.start = start
-        self.acked = start - 1
         self.wake = wake
-        self._stream = stream
-        self._filter = filter_
-        self._next = start
-        #: The position up to which everything that matches the filter was delivered.
-        self._seen = start - 1
+        self._stream, self._subject = stream, subject
+        #: The last sequence that was delivered, or was not to be delivered.
+        self._delivered = start - 1
         self._messages_max = messages_max
+        #: What is not acknowledged.
         self._held: deque[int] = deque()
 
     def take(self) -> list[StoredMessage]:
+        if self.lost is not None:
+            return []
         room = self._messages_max - len(self._held)
-        found: list[StoredMessage] = []
-        if self.lost is None:
-            for message in self._stream.after(self._filter, self._seen):
-                if len(found) >= room:
-                    break
-                found.append(message)
-                self._seen = message.seq
-            else:
-                self._seen = max(self._seen, self._stream.end)
-        self._held.extend(m.seq for m in found)
+        found = self._stream.after(self._subject, self._delivered)[: max(room, 0)]
         if found:
-            self._next = found[-1].seq + 1
+            self._delivered = found[-1].seq
+            self._held.extend(m.seq for m in found)
         return found
 
     @property
@@ -147,7 +123,6 @@ class MemoryFeed:
         return 2 * len(self._held) >= self._messages_max
 
     async def ack(self, seq: int) -> None:
-        self.acked = max(self.acked, min(seq, self._next - 1))
         while self._held and self._held[0] <= seq:
             self._held.popleft()
         self.wake()
@@ -169,12 +144,7 @@ class MemoryListener:
 
     lost = False
 
-    def __init__(
-        self,
-        stream: MemoryStream,
-        subject: str,
-        heard: Callable[[bytes], None],
-    ) -> None:
+    def __init__(self, stream: MemoryStream, subject: str, heard: Callable[[bytes], None]) -> None:
         self._stream, self.subject, self.heard = stream, subject, heard
         stream.listeners.append(self)
 
@@ -192,7 +162,6 @@ class MemoryLog:
         self.message_bytes_max = message_bytes_max
         self._streams = streams
         self._config = config
-        self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._feeds: list[MemoryFeed] = []
         #: The highest position that this instance knows to be in the log.
         self._highest = 0
@@ -235,7 +204,7 @@ class MemoryLog:
         return (await self._turn()).last(subjects)
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        found = list((await self._turn()).after(subject, seq))
+        found = (await self._turn()).after(subject, seq)
         return found[:limit] if limit else found
 
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
@@ -316,10 +285,6 @@ class MemoryLog:
     async def end(self, timeout_s: float) -> int:
         return (await self._turn()).end
 
-    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        stream = await self._turn()
-        return [max((m.seq for m in stream.last([f]).values()), default=0) for f in filters]
-
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> MemoryFeed:
         """Deliver the messages of a subject from sequence `start` on. `name` belongs to this follower alone."""
         stream = await self._turn()
@@ -341,7 +306,7 @@ class MemoryLog:
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""
-        (await self._turn()).purge("*.*.*", seq)
+        (await self._turn()).purge(seq)
 
     async def prove_leader(self, timeout_s: float) -> None:
         """Do nothing: the one server always leads."""
@@ -381,12 +346,6 @@ class MemoryLog:
 
 def _behind(messages: Sequence[StoredMessage], seq: int) -> int:
     return bisect_right(messages, seq, key=lambda m: m.seq)
-
-
-@lru_cache(1 << 16)
-def _matches(filter_: str, subject: str) -> bool:
-    wanted, words = filter_.split("."), subject.split(".")
-    return len(wanted) == len(words) and all(w in ("*", word) for w, word in zip(wanted, words, strict=True))
 
 
 def _size(subject: str, header: str | None, body: bytes) -> int:
