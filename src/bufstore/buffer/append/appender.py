@@ -1,13 +1,12 @@
-"""The write path: one entry, one message, one round trip.
+"""The write path: writes to a thread become a unit, which goes into the next group of the log.
 
-Theory of operation. The writer knows a thread's last entry, its *tip*, and publishes with the tip's sequence as the
-expected last sequence of the subject. That one publish is order, compare-and-set and durability. Writes to one
-thread queue in its *lane*; what queues while a unit is on its way goes out together in the next one.
+Theory of operation. The writer knows a thread's last entry, its *tip*, and a unit says that it is to follow that entry.
+The group with the unit is stored only if it does: that one publish is order, compare-and-set and durability. Writes to
+one thread queue in its *lane*; what queues while a unit is on its way goes out together in the next one.
 
 Failure model. A unit ends as *stored*, *conflict* (another writer was first: nothing of it is stored), *not stored*, or
-*unknown*. Unknown is always resolved against the predecessor that the unit was sent with. The entry behind it is ours
-(done), or another's (ours can never be stored any more), or missing (send the same unit again: whichever copy arrives
-first wins, the other fails the compare-and-set). Nothing is rebuilt before: a conflict may be with our own success.
+*unknown*. Unknown is always resolved before anything is rebuilt (`bufstore.buffer.append.lost_answer`): a conflict may
+be with our own success.
 
 Rule: an expectation of "nothing there" is never remembered (see `bufstore.buffer.chain.superseded`).
 """
@@ -353,11 +352,10 @@ class Appender(Generic[S, M]):
         else:
             self._tips.put(lane.thread_id, unit.after)
         for write in reversed(unit.writes):
-            if not write.done.done():
-                if late:
-                    write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
-                else:
-                    write.done.set_result(Receipt(lane.thread_id, seq, write.id, write.draft.version))
+            if late:
+                write.end(AppendUnknown("the answer came too late to be relied on"))
+            else:
+                write.end(Receipt(lane.thread_id, seq, write.id, write.draft.version))
             seq -= 1  # the unit's entries are neighbours in one group
         self.appended += len(unit.writes)
         if lane.queue:
@@ -417,16 +415,11 @@ class Appender(Generic[S, M]):
 
     def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
         self._tips.drop(lane.thread_id)
-        self._end_queued(lane, error, 1 if for_head else len(lane.queue))
+        count = 1 if for_head else len(lane.queue)
+        failed, lane.queue[:count] = lane.queue[:count], []
+        for write in failed:
+            write.end(error)
         self._advance(lane)
-
-    def _end_queued(self, lane: Lane[M], error: Exception, count: int) -> None:
-        """Fail the first `count` queued writes."""
-        ending = lane.queue[:count]
-        del lane.queue[:count]
-        for write in ending:
-            if not write.done.done():
-                write.done.set_exception(error)
 
     async def _recover_or_fail(self, unit: Unit[M], error: Exception) -> None:
         try:
@@ -435,8 +428,7 @@ class Appender(Generic[S, M]):
             # If nobody drives the lane, every later write of the thread runs into its deadline.
             _log.exception("cannot recover a write; its outcome is unknown", extra={"action": "recover_error"})
             for write in unit.writes:
-                if not write.done.done():
-                    write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
+                write.end(AppendUnknown(f"unexpected {type(e).__name__}"))
             self._fail(
                 unit.lane,
                 LogUnavailable(f"cannot recover a write of the thread ({type(e).__name__}); nothing was stored"),
@@ -479,6 +471,5 @@ class Appender(Generic[S, M]):
         if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
             self._note(str(error))
         for write in unit.writes:
-            if not write.done.done():
-                write.done.set_exception(error)
+            write.end(error)
         self._advance(lane)

@@ -46,6 +46,15 @@ class Write(msgspec.Struct, Generic[M], eq=False):
         """Whether the caller has an answer, or gave up."""
         return self.done.done()
 
+    def end(self, outcome: Receipt | Exception) -> None:
+        """Answer the caller, who may have gone."""
+        if self.done.done():
+            return
+        if isinstance(outcome, Receipt):
+            self.done.set_result(outcome)
+        else:
+            self.done.set_exception(outcome)
+
     @property
     def failed(self) -> bool:
         """Whether the write ended and is not known to be stored."""
@@ -117,12 +126,8 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
                 messages.append(outcome.message)
                 size += outcome.size
                 after = outcome.after
-            elif outcome is None or write.done.done():
-                continue
-            elif isinstance(outcome, Receipt):
-                write.done.set_result(outcome)
-            else:
-                write.done.set_exception(outcome)
+            elif outcome is not None:
+                write.end(outcome)
         del self.queue[: len(taken.outcomes)]
         if not writes:
             return None

@@ -40,10 +40,7 @@ class Outstanding(Generic[M]):
     def close(self) -> None:
         """Fail the writes that still wait."""
         for write in self._writes:
-            if not write.done.done():
-                write.done.set_exception(
-                    AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
-                )
+            write.end(AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed"))
         if self._timer is not None:
             self._timer.cancel()
 

@@ -94,6 +94,21 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
     )
 
 
+def tip_in_log(seq: int, watermark: Watermark, memory: M | None) -> Tip[M]:
+    """The tip of a thread whose last entry in the log stands at `seq`; `watermark`: that of all entries up to there."""
+    return Tip(
+        seq=seq,
+        id=watermark.applied_id,
+        base=Base.CHAINED,
+        seen=0,
+        version=watermark.version,
+        keys=watermark.keys,
+        memory=memory,
+        broken=watermark.broken_since is not None,
+        producers=watermark.producers,
+    )
+
+
 def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | None) -> Tip[M]:
     """The tip of a thread that the log does not show, from what Postgres holds.
 
@@ -126,10 +141,8 @@ def tip_of_judged(watermark: Watermark, last: int, seen: int, asked_at: float) -
         return None
     if last and last != watermark.flushed_seq:
         return None
-    tip: Tip[M] = tip_of_row(watermark, seen, asked_at, None)
+    tip: Tip[M] = tip_in_log(last, watermark, None) if last else tip_of_row(watermark, seen, asked_at, None)
     tip.judged = True
-    if last:
-        tip.seq, tip.base, tip.seen, tip.flushed_seq, tip.asked_at = last, Base.CHAINED, 0, 0, 0.0
     return tip
 
 

@@ -9,7 +9,15 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from bufstore.buffer import elapsed, producers, recent_keys
 from bufstore.buffer.append.lookups import Lookups
-from bufstore.buffer.append.tip import Tip, TipCache, tip_of_judged, tip_of_message, tip_of_row, tip_unknown
+from bufstore.buffer.append.tip import (
+    Tip,
+    TipCache,
+    tip_in_log,
+    tip_of_judged,
+    tip_of_message,
+    tip_of_row,
+    tip_unknown,
+)
 from bufstore.buffer.chain import Watermark, counts
 from bufstore.buffer.domain import Inapplicable, M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
@@ -229,14 +237,12 @@ class TipFinder(Generic[S, M]):
         if await self._nowhere.of(thread_id) and elapsed.now_s() - at <= self._new_for_s:
             return tip_of_row(Watermark(), seen, at, self._domain.nothing())
         state, seq = await self._stored.joined(thread_id)
-        watermark, memory, whole = state.watermark, self._domain.remember(state), state.whole
+        watermark, memory = state.watermark, self._domain.remember(state)
         if not seq:
             return tip_of_row(watermark, seen, at, memory)
-        broken = watermark.broken_since is not None
-        known = watermark.producers if whole else watermark.producers or None
-        tip = Tip(
-            seq, watermark.applied_id, Base.CHAINED, 0, watermark.version, watermark.keys, memory, broken, whole, known
-        )
+        tip = tip_in_log(seq, watermark, memory)
+        if not state.whole:
+            tip.keys_complete, tip.producers = False, watermark.producers or None
         self._tips.put(thread_id, tip)
         return tip
 
@@ -256,7 +262,9 @@ class TipFinder(Generic[S, M]):
                 producers.merge(marks, first.entry.producers or b""),
             )
         elif tip.first is not None:
-            return self._behind_superseded(thread_id, tip.seq, watermark)
+            tip = tip_in_log(tip.seq, watermark, None)  # the log's last entry has no effect
+            self._tips.put(thread_id, tip)
+            return tip
         tip.keys, tip.keys_complete, tip.first = recent_keys.merge(keys, tip.keys), True, None
         tip.producers = producers.merge(marks, tip.producers or b"")
         return tip
@@ -265,23 +273,6 @@ class TipFinder(Generic[S, M]):
         """The log's first entry of the thread above a position: later entries may lack its keys."""
         found = await self._log.after(self._subjects.of(thread_id), seq, self._timeout_s, limit=1)
         return tip_of_message(found[0]).first if found else None
-
-    def _behind_superseded(self, thread_id: str, seq: int, watermark: Watermark) -> Tip[M]:
-        """The tip where the log's last entry has no effect: what Postgres holds, at that entry's position."""
-        broken = watermark.broken_since is not None
-        tip: Tip[M] = Tip(
-            seq,
-            watermark.applied_id,
-            Base.CHAINED,
-            0,
-            watermark.version,
-            watermark.keys,
-            None,
-            broken,
-            producers=watermark.producers,
-        )
-        self._tips.put(thread_id, tip)
-        return tip
 
     async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
         """The tip as it is now; `known` was the tip some time ago."""
@@ -306,11 +297,9 @@ class TipFinder(Generic[S, M]):
             return await self.look_up(thread_id)
         tip, entries = before, list[StoredEntry]()
         for item in items_of(messages, thread_id):
-            if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
-                return tip_of_message(messages[-1])
+            if isinstance(item, Malformed) or item.entry.prev_id != tip.id or item.entry.base is not Base.CHAINED:
+                return tip_of_message(messages[-1])  # it is damaged, or our base was purged, and maybe more with it
             e = item.entry
-            if e.base is not Base.CHAINED:
-                return tip_of_message(messages[-1])  # our base was purged, and maybe more with it
             if memory is not None:
                 try:
                     self._domain.observe(memory, item)

@@ -15,7 +15,6 @@ An entry that expected nothing in the log may have landed late and be superseded
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from bufstore.buffer.entry import Base, Item, StoredEntry, items_of
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.newest import Newest
 
 _REMEMBERED = 10_000
 
@@ -44,15 +44,12 @@ class Unresolved:
         self._log = log
         self._subjects = subjects
         self._load_watermark = load_watermark
-        self._behind: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._behind: Newest[tuple[str, bytes], int] = Newest(_REMEMBERED)
 
     def remember(self, thread_id: str, item: bytes, behind: int) -> None:
         """Note that a write with this key item, sent behind this position, ended as unknown."""
         key = thread_id, recent_keys.hash_of(item)
-        self._behind.setdefault(key, behind)
-        self._behind.move_to_end(key)
-        while len(self._behind) > _REMEMBERED:
-            self._behind.popitem(last=False)
+        self._behind[key] = self._behind.get(key, behind)
 
     def __contains__(self, write: tuple[str, bytes]) -> bool:
         """Whether a write to the thread with this key item ended as unknown."""
