@@ -192,7 +192,7 @@ class Lane:
     async def ends(self) -> dict[int, int]:
         """Return the position of each partition's last entry in the log; partitions flushed long ago have none."""
         async with self.log() as log:
-            found = await log.partition_ends(3.0)
+            found = await log.partition_ends()
         return {self.partition(p): end for p, end in enumerate(found) if end}
 
     async def settled(self) -> dict[int, int]:

@@ -279,8 +279,8 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
             both.write = new.buffer.session.connection.write
 
             async def shown() -> list[int] | None:
-                with suppress(LogUnavailable):  # now and then it asks nodes that it is cut off from
-                    return await log.ends([old.buffer.subjects.of(thread_id)], 2.0)
+                with suppress(LogUnavailable):  # it asks those that it is cut off from, now and then
+                    return await log.ends([old.buffer.subjects.of(thread_id)])
                 return None
 
             assert await eventually(shown, 60) < [after.thread_seq], "it still answers"

@@ -205,7 +205,7 @@ async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers
         receipt = await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
         assert group_of(receipt.thread_seq) == lost[0]
         assert await store.load_messages(thread_id) == [said(0), said(1)]
-        assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5)) == 2
+        assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0)) == 2
 
 
 async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Servers) -> None:
@@ -228,7 +228,7 @@ async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Ser
 
         await eventually(retried)
         assert await store.load_messages(thread_id) == [said(0), said(1)]
-        assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5)) == 2
+        assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0)) == 2
 
 
 @pytest.mark.long
@@ -383,9 +383,9 @@ async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(o
         thread_id, overtaken = fresh(), False
         ends = two.buffer.log.ends
 
-        async def overtaken_behind_the_end(filters: Sequence[str], timeout_s: float) -> list[int]:
+        async def overtaken_behind_the_end(subjects: Sequence[str]) -> list[int]:
             nonlocal overtaken
-            found = await ends(filters, timeout_s)
+            found = await ends(subjects)
             if not overtaken:
                 assert found == [0]
                 overtaken = True

@@ -26,8 +26,8 @@ async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> No
         log, client = store.buffer.session.log, store.buffer.session.connection.client()
         before = len(client._subs), len(client._listeners)
         feeds = []
-        for term in range(20):
-            feed = await log.feed(0, term, 1, lambda: None)
+        for _ in range(20):
+            feed = await log.feed(0, 1, lambda: None)
             await feed.close()
             feeds.append(weakref.ref(feed))
         del feed

@@ -49,7 +49,7 @@ async def forgotten(store: BufferedThreadStore, thread_id: str, beside: str) -> 
 
     async def gone() -> bool:
         await store.checkpoint(beside, [], run_of(beside))
-        return not await store.buffer.log.last([subject], 5.0)
+        return not await store.buffer.log.last([subject])
 
     await eventually(gone)
 

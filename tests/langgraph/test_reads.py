@@ -85,7 +85,7 @@ async def test_what_waits_in_postgres_is_read(servers: Servers) -> None:
             async def forgotten() -> bool:
                 await _put(saver, beside, "beside")
                 log, subjects = saver.engine.buffer.log, saver.engine.buffer.subjects
-                return not await log.last([subjects.of(thread_id)], 5.0)
+                return not await log.last([subjects.of(thread_id)])
 
             await eventually(waits, 30)
             await eventually(forgotten, 30)

@@ -117,10 +117,10 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
             found = await asyncio.to_thread(write_rows, config, 1, [sorted_rows(known, range(2, 4))])
             await asyncio.to_thread(app.done, 1, 12, RowCounts(written=6))
         assert found.counts == RowCounts(written=6)
-        before = {s: m.seq for s, m in (await log.last(subjects, 5.0)).items()}
+        before = {s: m.seq for s, m in (await log.last(subjects)).items()}
 
         async def written() -> bool:
-            return all(m.seq > before[s] for s, m in (await log.last(subjects, 5.0)).items())
+            return all(m.seq > before[s] for s, m in (await log.last(subjects)).items())
 
         writing = asyncio.create_task(
             asyncio.to_thread(write_rows, config, 2, [both], Pass(noting=True), Part(0, 1, 13))
@@ -172,7 +172,7 @@ async def test_a_bad_row_waits_for_postgres_and_is_set_aside_once(
         writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 1, [rows]))
 
         await it_waits(caplog)
-        stored = {t: len(await store.buffer.log.after(store.buffer.subjects.of(t), 0, 5.0)) for t in (bad, good)}
+        stored = {t: len(await store.buffer.log.after(store.buffer.subjects.of(t), 0)) for t in (bad, good)}
         assert stored == {bad: 3, good: 6}
         assert not writing.done()
         own_servers.postgres.start()

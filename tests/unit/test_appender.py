@@ -150,9 +150,9 @@ def test_who_needs_the_content_reads_the_last_entry_only_with_it() -> None:
         await two.checkpoint(["of another"], "another")
         looked_up, last = list[str](), two.log.last
 
-        async def counted(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        async def counted(subjects: Sequence[str]) -> dict[str, StoredMessage]:
             looked_up.extend(subjects)
-            return await last(subjects, timeout_s)
+            return await last(subjects)
 
         two.log.last = counted  # type: ignore[method-assign]
         assert (await two.append(["b"])).version == 2
@@ -186,9 +186,9 @@ def test_who_appends_what_has_no_id_reads_no_content(flushed: str) -> None:
             read.append("the content")
             return await joined(thread_id)
 
-        async def looked(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        async def looked(subjects: Sequence[str]) -> dict[str, StoredMessage]:
             read.append("the last entry")
-            return await last(subjects, timeout_s)
+            return await last(subjects)
 
         two.reads.joined, two.log.last = counted, looked  # type: ignore[assignment, method-assign]
         assert (await two.append(["c"])).version == 3
@@ -491,7 +491,7 @@ def test_a_part_that_a_deposed_leader_lacks_does_not_make_an_entry_damaged() -> 
         await one.checkpoint([big])
         world.log.identity = once  # type: ignore[method-assign]
         two = Instance(world)
-        (message,) = await two.log.after(world.log.messages[0].subject, 0, 5.0)
+        (message,) = await two.log.after(world.log.messages[0].subject, 0)
         assert message == world.log.messages[0]
         assert len(asked) > 1
 
@@ -617,8 +617,8 @@ def test_what_is_told_while_a_refusal_is_confirmed_counts() -> None:
         poison = await one.append(["poison"])
         last = one.log.last
 
-        async def told(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-            found = await last(subjects, timeout_s)
+        async def told(subjects: Sequence[str]) -> dict[str, StoredMessage]:
+            found = await last(subjects)
             one.log.last = last  # type: ignore[method-assign]
             await world.flush(poison=frozenset({poison.id}))
             one.appender.forget("t")
@@ -746,9 +746,9 @@ def test_the_last_entries_of_idle_threads_cost_their_groups_and_no_others(monkey
             return found
 
         subjects = [SUBJECTS.of(f"t{n}") for n in range(0, 90, 3)]
-        assert await other.log.last([SUBJECTS.of("nobody")], 5) == {}
+        assert await other.log.last([SUBJECTS.of("nobody")]) == {}
         world.log.part = counted  # type: ignore[method-assign]
-        found = await other.log.last(subjects, 5)
+        found = await other.log.last(subjects)
         assert sorted(found) == sorted(subjects)
         assert all(message.subject == subject for subject, message in found.items())
         assert shown == len(subjects)
@@ -1000,7 +1000,7 @@ def test_a_token_is_good_also_when_all_of_the_thread_is_flushed_and_the_log_show
                 world.log.bucket.put("floor", partition, Floor(world.log.last_seq, 0))
             for log in world.log.opened:
                 await log.let_go({})
-        assert await one.log.ends([SUBJECTS.of("t")], 1) == [0]
+        assert await one.log.ends([SUBJECTS.of("t")]) == [0]
         assert len(world.tail("t")) > 40
         receipt = await one.append(["b"], key=token, run_id="r")
         assert receipt.repeated is (fault != "lost")

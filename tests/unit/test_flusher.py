@@ -57,11 +57,11 @@ class FeedLog(GroupLog):
 
     _stream: FeedServer
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+    async def feed(self, partition: int, start: int, wake: Callable[[], None]) -> Any:
         server = self._stream
         if partition in server.refuse_feed:
             raise server.refuse_feed[partition]
-        server.feeds[partition] = HidingFeed(await super().feed(partition, term, start, wake), server.hidden)
+        server.feeds[partition] = HidingFeed(await super().feed(partition, start, wake), server.hidden)
         return server.feeds[partition]
 
 
@@ -566,8 +566,8 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
             acks.append(seq)
 
         class Watched(FeedLog):
-            async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
-                made = await super().feed(partition, term, start, wake)
+            async def feed(self, partition: int, start: int, wake: Callable[[], None]) -> Any:
+                made = await super().feed(partition, start, wake)
                 acknowledge = made.ack
 
                 async def ack(seq: int) -> None:

@@ -346,15 +346,15 @@ def test_closing_ends_a_look_at_the_log() -> None:
                 await asyncio.Event().wait()
 
             stream.part = never
-            looks = [asyncio.create_task(store.buffer.log.partition_ends(5.0)) for _ in range(2)]
+            looks = [asyncio.create_task(store.buffer.log.partition_ends()) for _ in range(2)]
             await asyncio.sleep(1)
-            looks.append(asyncio.create_task(store.buffer.log.partition_ends(5.0)))
+            looks.append(asyncio.create_task(store.buffer.log.partition_ends()))
             await asyncio.sleep(0)
             await store.aclose()
             for look in looks:
                 with pytest.raises(Closed):
                     await look
             with pytest.raises(Closed):
-                await store.buffer.log.partition_ends(5.0)
+                await store.buffer.log.partition_ends()
 
     run(main())

@@ -277,7 +277,7 @@ async def _three_entries(world: World, one: Instance, log: Replicated) -> None:
 
 async def _seen(one: Instance) -> Sequence[StoredMessage]:
     subject = SUBJECTS.of("t")
-    return (await one.log.seen_after({subject: 0}, 5.0))[subject]
+    return (await one.log.seen_after({subject: 0}))[subject]
 
 
 def test_what_a_copy_does_not_show_is_asked_of_the_leader() -> None:

@@ -41,16 +41,16 @@ class LaggingLog(FeedLog):
 
     _stream: LaggingServer
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
-        server, feed = self._stream, await super().feed(partition, term, start, wake)
+    async def feed(self, partition: int, start: int, wake: Callable[[], None]) -> Any:
+        server, feed = self._stream, await super().feed(partition, start, wake)
         if partition != PARTITION:
             return feed
         server.made += 1
         return Lagging(feed, start - 1) if server.made <= server.lagging else feed
 
-    async def partition_ends(self, timeout_s: float) -> list[int]:
+    async def partition_ends(self) -> list[int]:
         self._stream.looks += 1
-        return await super().partition_ends(timeout_s)
+        return await super().partition_ends()
 
     async def _follow(self, seq: int, wake: Callable[[], None]) -> Any:
         consumer = await super()._follow(seq, wake)
@@ -248,7 +248,7 @@ def test_who_waits_behind_what_is_of_others_is_not_overdue_while_that_is_deliver
     """To begin again would deliver all of those entries once more."""
 
     class Ends:
-        async def partition_ends(self, _: float) -> list[int]:
+        async def partition_ends(self) -> list[int]:
             return [place(1000, 0)]
 
     async def main() -> None:

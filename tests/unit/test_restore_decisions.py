@@ -113,7 +113,7 @@ async def bring_back(world: World, items: list[Item], count: int = 1000) -> Want
     """Restore the entries into the log of `world`; stop after at most `count` of them."""
     async with world.store() as store:
         log, subject = store.buffer.log, SUBJECTS.of("t")
-        held = await log.after(subject, 0, 5)
+        held = await log.after(subject, 0)
         end = 1 + await log.end(5)
         row = await world_row(store)
         found = wanted("t", row, await world.held(), [entry_id(m) for m in held], items, end)

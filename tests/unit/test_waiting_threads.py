@@ -29,8 +29,8 @@ GOOD = [t for t in (f"g{n}" for n in range(99)) if SUBJECTS.partition(t) == PART
 
 
 class SmallFeeds(FeedLog):
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
-        made = await super().feed(partition, term, start, wake)
+    async def feed(self, partition: int, start: int, wake: Callable[[], None]) -> Any:
+        made = await super().feed(partition, start, wake)
         made._feed.delivery._groups._messages_max = BOUND
         return made
 

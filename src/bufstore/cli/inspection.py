@@ -121,7 +121,7 @@ class Inspection:
         """Return where everything stands, and what cannot be asked. Raises LogUnavailable when NATS goes away."""
         log, subjects = self._buffer.config.log, self._buffer.subjects
         members, troubles = sorted(await self._shared.members()), await self._shared.troubles()
-        ends = await self._log.partition_ends(_TIMEOUT_S)
+        ends = await self._log.partition_ends()
         cursors: dict[int, Cursor] | None = None
         quarantined, waiting, trouble, why = None, None, "", None
         try:

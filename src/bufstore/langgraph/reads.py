@@ -190,7 +190,7 @@ class CheckpointReads:
         The first checkpoint that a process saves on one that it has read carries all values, if they are not too large.
         """
         log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
-        messages = await log.after(subject, 0, self._buffer.config.read_timeout_s)
+        messages = await log.after(subject, 0)
         tables, last = Tables(), 0
         for item in items_of(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != last:
@@ -388,7 +388,7 @@ class CheckpointReads:
         found = self._cache.get(thread_id, asked)
         if found is not None:
             position, subject = found.watermark.flushed_seq, self._buffer.subjects.of(thread_id)
-            last = (await self._buffer.log.last([subject], self._buffer.config.read_timeout_s)).get(subject)
+            last = (await self._buffer.log.last([subject])).get(subject)
             # What the log shows follows what was read without a gap: `state` has found none.
             if (last is not None and last.seq >= position) or self.is_last(thread_id, position):
                 return found

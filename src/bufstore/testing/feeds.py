@@ -38,9 +38,9 @@ class _Follower:
                 self.seen += [m.seq for m in self.feed.take()]
 
 
-async def _follow(log: Log, term: int = 1, start: int = FIRST, partition: int = 0) -> _Follower:
+async def _follow(log: Log, start: int = FIRST, partition: int = 0) -> _Follower:
     woken = asyncio.Event()
-    return _Follower(await log.feed(partition, term, start, woken.set), woken)
+    return _Follower(await log.feed(partition, start, woken.set), woken)
 
 
 async def _lost(feed: Feed) -> None:
@@ -106,7 +106,7 @@ async def a_partition_that_is_taken_again_gets_all_from_its_start(logs: Logs) ->
     old = await _follow(log)
     await old.until(lambda: len(old.seen) == 2)
     await old.feed.ack(places[2])
-    new = await _follow(log, term=2, start=places[2])
+    new = await _follow(log, start=places[2])
     await new.until(lambda: len(new.seen) == 1)
     assert new.seen == places[2:3]
     await _lost(old.feed)
@@ -122,7 +122,7 @@ async def several_instances_follow_one_partition_each_for_itself(logs: Logs) -> 
     here, there = await logs.made(), await logs.made()
     (a,) = logs.threads(0)
     places = await put(here, a, a)
-    followers = [await _follow(log, term) for term, log in enumerate((here, there))]
+    followers = [await _follow(log) for log in (here, there)]
     for follower in followers:
         await follower.until(lambda follower=follower: len(follower.seen) == 2)  # type: ignore[misc]
         assert (follower.seen, follower.feed.lost) == (places, None)

@@ -116,7 +116,7 @@ async def a_log_out_of_service_can_be_read_and_not_written(logs: Logs) -> None:
     with raises(LogRolledBack):
         await other.epoch()
     assert await other.epoch(checked=False) == _EPOCH
-    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == places
+    assert [m.seq for m in await log.after(a, 0)] == places
 
 
 @_check()
@@ -172,7 +172,7 @@ async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
             await call
     # The refusal concerns only the instance that refused the log.
     (at,) = await put(other, a)
-    assert (await other.last([a], PATIENCE_S))[a].seq == at
+    assert (await other.last([a]))[a].seq == at
 
 
 @_check()
@@ -181,7 +181,7 @@ async def a_session_that_is_closed_says_so(logs: Logs) -> None:
     session = await logs.open()
     assert await session.log.epoch() == _EPOCH
     await session.aclose()
-    for call in (put(session.log, *logs.threads(0)), session.log.last(logs.threads(0), PATIENCE_S)):
+    for call in (put(session.log, *logs.threads(0)), session.log.last(logs.threads(0))):
         with raises(Unavailable):
             await call
 
@@ -196,7 +196,7 @@ async def what_is_stored_comes_back_as_it_was(logs: Logs) -> None:
     one = await log.publish(Outgoing(a, b"\0body", "1.header"), PATIENCE_S)
     two = await log.publish(Outgoing(b, b""), PATIENCE_S)
     stored = [StoredMessage(a, one, "1.header", b"\0body"), StoredMessage(b, two, None, b"")]
-    assert await other.last([a, b], PATIENCE_S) == {a: stored[0], b: stored[1]}
+    assert await other.last([a, b]) == {a: stored[0], b: stored[1]}
     assert [m async for _, m in other.scan()] == stored
     assert [await other.identity(at) for at in (one, two, two + 1)] == [*stored, None]
     assert log.trouble == "", "a write was answered"
@@ -211,7 +211,7 @@ async def an_entry_of_any_size_comes_back_as_it_was(logs: Logs) -> None:
     end = await log.publish_batch(unit, PATIENCE_S)
     (behind,) = await put(other, b)
     assert end < behind
-    assert [m.body for m in await other.after(a, 0, PATIENCE_S)] == [*bodies, b""]
+    assert [m.body for m in await other.after(a, 0)] == [*bodies, b""]
     assert (await other.identity(end)) == StoredMessage(a, end, "1.c", b"")
 
 
@@ -227,7 +227,7 @@ async def a_write_that_expects_something_else_stores_nothing(logs: Logs) -> None
         with raises(Conflict):
             await log.publish(Outgoing(a, b"x", expected=wrong), PATIENCE_S)
     three = await log.publish(Outgoing(a, b"x", expected=two), PATIENCE_S)
-    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == [one, two, three]
+    assert [m.seq for m in await log.after(a, 0)] == [one, two, three]
 
 
 @_check()
@@ -260,7 +260,7 @@ async def a_batch_with_one_conflict_stores_nothing(logs: Logs) -> None:
     with raises(Conflict):
         await log.publish_batch([Outgoing(a, b"1", expected=0), Outgoing(b, b"2", expected=0)], PATIENCE_S)
     assert await log.end(PATIENCE_S) == end
-    assert await log.last([a], PATIENCE_S) == {}
+    assert await log.last([a]) == {}
 
 
 @_check()
@@ -302,9 +302,9 @@ async def the_last_message_of_each_subject_is_found(logs: Logs) -> None:
     log = await logs.made()
     (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
     places = await put(log, a, b, a, c)
-    assert {s: m.seq for s, m in (await log.last([a, *logs.threads(2)], PATIENCE_S)).items()} == {a: places[2]}
-    assert await log.ends([a, b, c, *logs.threads(2)], PATIENCE_S) == [places[2], places[1], places[3], 0]
-    assert await log.partition_ends(PATIENCE_S) == [places[2], places[3], 0, 0]
+    assert {s: m.seq for s, m in (await log.last([a, *logs.threads(2)])).items()} == {a: places[2]}
+    assert await log.ends([a, b, c, *logs.threads(2)]) == [places[2], places[1], places[3], 0]
+    assert await log.partition_ends() == [places[2], places[3], 0, 0]
     assert await log.latest_partition_ends(PATIENCE_S) == [places[2], places[3], 0, 0]
     assert [await log.latest(s, PATIENCE_S) for s in (a, *logs.threads(2))] == [places[2], 0]
 
@@ -320,8 +320,8 @@ async def who_comes_to_a_backlog_finds_where_its_partitions_end(logs: Logs) -> N
     (last,) = await put(log, *logs.threads(3))
     new = await logs.made()
     assert await new.latest_partition_ends(PATIENCE_S) == [first, *places[1:], last]
-    assert await new.partition_ends(PATIENCE_S) == [first, *places[1:], last]
-    assert await new.ends([a, quiet], PATIENCE_S) == [places[0], first]
+    assert await new.partition_ends() == [first, *places[1:], last]
+    assert await new.ends([a, quiet]) == [places[0], first]
 
 
 @_check()
@@ -335,7 +335,7 @@ async def messages_above_a_position_come_in_order(logs: Logs) -> None:
         (places[0], 1, [2]),
         (places[4], 0, []),
     ):
-        messages = await log.after(a, seq, PATIENCE_S, limit)
+        messages = await log.after(a, seq, limit)
         assert [m.seq for m in messages] == [places[n] for n in found]
 
 
@@ -354,7 +354,7 @@ async def a_scan_shows_every_entry_or_those_of_some(logs: Logs) -> None:
         ({"last_up_to": places[4]}, [2, 3, 4]),
         ({"last_up_to": places[3]}, [1, 2, 3, 4]),
     ):
-        await log.partition_ends(PATIENCE_S)
+        await log.partition_ends()
         scanned = [(partition, message) async for partition, message in log.scan(**asked)]
         assert [message.seq for _, message in scanned] == [places[i] for i in found], asked
         assert [partition for partition, _ in scanned] == [int(i == 2) for i in found]
@@ -401,8 +401,8 @@ async def the_log_is_purged_as_far_as_all_partitions_allow(logs: Logs) -> None:
     assert [await third.identity(at) is not None for at in places] == [False, False, True, True]
     assert [m.seq async for _, m in third.scan()] == places[2:]
     # An entry that leaves takes nothing else with it, and a thread without entries is like one that never had any.
-    assert a not in await third.last([a, b, c], PATIENCE_S)
-    assert (await third.last([b], PATIENCE_S))[b].seq == places[3]
+    assert a not in await third.last([a, b, c])
+    assert (await third.last([b]))[b].seq == places[3]
     assert await third.publish(Outgoing(a, b"x", expected=0), PATIENCE_S) > places[3]
 
 
@@ -411,7 +411,7 @@ async def nobody_builds_on_what_was_let_go_of_behind_a_fence(logs: Logs) -> None
     log, other = await logs.made(), await logs.made()
     a, b = logs.threads(0, 2)
     places = await put(log, a, b)
-    assert (await other.last([a], PATIENCE_S))[a].seq == places[0]
+    assert (await other.last([a]))[a].seq == places[0]
     await log.fence(places[0] + 1)
     await log.fence(places[0] + 1)
     with raises(Conflict):
@@ -424,7 +424,7 @@ async def a_cursor_may_pass_a_group_without_entries_and_finds_it_again(logs: Log
     """Otherwise what stands before the group could not be purged until somebody writes."""
     log, other = await logs.made(), await logs.made()
     places = await put(log, *logs.threads(0, 2))
-    feed = await other.feed(0, 1, places[0], lambda: None)
+    feed = await other.feed(0, places[0], lambda: None)
     await log.fence(places[0] + 1)
 
     async def passed() -> bool:

@@ -270,7 +270,7 @@ class Appender(Generic[S, M]):
                     retry=retry_if_exception_type((LogUnavailable, StoreUnavailable)),
                 ):
                     with attempt:
-                        found = await self._unresolved.find(thread_id, write.item, self._config.append_timeout_s)
+                        found = await self._unresolved.find(thread_id, write.item)
         except (TimeoutError, AppendUnknown):
             raise OutcomeUnknown(thread_id, key) from None
         if found is None:

@@ -41,7 +41,7 @@ async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bo
             if all(w.done.done() for w in unit.writes):
                 return None
             try:
-                behind = await log.after(first.subject, unit.before.seq, 2.0, limit=1)
+                behind = await log.after(first.subject, unit.before.seq, limit=1)
                 if behind and behind[0].header == first.header:  # the header has the id and the checksum
                     return behind[0].seq + len(unit.messages) - 1
                 if behind:

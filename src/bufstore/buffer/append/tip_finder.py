@@ -69,7 +69,7 @@ class TipFinder(Generic[S, M]):
         self._timeout_s = parts.config.append_timeout_s
         self._stored = stored
         self._tips = tips
-        self._last = Lookups(lambda subjects: self._log.last(subjects, self._timeout_s))
+        self._last = Lookups(lambda subjects: self._log.last(subjects))
         self._nowhere, self._judged = Lookups(self._found_nowhere), Lookups(self._found_judged)
         self._end = Lookups(self._found_end)
         self._held, self._ask_again_at = held, float("-inf")
@@ -129,7 +129,7 @@ class TipFinder(Generic[S, M]):
         return dict.fromkeys(await self._not_held([t for t in absent if t not in rows]), True)
 
     async def _ends(self, thread_ids: Sequence[str]) -> dict[str, int]:
-        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids], self._timeout_s)
+        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids])
         return dict(zip(thread_ids, ends, strict=True))
 
     async def _not_held(self, thread_ids: Sequence[str]) -> list[str]:
@@ -190,7 +190,7 @@ class TipFinder(Generic[S, M]):
         if not whole:
             return {}
         above = {self._subjects.of(t): row.flushed_seq for t, row in whole.items()}
-        tails = await self._log.seen_after(above, self._timeout_s)
+        tails = await self._log.seen_after(above)
         found: dict[str, Watermark] = {}
         for thread_id, row in whole.items():
             items = items_of(tails[self._subjects.of(thread_id)], thread_id)
@@ -271,7 +271,7 @@ class TipFinder(Generic[S, M]):
 
     async def _first_above(self, thread_id: str, seq: int) -> StoredEntry | None:
         """The log's first entry of the thread above a position: later entries may lack its keys."""
-        found = await self._log.after(self._subjects.of(thread_id), seq, self._timeout_s, limit=1)
+        found = await self._log.after(self._subjects.of(thread_id), seq, limit=1)
         return tip_of_message(found[0]).first if found else None
 
     async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
@@ -291,7 +291,7 @@ class TipFinder(Generic[S, M]):
         """The tip after the entries that others appended behind `before`, a tip that `goes_on`."""
         memory = before.memory
         subject = self._subjects.of(thread_id)
-        messages = (await self._log.seen_after({subject: before.seq}, self._timeout_s))[subject]
+        messages = (await self._log.seen_after({subject: before.seq}))[subject]
         if not messages:
             # A conflict although nobody wrote behind our base: the base was purged, and maybe more with it.
             return await self.look_up(thread_id)

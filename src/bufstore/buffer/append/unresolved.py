@@ -56,15 +56,15 @@ class Unresolved:
         thread_id, item = write
         return (thread_id, recent_keys.hash_of(item)) in self._behind
 
-    async def find(self, thread_id: str, item: bytes, timeout_s: float) -> tuple[StoredEntry, bool] | None:
+    async def find(self, thread_id: str, item: bytes) -> tuple[StoredEntry, bool] | None:
         """The entry that the write has become, and whether its content is the same; None if it is not there (yet).
 
         Raises LogUnavailable; StoreUnavailable when only Postgres can tell; AppendUnknown when nothing tells any more.
         """
-        found = await self._last(thread_id, item, timeout_s)
+        found = await self._last(thread_id, item)
         if found is not None and found.entry.entry.base is not Base.CHAINED:
             watermark = await self._load_watermark(thread_id)
-            found = await self._last(thread_id, item, timeout_s)  # in this order: see `counts`
+            found = await self._last(thread_id, item)  # in this order: see `counts`
             stands = found is None or counts(found.entry, watermark, found.behind)
             if stands is None:
                 raise AppendUnknown(
@@ -75,13 +75,13 @@ class Unresolved:
                 return None
         return (found.entry, found.same) if found is not None else None
 
-    async def _last(self, thread_id: str, item: bytes, timeout_s: float) -> _Found | None:
+    async def _last(self, thread_id: str, item: bytes) -> _Found | None:
         """The last entry with the key: a repeat may have followed a superseded one."""
         behind = self._behind.get((thread_id, recent_keys.hash_of(item)))
         if behind is None:
             return None
         found: _Found | None = None
-        for entry in items_of(await self._behind_of(thread_id, behind, item, timeout_s), thread_id):
+        for entry in items_of(await self._behind_of(thread_id, behind, item), thread_id):
             if found is not None and found.behind is None:
                 found = found._replace(behind=entry)
             if isinstance(entry, StoredEntry):
@@ -89,14 +89,14 @@ class Unresolved:
                 found = found if same is None else _Found(entry, same, None)
         return found
 
-    async def _behind_of(self, thread_id: str, behind: int, item: bytes, timeout_s: float) -> list[StoredMessage]:
+    async def _behind_of(self, thread_id: str, behind: int, item: bytes) -> list[StoredMessage]:
         """The thread's entries that the log holds behind a position, also those that it does not show any more."""
         subject = self._subjects.of(thread_id)
-        messages = await self._log.after(subject, behind, timeout_s)
+        messages = await self._log.after(subject, behind)
         if messages:
             if self._are_all(items_of(messages, thread_id), behind, item):
                 return messages
-        elif (await self._log.ends([subject], timeout_s))[0]:
+        elif (await self._log.ends([subject]))[0]:
             return messages
         watermark = await self._load_watermark(thread_id)
         # Nothing was written behind the position; or the row has the key, and no entry stands behind the row: then the

@@ -222,7 +222,7 @@ class Committer:
         # An entry that is not found counts as missing, so do not read from a replica that lags behind the one that
         # delivered the items.
         await self._log.latest(subject, _FILL_S)
-        messages = (await self._log.seen_after({subject: after}, _FILL_S))[subject]
+        messages = (await self._log.seen_after({subject: after}))[subject]
         last = max(item.seq for item in items)
         found = {item.seq: item for item in (*items_of(messages, thread_id), *items) if item.seq <= last}
         return [found[seq] for seq in sorted(found)]

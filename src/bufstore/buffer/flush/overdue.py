@@ -23,7 +23,6 @@ from bufstore.errors import BufstoreError
 _ASKED_AGAIN_S = 1.0
 #: If callers have asked for a flush for this long and nothing has arrived, we look at the log.
 _LOOK_AFTER_S = 0.5
-_LOOK_TIMEOUT_S = 2.0
 #: The seconds between two looks when nobody asks.
 _RARELY_S = 30.0
 #: An entry in the log that does not arrive within this time is overdue. The time grows whenever a new consumer did
@@ -120,7 +119,7 @@ class Overdue:
         if not looked_at:
             return
         try:
-            ends = await self._log.partition_ends(_LOOK_TIMEOUT_S)
+            ends = await self._log.partition_ends()
         except BufstoreError:
             return  # the caller asks again
         now = self._loop.time()

@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL_S = 5.0
 _TOMBSTONES_AT_ONCE = 1000
-_TIMEOUT_S = 10.0
 
 
 class Retention:
@@ -139,7 +138,7 @@ class Retention:
                 await self._log.fence(max(seq for seq, _ in mine) + 1)
             # Entries that the log has of such a thread were written since, and may build on the deletion.
             subjects = {self._subjects.of(thread_id): (seq, thread_id) for seq, thread_id in mine}
-            written = await self._log.last(list(subjects), _TIMEOUT_S) if subjects else {}
+            written = await self._log.last(list(subjects)) if subjects else {}
             if mine := [tombstone for subject, tombstone in subjects.items() if subject not in written]:
                 await self._ledger.bury(mine)
             after = found[-1][1]

@@ -277,7 +277,7 @@ class Takeover:
             raise LogRolledBack(trouble)
         # Since the term was raised, nobody but us changes the entries that wait in the ledger.
         queues = await self._ledger.waiting.queues(cursor.partition)
-        feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
+        feed = await self._log.feed(cursor.partition, cursor.seq + 1, self._wake)
         owned = self.owned_partitions[cursor.partition] = OwnedPartition(cursor, feed, self._subjects, queues)
         self._followed_at[cursor.partition] = self._loop.time()
         if cursor.seq:

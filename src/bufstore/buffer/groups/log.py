@@ -122,7 +122,7 @@ class GroupLog:
     def _head(self, subject: str) -> int:
         return self._heads.head(hash_of(self._subjects.thread_id(subject)))
 
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+    async def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
         await self._see_all()
         return await self._backwards.last(subjects)
 
@@ -130,11 +130,11 @@ class GroupLog:
         """Forget a thread's last entry, which was purged or erased: the floor is above it, and nobody builds on it."""
         self._forgetting.forget(await self._floor())
 
-    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+    async def after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
         await self._see_all()
         return (await self._backwards.after({subject: seq}, limit))[subject]
 
-    async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> dict[str, list[StoredMessage]]:
+    async def seen_after(self, above: Mapping[str, int]) -> dict[str, list[StoredMessage]]:
         return await self._backwards.after(above)
 
     async def identity(self, seq: int) -> StoredMessage | None:
@@ -174,11 +174,11 @@ class GroupLog:
                     with contextlib.suppress(Purged):
                         yield record.partition, await self._entries.read(group, number_of(at), message.body)
 
-    async def ends(self, subjects: Sequence[str], timeout_s: float) -> list[int]:
+    async def ends(self, subjects: Sequence[str]) -> list[int]:
         await self._see_all()
         return [self._head(subject) for subject in subjects]
 
-    async def partition_ends(self, timeout_s: float) -> list[int]:
+    async def partition_ends(self) -> list[int]:
         await self._see_all()
         return self._partition_ends()
 
@@ -260,7 +260,7 @@ class GroupLog:
 
     # --- following and removing -------------------------------------------------------------------------------
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
+    async def feed(self, partition: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
         return await self._feeds.open(partition, start, wake)
 
     async def _follow(self, seq: int, wake: Callable[[], None]) -> StreamFeed:

@@ -47,7 +47,7 @@ class Eraser:
 
     async def _flushed(self, remains: Remains) -> None:
         """Return once everything that goes is flushed. Owners that would wait for more entries are asked not to."""
-        ends = await self._log.partition_ends(self._config.append_timeout_s)
+        ends = await self._log.partition_ends()
         targets = {p: min(end, remains.settled_from - 1) for p, end in enumerate(ends) if end}
         await self._waiter.partitions(targets, self._config.flush_timeout_s)
 

@@ -113,7 +113,7 @@ class Verifier:
         For a thread with entries above the log's floor, the place of the last entry is known beforehand. Below the
         floor everything is flushed, so the last entry of a thread is the one at its watermark, and must turn up.
         """
-        await self._log.partition_ends(_TIMEOUT_S)  # so that the last entries are known
+        await self._log.partition_ends()  # so that the last entries are known
         end = await self._log.end(_TIMEOUT_S)
         #: The watermarks' positions of threads below the floor whose entries there have not turned up yet.
         expected: dict[str, int] = {}
@@ -153,7 +153,7 @@ class Verifier:
         after = ""
         while found := await self._ledger.waiting.threads(after, _CHUNK):
             after = found[-1]
-            last = await self._log.last([self._subjects.of(t) for t in found], _TIMEOUT_S)
+            last = await self._log.last([self._subjects.of(t) for t in found])
             for thread_id in found:
                 if self._subjects.of(thread_id) not in last and not await self._stands(thread_id):
                     for f in await self._facts({thread_id: None}):
@@ -210,7 +210,7 @@ class Verifier:
         if waiting:
             watermarks = await self._ledger.watermarks(list(seen))
         versions = await self._versions(list(seen)) if self._versions is not None else {}
-        last = await self._log.last([self._subjects.of(t) for t in seen], _TIMEOUT_S)
+        last = await self._log.last([self._subjects.of(t) for t in seen])
         parked = await self._ledger.parked.present([m.seq for m in (*last.values(), *seen.values()) if m is not None])
         facts = []
         for thread_id, at in seen.items():
@@ -219,7 +219,7 @@ class Verifier:
             watermark, given_up = watermarks.get(thread_id, (Watermark(), 0))
             tail = [at] if known is None and at is not None and at.seq > watermark.flushed_seq else []
             if known is not None and known.seq > watermark.flushed_seq:
-                tail = await self._log.after(known.subject, watermark.flushed_seq, _TIMEOUT_S)
+                tail = await self._log.after(known.subject, watermark.flushed_seq)
             partition = self._subjects.partition(thread_id)
             facts.append(
                 ThreadFacts(

@@ -187,18 +187,18 @@ class Log(Generations, Protocol):
         """Store all entries or none, as neighbours. Returns the position of the last."""
         ...
 
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+    async def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
         """The last entry of each of these threads (by subject).
 
         Threads of which nothing stands above the log's floor are left out.
         """
         ...
 
-    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+    async def after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
         """The thread's entries above `seq`, in order; at most `limit` of them if it is not 0."""
         ...
 
-    async def seen_after(self, above: Mapping[str, int], timeout_s: float) -> Mapping[str, list[StoredMessage]]:
+    async def seen_after(self, above: Mapping[str, int]) -> Mapping[str, list[StoredMessage]]:
         """The entries of each of these threads (by subject) above a position, as far as this process has seen the log.
         It has seen whatever caused a conflict, and everything up to what `latest` or `ends` returned."""
         ...
@@ -236,22 +236,22 @@ class Log(Generations, Protocol):
         ...
 
     async def end(self, timeout_s: float) -> int:
-        """The last sequence of the log, asked now."""
+        """The last position of the log, asked now."""
         ...
 
-    async def ends(self, subjects: Sequence[str], timeout_s: float) -> list[int]:
+    async def ends(self, subjects: Sequence[str]) -> list[int]:
         """The position of the last entry of each of these threads, as any node shows it; 0 for none.
 
         It may show nothing that stands below the log's floor. `latest` asks the leader.
         """
         ...
 
-    async def partition_ends(self, timeout_s: float) -> list[int]:
+    async def partition_ends(self) -> list[int]:
         """The same of all partitions, in order. `latest_partition_ends` asks the leader."""
         ...
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:
-        """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
+    async def feed(self, partition: int, start: int, wake: Callable[[], None]) -> Feed:
+        """Deliver the partition from position `start` on; `wake` is called when something arrived or was lost."""
         ...
 
     async def prove_leader(self, timeout_s: float) -> None:
@@ -374,7 +374,7 @@ class Log(Generations, Protocol):
         ...
 
     async def identity(self, seq: int) -> StoredMessage | None:
-        """The message at exactly this sequence, if it is still there."""
+        """The entry at exactly this position, if it is still there."""
         ...
 
     @property

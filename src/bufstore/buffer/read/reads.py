@@ -209,7 +209,7 @@ class Reads(Generic[S]):
             last = await self._last(subject, proven)
             new: list[Item] = []
             if last > kept.last:
-                tail = await self._log.seen_after({subject: kept.last}, self._config.read_timeout_s)
+                tail = await self._log.seen_after({subject: kept.last})
                 new = items_of(tail[subject], thread_id)
             # If the store does not answer, leave it to `_from_store`, which knows how long to wait.
             await asyncio.wait([row], timeout=_ROW_S)
@@ -312,7 +312,7 @@ class Reads(Generic[S]):
         pause = 0.001
         while last > above:
             # The look that found `last` has seen the log up to it, so this needs no further request for the log's end.
-            messages = (await self._log.seen_after({subject: above}, self._config.read_timeout_s))[subject]
+            messages = (await self._log.seen_after({subject: above}))[subject]
             if messages and messages[-1].seq >= last:
                 return messages, messages[-1].seq
             # The entry at `last` has left the log since, or the server that answered lacked it. A state without it must
@@ -347,7 +347,7 @@ class Reads(Generic[S]):
     async def _last(self, subject: str, proven: bool) -> int:
         if proven:
             return await self._log.latest(subject, self._config.read_timeout_s)
-        return (await self._log.ends([subject], self._config.read_timeout_s))[0]
+        return (await self._log.ends([subject]))[0]
 
 
 def _broken(state: State) -> bool:

@@ -153,7 +153,7 @@ class IntoLog:
 
     async def _look(self, thread_ids: Sequence[str]) -> _Shown:
         names = {self._subjects.of(thread_id): thread_id for thread_id in thread_ids}
-        last = {names[s]: m for s, m in (await self._log.last(list(names), _TIMEOUT_S)).items()}
+        last = {names[s]: m for s, m in (await self._log.last(list(names))).items()}
         end = 1 + await self._log.end(_TIMEOUT_S)
         rows = await self._ledger.watermarks(thread_ids)
         versions = await self._held(thread_ids) if self._held is not None else {}
@@ -191,7 +191,7 @@ class IntoLog:
             todo = again._replace(present=again.present - applied)
 
     async def _ids(self, thread_id: str) -> list[int]:
-        messages = await self._log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
+        messages = await self._log.after(self._subjects.of(thread_id), 0)
         return [id_of(item) for item in items_of(messages, thread_id)]
 
     async def _write(self, thread_id: str, entries: Sequence[Entry], behind: int) -> int:

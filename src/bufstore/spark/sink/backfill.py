@@ -121,7 +121,7 @@ class BackfillWriter:
 
     async def in_log(self, threads: Collection[str]) -> set[str]:
         """Return the threads with entries that may not be applied yet. Raises LogUnavailable, StoreUnavailable."""
-        ends = await self._log.ends([self._subjects.of(thread_id) for thread_id in threads], _TIMEOUT_S)
+        ends = await self._log.ends([self._subjects.of(thread_id) for thread_id in threads])
         # The log is asked first: an entry that has left it is applied, or waits in the ledger.
         waiting = await self._ledger.waiting.among(list(threads))
         return waiting | {thread_id for thread_id, end in zip(threads, ends, strict=True) if end}

@@ -454,7 +454,7 @@ def _shown(row: Row) -> Row:
 async def _not_in_log(buffer: ThreadBuffer, threads: Sequence[str]) -> set[str]:
     """Return those of these threads of which the log shows nothing."""
     subjects = {buffer.subjects.of(thread_id): thread_id for thread_id in threads}
-    shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
+    shown = await buffer.log.last(list(subjects))
     return {thread_id for subject, thread_id in subjects.items() if subject not in shown}
 
 
