@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -99,6 +99,13 @@ async def end(*tasks: asyncio.Future[Any] | None) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> None:
+    """Return when the event is set, or after so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 async def together(calls: Iterable[Awaitable[T]]) -> list[T]:

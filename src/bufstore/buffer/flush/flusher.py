@@ -38,7 +38,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import own_cancels_only, spawn
+from bufstore.tasks import own_cancels_only, set_within, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -165,9 +165,7 @@ class Flusher:
 
     async def _pause(self, seconds: float) -> None:
         """Sleep for this long, or until stopped."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
+        await set_within(self._stopping, seconds)
 
     # --- which partitions -------------------------------------------------------------------------------------
 
@@ -226,9 +224,7 @@ class Flusher:
                 break
             if self._stopping.is_set():
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._wake.wait()
+            await set_within(self._wake, wait)
         self._window_began = None
         if self.state.pending:
             self._asked_at = float("-inf")

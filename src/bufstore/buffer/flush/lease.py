@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.tasks import set_within
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +87,7 @@ class Lease:
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
                     self._hold()
                     self.trouble = f"cannot renew its lease, and takes no new partitions until it can: {e}"
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
-                    await self._changed.wait()
+            await set_within(self._changed, self._interval_s)
 
     async def _withdraw(self, reason: str) -> None:
         self._own(frozenset())

@@ -11,13 +11,13 @@ node may lead. A consumer that is still working through entries of other partiti
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.ports.log import Log
 from bufstore.errors import BufstoreError
+from bufstore.tasks import set_within
 
 #: A caller that waits for a flush asks again several times within this time.
 _ASKED_AGAIN_S = 1.0
@@ -103,9 +103,7 @@ class Overdue:
                 rarely_at += _RARELY_S
                 due |= self._still()
             await self._look(due)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(rarely_at):
-                    await self._changed.wait()
+            await set_within(self._changed, rarely_at - self._loop.time())
 
     def _still(self) -> set[int]:
         """Return the partitions of which nothing has arrived since the last call."""

@@ -9,7 +9,6 @@ partition whose owner goes away during an outage until Postgres is back.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -22,6 +21,7 @@ from bufstore.buffer.ports.log import Floor
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.tasks import set_within
 
 _log = logging.getLogger(__name__)
 
@@ -58,9 +58,7 @@ class Retention:
         """Purge now and then, until `stopping`."""
         interval = min(_INTERVAL_S, self._config.log.failover_window_s / 4)
         while not stopping.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval):
-                    await stopping.wait()
+            await set_within(stopping, interval)
             try:
                 await self._purge()
             except (BufstoreError, FlushFailed, AppendUnknown) as e:

@@ -24,7 +24,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import spawn
+from bufstore.tasks import set_within, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -186,9 +186,7 @@ class Takeover:
             if due:
                 await self._take(due)
             soonest = min((self._untakeable.get(p, 0.0) for p in missing), default=now + _LOOK_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(max(soonest - self._loop.time(), _HELD_RETRY_S), _LOOK_S)):
-                    await self._changed.wait()
+            await set_within(self._changed, min(max(soonest - self._loop.time(), _HELD_RETRY_S), _LOOK_S))
 
     async def aclose(self) -> None:
         """Give up everything."""

@@ -8,14 +8,13 @@ lost, or may have passed an entry that waits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.membership import owners
 from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, FlushTimeout
-from bufstore.tasks import spawn
+from bufstore.tasks import set_within, spawn
 
 _ASK_INTERVAL_S = 0.25
 
@@ -91,9 +90,7 @@ class FlushWaiter:
                     failed = await self._ask(left) or failed
                     if inquiry is None and loop.time() >= half_time:
                         inquiry = spawn(self._inquire(min(left)), name="bufstore-flush-inquiry")
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(min(_ASK_INTERVAL_S, timeout_s / 4)):
-                            await moved.wait()
+                    await set_within(moved, min(_ASK_INTERVAL_S, timeout_s / 4))
         except TimeoutError:
             partition = min(left)
             who, trouble = self._ourselves(partition) or (inquiry.result() if inquiry and inquiry.done() else ("", ""))
