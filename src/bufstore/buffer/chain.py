@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from bufstore.buffer import producers as sources_
-from bufstore.buffer import recent_keys
+from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 
 
@@ -135,7 +134,7 @@ def plan(
         if cause is not None:
             park.append(Parked(item, cause, watermark.applied_id))
             watermark = msgspec.structs.replace(
-                watermark, flushed_seq=seq, broken_since=broken, producers=_sources(watermark, item)
+                watermark, flushed_seq=seq, broken_since=broken, producers=_producers(watermark, item)
             )
             continue
         apply.append(item)
@@ -145,11 +144,11 @@ def plan(
             version=e.version,
             keys=recent_keys.merge(watermark.keys, e.keys),
             broken_since=None if e.self_contained else watermark.broken_since,
-            producers=_sources(watermark, item),
+            producers=_producers(watermark, item),
         )
     return Plan(watermark=watermark, apply=apply, park=park)
 
 
-def _sources(watermark: Watermark, stored: StoredEntry) -> bytes:
+def _producers(watermark: Watermark, stored: StoredEntry) -> bytes:
     # A parked entry counts too: its producer has done its part, and the entry waits in quarantine.
-    return sources_.merge(watermark.producers, stored.entry.producers or b"")
+    return producers.merge(watermark.producers, stored.entry.producers or b"")

@@ -74,11 +74,6 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     piece: int
     pieces: int
     keys_complete: bool = True
-
-
-class _MetaWithSources(_Meta, array_like=True, frozen=True, gc=False):
-    """The header of an entry that carries producers' numbers."""
-
     producers: bytes | None = None
 
 
@@ -92,7 +87,7 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_meta_decoder = msgspec.msgpack.Decoder(_MetaWithSources)
+_meta_decoder = msgspec.msgpack.Decoder(_Meta)
 _BASES = dict(enumerate(Base))
 #: The header's `piece` and `pieces`, always these two now: an earlier form of the log split entries into several
 #: messages.
@@ -129,7 +124,7 @@ def header_of(
     payload: bytes,
 ) -> str:
     """Return the header value of the `Entry` with these fields, for a caller that makes no `Entry`."""
-    # This tuple is encoded exactly as `_Meta` (or `_MetaWithSources`) would be; 0 and 1 are `_ONE_PIECE`.
+    # This tuple is encoded as a `_Meta` is, one without producers if there are none; 0 and 1 are `_ONE_PIECE`.
     meta = (id_, prev_id, base, seen, version, self_contained, keys, 0, 1, keys_complete)
     text = b2a_base64(_encode((*meta, producers) if producers else meta), newline=False)
     return f"{VERSION}.{crc32(payload, crc32(text)):08x}.{text.decode()}"

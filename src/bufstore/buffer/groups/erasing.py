@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from bufstore.buffer.groups.group import Group, decode_entry, group_in, hash_of
-from bufstore.buffer.groups.oversize import sequences
+from bufstore.buffer.groups.oversize import parsed
 from bufstore.buffer.groups.stream import READ_S, GroupsInStream, last_on, messages_on
 from bufstore.buffer.places import first_place, last_place, number_of
 from bufstore.buffer.ports.log import Remains
@@ -92,6 +92,6 @@ def _parts_of(group: Group, number: int, body: bytes) -> list[int]:
     """The sequences of the parts that an entry consists of; none for one that is whole, or damaged."""
     try:
         entry = decode_entry(group, number, body)
-        return sequences(entry.payload) if entry.elsewhere else []
+        return parsed(entry.payload).parts if entry.elsewhere else []
     except MalformedEntry:
         return []

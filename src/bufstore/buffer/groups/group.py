@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.buffer.groups.oversize import first_part, whole_bytes
+from bufstore.buffer.groups.oversize import parsed
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import InvalidId, MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
@@ -123,7 +123,7 @@ class Draft:
     def __init__(self, id_: int, entries: Sequence[NewEntry]) -> None:
         """`entries`: at most `ENTRIES_MAX`."""
         self.id = id_
-        self._parts = min((first_part(e.payload) for e in entries if e.elsewhere), default=0)
+        self._parts = min((parsed(e.payload).parts[0] for e in entries if e.elsewhere), default=0)
         self.records: list[Record] = []
         parts: list[bytes] = []
         packed: list[bytes] = []
@@ -197,7 +197,7 @@ def stored_bytes(group: Group, message: StoredMessage) -> int:
     for number in range(len(group.records)) if group.parts else ():
         with contextlib.suppress(MalformedEntry):
             entry = decode_entry(group, number, body)
-            size += whole_bytes(entry.payload) if entry.elsewhere else 0
+            size += parsed(entry.payload).size if entry.elsewhere else 0
     return size
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
@@ -35,45 +36,37 @@ def reference_bytes(size: int, bytes_max: int) -> int:
     return _WHOLE.size + -(-size // bytes_max) * _SEQ.size
 
 
-def first_part(reference_: bytes) -> int:
-    """The sequence of the first part that a reference names."""
-    found: int = _SEQ.unpack_from(reference_, _WHOLE.size)[0]
-    return found
+class Reference(NamedTuple):
+    """What a reference says."""
+
+    #: The size and the checksum of the whole payload.
+    size: int
+    checksum: int
+    #: The sequences of its parts, in order.
+    parts: list[int]
 
 
-def sequences(reference_: bytes) -> list[int]:
-    """The sequences of the parts that a reference names. Raises MalformedEntry."""
+def parsed(reference_: bytes) -> Reference:
+    """Read a reference. Raises MalformedEntry."""
     try:
-        return [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
+        size, checksum = _WHOLE.unpack_from(reference_)
+        return Reference(size, checksum, [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])])
     except struct.error as e:
         raise MalformedEntry("undecodable reference to the parts of a large entry") from e
 
 
 def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:
     """Join the parts to the payload that a reference names. Raises MalformedEntry if they are not what was stored."""
-    try:
-        size, crc = _WHOLE.unpack_from(reference_)
-    except struct.error as e:
-        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
-    payload = b"".join(parts)
-    if len(payload) != size or zlib.crc32(payload) != crc:
+    wanted, payload = parsed(reference_), b"".join(parts)
+    if len(payload) != wanted.size or zlib.crc32(payload) != wanted.checksum:
         raise MalformedEntry("the parts of a large entry are not what was stored")
     return payload
-
-
-def whole_bytes(reference_: bytes) -> int:
-    """How many bytes the payload has that a reference names. Raises MalformedEntry."""
-    try:
-        size: int = _WHOLE.unpack_from(reference_)[0]
-    except struct.error as e:
-        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
-    return size
 
 
 async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
     """Read the payload that a reference names. Raises MalformedEntry if a part is missing or not what was stored."""
     parts = []
-    for seq in sequences(reference_):
+    for seq in parsed(reference_).parts:
         part = await read(seq)
         if part is None:
             raise MalformedEntry(f"part {seq} of a large entry is missing")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 
 from bufstore.buffer.entry import Item, Malformed, item_of
-from bufstore.buffer.groups.oversize import sequences, whole
+from bufstore.buffer.groups.oversize import parsed, whole
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
@@ -93,7 +93,7 @@ def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any
 
 def _parts(reference: bytes) -> list[int] | None:
     try:
-        return sequences(reference)
+        return parsed(reference).parts
     except MalformedEntry:
         return None  # the entry's own checksum will tell
 
