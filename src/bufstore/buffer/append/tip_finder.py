@@ -70,7 +70,9 @@ class TipFinder(Generic[S, M]):
         self._stored = stored
         self._tips = tips
         self._last = Lookups(lambda subjects: self._log.last(subjects))
-        self._nowhere, self._judged = Lookups(self._found_nowhere), Lookups(self._found_judged)
+        self._nowhere = Lookups(self._found_nowhere)
+        #: The tips of threads whose content need not be read: Postgres has it, or will once the log is flushed.
+        self._judged = Lookups(lambda thread_ids: self._asked(self._judged_by_postgres, thread_ids))
         self._end = Lookups(self._found_end)
         self._held, self._ask_again_at = held, float("-inf")
         self._loop = asyncio.get_running_loop()
@@ -151,11 +153,7 @@ class TipFinder(Generic[S, M]):
         """Which of many threads neither log nor Postgres knows. A single one is not asked for: its content is read."""
         if len(thread_ids) == 1 or self._held is None:
             return {}
-        return await self._asked(lambda: self._exist_nowhere(thread_ids))
-
-    async def _found_judged(self, thread_ids: list[str]) -> dict[str, Tip[M]]:
-        """The tips of the threads whose content need not be read: Postgres has it, or will once the log is flushed."""
-        return await self._asked(lambda: self._judged_by_postgres(thread_ids))
+        return await self._asked(self._exist_nowhere, thread_ids)
 
     async def _judged_by_postgres(self, thread_ids: Sequence[str]) -> dict[str, Tip[M]]:
         at, seen = elapsed.now_s(), await self._seen_lately()
@@ -199,14 +197,16 @@ class TipFinder(Generic[S, M]):
                 found[thread_id] = plan.watermark
         return found
 
-    async def _asked(self, look: Callable[[], Awaitable[dict[str, V]]]) -> dict[str, V]:
+    async def _asked(
+        self, look: Callable[[Sequence[str]], Awaitable[dict[str, V]]], thread_ids: Sequence[str]
+    ) -> dict[str, V]:
         """Ask log and Postgres about many threads in a few requests; finds nothing while Postgres does not answer."""
         if self._loop.time() < self._ask_again_at:
             return {}
         try:
             # Wait for as long as the answer is of use: a request for each thread is far more work for slow servers.
             async with asyncio.timeout(self._new_for_s):
-                return await look()
+                return await look(thread_ids)
         except Exception as e:  # whatever it is, the request for each single thread, which follows, says it
             _log.debug("cannot ask about many threads: %s", type(e).__name__, extra={"action": "known_unavailable"})
             self._ask_again_at = self._loop.time() + _KNOWN_AGAIN_S

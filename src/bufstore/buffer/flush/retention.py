@@ -16,7 +16,7 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.passed import purgeable, share_to_go
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.places import first_place
-from bufstore.buffer.ports.ledger import Cursor, FlushFailed
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed, passed_by_all
 from bufstore.buffer.ports.log import Floor
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
@@ -91,8 +91,7 @@ class Retention:
                     unit=first_place(1),
                 )
                 floor = Floor(owned.passed.before(confirmed), below or owned.passed.purged)
-                before = self._floors.get(partition, Floor(0, 0))
-                floors[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
+                floors[partition] = floor.raised(self._floors.get(partition, floor))
         self._floors = floors
         reach(Failpoint.PURGE_BEFORE)
         purged = await self._log.let_go(floors, self._reached)
@@ -123,8 +122,7 @@ class Retention:
                 )
         else:
             self._confirmed_at, self._unconfirmed = asked_at, ""
-            partitions = range(self._subjects.partitions)
-            self._reached = min(cursors[p].seq if p in cursors else 0 for p in partitions)
+            self._reached = passed_by_all(cursors, self._subjects.partitions)
 
     async def _bury(self) -> None:
         """Remove the rows of deleted threads whose entries the log has purged: they cannot come again."""

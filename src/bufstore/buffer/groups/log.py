@@ -272,8 +272,7 @@ class GroupLog:
         there = await self._shared.floors()
         known = dict(there)
         for partition, floor in floors.items():
-            before = known.get(partition, Floor(0, 0))
-            known[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
+            known[partition] = floor.raised(known.get(partition, floor))
         # Publishing floors has no answer, and they may be lost later: publish them until they can be read.
         if said := {p: known[p] for p in floors if there.get(p) != known[p]}:
             await self._shared.put_floors(said)

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import passed_by_all
 from bufstore.buffer.ports.log import Remains
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.errors import FlushTimeout
@@ -74,4 +75,4 @@ class Eraser:
     async def _settled_to(self) -> int:
         """Return the position up to which the owners have called everything settled, and this Postgres has it too."""
         settled, cursors = await self._log.settled(), await self._ledger.cursors()
-        return min([settled, *(cursors[p].seq if p in cursors else 0 for p in range(self._subjects.partitions))])
+        return min(settled, passed_by_all(cursors, self._subjects.partitions))

@@ -1,4 +1,5 @@
-"""What the buffer needs of the outside (stream, log, shared state, ledger) and of its domain.
+"""What the engine needs of the outside: the log, the shared state and the ledger.
 
-Adapters: `bufstore.nats`, `bufstore.postgres.ledger.ledger`, `bufstore.memory`.
+The log is `bufstore.buffer.groups.log`, over a stream that adapters provide (`bufstore.buffer.groups.stream`). They are
+`bufstore.nats` and `bufstore.memory`, and `bufstore.postgres.ledger.ledger` for the ledger.
 """

@@ -31,6 +31,11 @@ class Cursor:
     id: int
 
 
+def passed_by_all(cursors: Mapping[int, Cursor], partitions: int) -> int:
+    """The position that the cursors of all partitions have passed; 0 while one has none."""
+    return min(cursors[p].seq if p in cursors else 0 for p in range(partitions))
+
+
 @dataclass
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""

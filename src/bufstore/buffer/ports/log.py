@@ -20,6 +20,10 @@ class Floor(NamedTuple):
     #: Everything below may leave the log.
     purgeable: int
 
+    def raised(self, other: Floor) -> Floor:
+        """The higher of both, in each respect."""
+        return Floor(max(self.settled, other.settled), max(self.purgeable, other.purgeable))
+
 
 class GroupSizes(NamedTuple):
     """How large the last groups of entries are, all together."""
@@ -77,7 +81,7 @@ class Feed(Protocol):
         ...
 
     def passed(self, seq: int) -> None:
-        """Note that everything up to the message with this sequence is done.
+        """Note that everything up to this position is done.
 
         Call this for all partitions that were committed together before the first `ack`; else the others seem late.
         """

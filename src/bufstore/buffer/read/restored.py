@@ -15,7 +15,7 @@ from typing import TypeVar
 from bufstore.buffer import elapsed
 from bufstore.buffer.flush.takeover import mismatch, never_flushed
 from bufstore.buffer.parts import AnyParts
-from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.ports.ledger import Cursor, passed_by_all
 from bufstore.errors import StoreUnavailable
 from bufstore.shared_call import SharedCall
 
@@ -91,11 +91,11 @@ class Restored:
         cursors = await self._ledger.cursors()
         if (trouble := await never_flushed(self._log, cursors.values())) is not None:
             raise StoreUnavailable(_OLDER.format(trouble))
-        all_ = [cursors.get(p, Cursor(p, 0, 0, 0)) for p in range(self._subjects.partitions)]
-        for cursor in all_:
+        for partition in range(self._subjects.partitions):
+            cursor = cursors.get(partition, Cursor(partition, 0, 0, 0))
             if cursor.seq < floor:
                 await self._compare_with(cursor, floor)
-        return max(floor, min(cursor.seq for cursor in all_))
+        return max(floor, passed_by_all(cursors, self._subjects.partitions))
 
     async def _compare_with(self, cursor: Cursor, floor: int) -> None:
         """Raise StoreUnavailable if the partition has an entry between its cursor and the floor, which is above it."""
