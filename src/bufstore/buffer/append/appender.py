@@ -19,11 +19,11 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type
 
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
-from bufstore.buffer.append.lost_answer import resolve
+from bufstore.buffer.append.lost_answer import PAUSE, resolve
 from bufstore.buffer.append.next_unit import Limits, Need, needs, next_unit, other_content
 from bufstore.buffer.append.outstanding import Outstanding
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
@@ -49,7 +49,7 @@ from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
 
-#: Longest pause between two tries while the log is away; a write may have to wait this long once it is back.
+#: Longest pause of a writer that others overtake again and again.
 _PAUSE_MAX_S = 0.2
 #: How long a log counts as one that takes no writes after it refused one for lack of space, or of a right.
 _REFUSED_FOR_S = 10.0
@@ -266,8 +266,7 @@ class Appender(Generic[S, M]):
         try:
             async with asyncio.timeout_at(write.deadline):
                 async for attempt in AsyncRetrying(
-                    wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
-                    retry=retry_if_exception_type((LogUnavailable, StoreUnavailable)),
+                    wait=PAUSE, retry=retry_if_exception_type((LogUnavailable, StoreUnavailable))
                 ):
                     with attempt:
                         found = await self._unresolved.find(thread_id, write.item)
@@ -404,7 +403,7 @@ class Appender(Generic[S, M]):
 
     async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
         async for attempt in AsyncRetrying(
-            wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
+            wait=PAUSE,
             retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
             stop=lambda _: all(w.done.done() for w in lane.queue),
             reraise=True,
@@ -451,22 +450,21 @@ class Appender(Generic[S, M]):
                 return
             error = outcome
         unit.undo()
+        unit.refused()
         self._tips.drop(lane.thread_id)
-        for write in unit.writes:
-            write.maybe_behind = None
         if isinstance(error, (Conflict, LogUnavailable)):
-            self.conflicts += isinstance(error, Conflict)
-            lane.conflicts = lane.conflicts + 1 if isinstance(error, Conflict) else 0
+            overtaken = isinstance(error, Conflict)
+            self.conflicts += overtaken
+            lane.conflicts = lane.conflicts + 1 if overtaken else 0
             if lane.conflicts > 3:  # others are faster: let them
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
             lane.queue[:0] = unit.writes
-            if isinstance(error, Conflict) and before.seq and before.goes_on and not lane.stale:
+            if overtaken and before.seq and before.goes_on and not lane.stale:
                 await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before), now=False)
-            elif isinstance(error, LogUnavailable):
+                return
+            if not overtaken:
                 await asyncio.sleep(0.05)
-                await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
-            else:
-                await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
+            await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
             return
         if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
             self._note(str(error))

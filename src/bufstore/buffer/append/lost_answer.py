@@ -20,8 +20,8 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict
 
 _log = logging.getLogger(__name__)
 
-#: Longest pause between two looks.
-_PAUSE_MAX_S = 0.2
+#: The pause between two tries while the log is away; a write may have to wait for as long once it is back.
+PAUSE = wait_random_exponential(multiplier=0.02, max=0.2)
 
 
 class _StillUnknown(Exception):
@@ -35,8 +35,7 @@ async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bo
     If not, it proves nothing that nothing stands behind the predecessor, and the unit is not sent again.
     """
     first = unit.messages[0]
-    pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
-    async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
+    async for attempt in AsyncRetrying(wait=PAUSE, retry=retry_if_exception_type(_StillUnknown)):
         with attempt:
             if all(w.done.done() for w in unit.writes):
                 return None
