@@ -10,7 +10,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from bufstore import ConfigError, Consistency, LogFull
+from bufstore import ConfigError, Consistency, FlushTimeout, LogFull
 from bufstore.embedded import NatsServer, Servers
 from bufstore.mailbox import NatsMailboxNames, NatsMailboxStore
 from conftest import Deployment
@@ -66,6 +66,17 @@ async def test_too_few_subscriptions_are_told_and_end_no_connection(caplog: pyte
     actions = [getattr(r, "action", "") for r in caplog.records]
     assert "nats_lost" not in actions
     assert actions.count("nats_forbidden") == 2
+
+
+async def test_a_feed_without_a_subscription_is_told() -> None:
+    """The store itself has all of its subscriptions. Without the feed's, partitions were taken again and again."""
+    account = "users: [{user: a, password: p}], jetstream: enabled, limits {max_subs: 4}"
+    with Servers(nats_config=f"accounts {{ A {{ {account} }} }}\n") as servers:
+        async with Deployment(servers).store(nats=f"nats://a:p@127.0.0.1:{servers.nats.port}") as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            with pytest.raises(FlushTimeout, match="max_subs"):
+                await store.force_flush_all(timeout_s=3)
+            assert "max_subs" in (await store.health()).flusher
 
 
 async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(

@@ -21,7 +21,7 @@ from nats.aio.subscription import Subscription
 
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.client import ListeningClient, check_room
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.headers import entry_header, fields, status_of
@@ -95,8 +95,17 @@ class NatsFeed:
         self._lost: str | None = None
 
     async def start(self) -> None:
-        """Subscribe and ask for the first messages."""
+        """Subscribe and ask for the first messages. Raises ConfigError, LogUnavailable."""
+        before = self._client.no_room
         self._subscription = await self._client.listen(self._inbox, self._on_message)
+        try:
+            await check_room(self._client, before)
+        except BaseException as e:
+            with contextlib.suppress(nats.errors.Error):
+                await self._subscription.unsubscribe()
+            if isinstance(e, nats.errors.Error | OSError):
+                raise LogUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
+            raise
         await self._pull()
 
     @property
@@ -240,7 +249,11 @@ async def open_feed(
     # The server writes a limit of its own (max_request_batch) into the consumer, and refuses pulls that ask for more.
     batch_max = made.get("config", {}).get("max_batch", 0)
     feed = NatsFeed(client, stream, config, wake, PullSizes(bytes_max, batch_max), leave)
-    await feed.start()
+    try:
+        await feed.start()
+    except BaseException:
+        leave(name)
+        raise
     return feed
 
 
