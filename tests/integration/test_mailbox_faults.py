@@ -19,8 +19,8 @@ from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.jetstream import subject_tokens
 from bufstore.jetstream.fresh_reads import FreshReads
-from bufstore.jetstream.messages import AppendUnknown, Outgoing
-from bufstore.jetstream.stream import Shown
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.store import MailboxStore
@@ -449,16 +449,18 @@ async def test_when_the_store_goes_away_what_was_taken_back_is_told(servers: Ser
 async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
     """The connection may be lost while a leader proves that it leads: the error is LogUnavailable."""
 
-    class Stream:
-        replicated = True
+    class Lost:
+        def on_connect(self, hook: object) -> None:
+            pass
 
-        async def last(self, subjects: list[str], _: float) -> dict[str, Any]:
-            return {}
-
-        async def prove(self, *_: Any) -> None:
+        async def write(self, *_: Any, **__: Any) -> bytes:
             raise AppendUnknown("the connection was lost")
 
-    reads = FreshReads(Stream(), 1.0, "unused")  # type: ignore[arg-type]
+    class Stream(NatsStream):
+        async def last(self, *_: Any, **__: Any) -> dict[str, StoredMessage]:
+            return {}
+
+    reads = FreshReads(Stream(Lost(), "$JS.API", "KV_bucket", 3), 1.0, "unused")  # type: ignore[arg-type]
     written = Outgoing("$KV.bucket.t.t", b"state")
     reads.wrote([written], 7)
     with pytest.raises(LogUnavailable):

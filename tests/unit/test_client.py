@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import nats.errors
@@ -568,6 +569,18 @@ async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another(addre
             server.close()
             await server.wait_closed()
     assert alone.verbs
+
+
+async def test_a_late_answer_to_a_read_says_nothing_of_the_server() -> None:
+    """What is stored may quote an error of NATS. Such answers to reads that were given up ended healthy connections."""
+    connection, quoted = Connection(NatsConfig(), "test"), b'{"tool failed": {"error":{"code":503,"err_code":10008}}}'
+    before, heard = replace(connection._choice), list[bytes]()
+    with connection.answers("a", lambda data, headers: heard.append(data), lambda _: False) as reply:
+        connection._on_answer(reply, "", quoted, b"")
+    connection._on_answer(reply, "", quoted, b"")
+    connection._on_answer(reply, "", b"", b"NATS/1.0 503\r\n\r\n")
+    assert heard == [quoted]
+    assert connection._choice == before
 
 
 async def test_connections_that_are_ended_at_once_are_made_ever_more_slowly(caplog: pytest.LogCaptureFixture) -> None:

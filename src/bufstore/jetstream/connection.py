@@ -42,7 +42,7 @@ from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
-from bufstore.jetstream.questions import Doubt, Question, settle
+from bufstore.jetstream.questions import OF_READ, Doubt, Question, settle
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
@@ -339,7 +339,7 @@ class Connection:
     ) -> str:
         # Our own table of answers: nats-py's does not notice a lost connection, so its requests would wait for their
         # whole timeout.
-        token = str(next(self._tokens))
+        token = f"{next(self._tokens)}{OF_READ if heard is not None else ''}"
         self._answers[token] = Question(subjects, end, heard)
         return token
 
@@ -350,8 +350,10 @@ class Connection:
 
     def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         token = subject.rpartition(".")[2]
-        if (asked := self._answers.get(token)) is not None and asked.heard is not None:
-            asked.heard(data, headers)
+        if token.endswith(OF_READ):
+            # Also when the read was given up: what it asked for is anybody's data, and may look like a server's error.
+            if (asked := self._answers.get(token)) is not None and asked.heard is not None:
+                asked.heard(data, headers)
             return
         if headers and status_of(headers)[0] == "503":
             self._failed(_now())

@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+#: The end of the token of a question for what is stored, and of no other's.
+OF_READ = "r"
+
 
 @dataclass(slots=True)
 class Question:
