@@ -114,7 +114,11 @@ class Client:
     """A connection, its client and a subscription, which take whatever is sent and asked."""
 
     is_connected = True
+    is_closed = False
     max_payload = 1 << 20
+    pending_data_size = 0
+    #: How many subscriptions were refused for want of room.
+    no_room = 0
 
     def client(self) -> Client:
         return self
@@ -126,6 +130,9 @@ class Client:
         return self
 
     async def unsubscribe(self) -> None: ...
+
+    async def _send_ping(self, pong: asyncio.Future[bool]) -> None:
+        pong.set_result(True)
 
     async def publish(self, subject: str, data: bytes, reply: str) -> None: ...
 
