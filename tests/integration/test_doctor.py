@@ -20,7 +20,7 @@ from bufstore.errors import BufstoreError, ConfigError
 from bufstore.nats.setup import out_of_service
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import fresh, query, run_of, said
+from helpers import eventually, fresh, query, run_of, said
 from integration.test_quarantine import picky, poisoned
 
 
@@ -150,7 +150,12 @@ async def test_a_mirror_answers_no_read_unnoticed(deployment: Deployment, of_buc
             async with deployment.store(flusher=False) as reader:
                 assert await reader.load_messages(thread_id) == [said(0)]
 
-        # The mirror answers once it has caught up.
+        async def copied() -> bool:
+            ends = [(await api(f"STREAM.INFO.{each}"))["state"]["last_seq"] for each in (name, mirrored)]
+            return ends[0] == ends[1]
+
+        # Before that, the mirror may answer that there is no such message: nothing in that answer names the mirror.
+        await eventually(copied)
         with pytest.raises(ConfigError, match=f"{name} mirrors {mirrored} .*nats stream rm"):
             async with asyncio.timeout(20):
                 while True:
