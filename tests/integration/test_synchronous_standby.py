@@ -58,7 +58,7 @@ async def test_a_flush_that_a_standby_has_not_got_is_made_again(
     async with deployment.store() as store:
         await store.checkpoint(thread_id, [said(1)], run_of(thread_id))
         await store.force_flush_all()
-        monkeypatch.setattr(store.buffer.ledger, "_timeout_s", 1.0)
+        monkeypatch.setattr(store.buffer.ledger._tables, "timeout_s", 1.0)  # type: ignore[attr-defined]
         partition = store.buffer.subjects.partition(thread_id)
 
         async def row() -> Any:
