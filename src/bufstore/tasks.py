@@ -101,6 +101,16 @@ async def end(*tasks: asyncio.Future[Any] | None) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
+def settle(answer: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Set the future's result or error, unless it has ended."""
+    if answer.done():
+        return
+    if isinstance(outcome, Exception):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
 async def set_within(event: asyncio.Event, seconds: float) -> None:
     """Return when the event is set, or after so many seconds."""
     with suppress(TimeoutError):

@@ -42,11 +42,11 @@ from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
-from bufstore.jetstream.questions import OF_READ, Doubt, Question, settle
+from bufstore.jetstream.questions import OF_READ, Doubt, Question
 from bufstore.jetstream.server_choice import ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
-from bufstore.tasks import Closing, end, no_cancel_lost, spawn
+from bufstore.tasks import Closing, end, no_cancel_lost, settle, spawn
 
 _log = logging.getLogger(__name__)
 

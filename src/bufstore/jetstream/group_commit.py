@@ -43,7 +43,7 @@ from bufstore.jetstream.messages import (
     Outgoing,
 )
 from bufstore.jetstream.publish_mode import PublishModes
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, settle, spawn
 
 if TYPE_CHECKING:
     from bufstore.jetstream.stream import NatsStream
@@ -107,12 +107,8 @@ class Awaited(AppendUnit, kw_only=True, eq=False):
         return self.stored.cancelled()
 
     def ended(self, outcome: int | Exception) -> None:
-        if self.stored.done():
-            return
-        if isinstance(outcome, int):
-            self.stored.set_result(outcome)
-        else:
-            self.stored.set_exception(outcome)
+        settle(self.stored, outcome)
+        if not self.stored.cancelled():
             self.stored.exception()  # a writer that is gone will not retrieve it
 
 

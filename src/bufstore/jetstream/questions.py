@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,13 +33,3 @@ class Doubt(NamedTuple):
     refused: Callable[[bytes], bool]
     #: Returns when a leader that the others follow has dealt with all that was sent before. Raises like `request`.
     prove: Callable[[], Awaitable[None]]
-
-
-def settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
-    """Set the answer, unless there is one."""
-    if answer.done():
-        return
-    if isinstance(outcome, bytes):
-        answer.set_result(outcome)
-    else:
-        answer.set_exception(outcome)

@@ -44,7 +44,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.jetstream.errors import StorageFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, settle, spawn
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -352,9 +352,9 @@ class Appender(Generic[S, M]):
             self._tips.put(lane.thread_id, unit.after)
         for write in reversed(unit.writes):
             if late:
-                write.end(AppendUnknown("the answer came too late to be relied on"))
+                settle(write.done, AppendUnknown("the answer came too late to be relied on"))
             else:
-                write.end(Receipt(lane.thread_id, seq, write.id, write.draft.version))
+                settle(write.done, Receipt(lane.thread_id, seq, write.id, write.draft.version))
             seq -= 1  # the unit's entries are neighbours in one group
         self.appended += len(unit.writes)
         if lane.queue:
@@ -417,7 +417,7 @@ class Appender(Generic[S, M]):
         count = 1 if for_head else len(lane.queue)
         failed, lane.queue[:count] = lane.queue[:count], []
         for write in failed:
-            write.end(error)
+            settle(write.done, error)
         self._advance(lane)
 
     async def _recover_or_fail(self, unit: Unit[M], error: Exception) -> None:
@@ -427,7 +427,7 @@ class Appender(Generic[S, M]):
             # If nobody drives the lane, every later write of the thread runs into its deadline.
             _log.exception("cannot recover a write; its outcome is unknown", extra={"action": "recover_error"})
             for write in unit.writes:
-                write.end(AppendUnknown(f"unexpected {type(e).__name__}"))
+                settle(write.done, AppendUnknown(f"unexpected {type(e).__name__}"))
             self._fail(
                 unit.lane,
                 LogUnavailable(f"cannot recover a write of the thread ({type(e).__name__}); nothing was stored"),
@@ -469,5 +469,5 @@ class Appender(Generic[S, M]):
         if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
             self._note(str(error))
         for write in unit.writes:
-            write.end(error)
+            settle(write.done, error)
         self._advance(lane)

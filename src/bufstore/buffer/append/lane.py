@@ -13,6 +13,7 @@ from bufstore.buffer.append.tip import Draft, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.jetstream import group_commit
 from bufstore.jetstream.messages import Outgoing
+from bufstore.tasks import settle
 from bufstore.types import Receipt
 
 
@@ -45,15 +46,6 @@ class Write(msgspec.Struct, Generic[M], eq=False):
     def ended(self) -> bool:
         """Whether the caller has an answer, or gave up."""
         return self.done.done()
-
-    def end(self, outcome: Receipt | Exception) -> None:
-        """Answer the caller, who may have gone."""
-        if self.done.done():
-            return
-        if isinstance(outcome, Receipt):
-            self.done.set_result(outcome)
-        else:
-            self.done.set_exception(outcome)
 
     @property
     def failed(self) -> bool:
@@ -127,7 +119,7 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
                 size += outcome.size
                 after = outcome.after
             elif outcome is not None:
-                write.end(outcome)
+                settle(write.done, outcome)
         del self.queue[: len(taken.outcomes)]
         if not writes:
             return None

@@ -9,6 +9,7 @@ from bufstore.buffer.append.lane import Write
 from bufstore.buffer.domain import M
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.tasks import settle
 
 
 class Outstanding(Generic[M]):
@@ -40,7 +41,9 @@ class Outstanding(Generic[M]):
     def close(self) -> None:
         """Fail the writes that still wait."""
         for write in self._writes:
-            write.end(AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed"))
+            settle(
+                write.done, AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
+            )
         if self._timer is not None:
             self._timer.cancel()
 
