@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,10 +45,11 @@ def checkpoint(versions: dict[str, Any], values: dict[str, Any], id_: str | None
 class Place:
     """A log and tables of one test; opens any number of savers (instances) on them."""
 
-    def __init__(self, servers: Servers | None) -> None:
+    def __init__(self, servers: Servers | None, *, lanes: int = 1) -> None:
         name = f"lg{secrets.token_hex(5)}"
         self.schema = name
-        self.log = LogConfig(stream=f"LG-{name}", bucket=f"lg-{name}", subject=name, partitions=2, max_bytes=64 << 20)
+        names = {"stream": f"LG-{name}", "bucket": f"lg-{name}", "subject": name}
+        self.log = LogConfig(**names, partitions=2, max_bytes=64 << 20, lanes=lanes)
         self.nats: Any = servers.nats.url if servers is not None else MemoryNats()
         self.dsn = servers.postgres.dsn if servers is not None else ""
         self._memory = MemoryCheckpointStore()
@@ -82,15 +89,52 @@ class Place:
 def flush_now_and_then(saver: AsyncBufferedSaver, likely: float) -> None:
     """Flush after each write with this probability."""
     engine, chance = saver.engine, random.Random(7)
-    append = engine.append
 
-    async def appended(thread_id: str, operation: Any, **options: Any) -> Receipt:
-        receipt = await append(thread_id, operation, **options)
+    async def written(_: Receipt) -> None:
         if chance.random() < likely:
-            await engine.buffer.force_flush_all()
-        return receipt
+            await engine.lanes.force_flush_all()
 
-    engine.append = appended  # type: ignore[method-assign]
+    after_each_append(saver, written)
+
+
+def after_each_append(saver: AsyncBufferedSaver, written: Callable[[Receipt], Awaitable[None]]) -> None:
+    """Call this with the receipt of each entry that the saver appends."""
+    for lane in saver.engine.all:
+        lane.append = partial(_appended, lane.append, written)  # type: ignore[method-assign]
+
+
+async def _appended(
+    append: Callable[..., Awaitable[Receipt]],
+    written: Callable[[Receipt], Awaitable[None]],
+    thread_id: str,
+    operation: Any,
+    **options: Any,
+) -> Receipt:
+    receipt = await append(thread_id, operation, **options)
+    await written(receipt)
+    return receipt
+
+
+async def command(place: Place, *arguments: str, code: int | None = 0) -> Any:
+    """Return the result of `bufstore … --json`. `code`: the expected exit code; None for any."""
+    environment = {
+        **os.environ,
+        "BUFSTORE_NATS": place.nats,
+        "BUFSTORE_POSTGRES": place.dsn,
+        "BUFSTORE_STREAM": place.log.stream,
+        "BUFSTORE_BUCKET": place.log.bucket,
+        "BUFSTORE_SCHEMA": f"{place.schema}_b",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "bufstore.cli", *arguments, "--json"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    printed, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert code in (process.returncode, None), (printed.decode(), errors.decode())
+    return json.loads(printed)
 
 
 def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list[str]:

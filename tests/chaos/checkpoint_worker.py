@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
@@ -22,7 +21,7 @@ from bufstore.langgraph import AsyncBufferedSaver, ConcurrentWriter, PostgresChe
 from chaos.graphs import FIRST, LAST, Position, key_of, position_of, saved_of
 from chaos.history import COPIED, EDITED, FORKED, OWN, SHARED, Listed, Read, Saving, Shown
 from chaos.process import RETRY_PAUSE_S, Options, Reader, Worker, started
-from langgraph_savers import config
+from langgraph_savers import after_each_append, config
 
 #: How many steps a thread gets before its writers start a new one.
 _LENGTH = 40
@@ -78,14 +77,11 @@ async def _saver(options: Options, level: Consistency) -> AsyncBufferedSaver:
         consistency=level,
         on_conflict="allow" if options.seed % 2 else "reject",
     )
-    append = saver.engine.append
 
-    async def appended(thread_id: str, operation: Any, **options: Any) -> Receipt:
-        receipt = await append(thread_id, operation, **options)
+    async def written(receipt: Receipt) -> None:
         _receipt.set(receipt)
-        return receipt
 
-    saver.engine.append = appended  # type: ignore[method-assign]
+    after_each_append(saver, written)
     return saver
 
 

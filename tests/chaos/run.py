@@ -28,7 +28,7 @@ from bufstore import BufstoreError, Verification
 from bufstore.buffer.entry import Malformed
 from bufstore.buffer.operate.audit import verification_of_all
 from bufstore.buffer.operate.quarantine import Quarantine
-from bufstore.threads.lanes import together
+from bufstore.tasks import together
 from chaos.domain import NAMES, domain
 from chaos.faults import KINDS, Kind
 from chaos.history import Final, ParkedEntry, Recovery, load

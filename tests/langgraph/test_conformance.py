@@ -25,10 +25,10 @@ TESTS = {
 }
 
 
-async def _conforms(servers: Servers | None, flush: float) -> None:
+async def _conforms(servers: Servers | None, flush: float, lanes: int = 1) -> None:
     @checkpointer_test(name="AsyncBufferedSaver")
     async def fresh() -> AsyncIterator[AsyncBufferedSaver]:
-        async with Place(servers).saver(flush=flush) as saver:
+        async with Place(servers, lanes=lanes).saver(flush=flush) as saver:
             yield saver
 
     report = (await validate(fresh)).to_dict()
@@ -38,11 +38,12 @@ async def _conforms(servers: Servers | None, flush: float) -> None:
     assert report["conformance_level"] == "FULL"
 
 
+@pytest.mark.parametrize("lanes", [1, *seldom(2)])
 @pytest.mark.parametrize("flush", [0.3, *seldom(0, 1)])
-async def test_it_passes_on_real_servers(servers: Servers, flush: float) -> None:
-    await _conforms(servers, flush)
+async def test_it_passes_on_real_servers(servers: Servers, flush: float, lanes: int) -> None:
+    await _conforms(servers, flush, lanes)
 
 
-@pytest.mark.parametrize("flush", [0, 0.3, 1])
-async def test_it_passes_in_memory(flush: float) -> None:
-    await _conforms(None, flush)
+@pytest.mark.parametrize(("flush", "lanes"), [(0, 1), (0.3, 1), (0.3, 2), (1, 1)])
+async def test_it_passes_in_memory(flush: float, lanes: int) -> None:
+    await _conforms(None, flush, lanes)

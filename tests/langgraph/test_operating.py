@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import nats
@@ -20,31 +15,9 @@ from bufstore.errors import ThreadQuarantined
 from bufstore.langgraph.domain import Known
 from bufstore.langgraph.postgres.store import MIGRATION
 from helpers import eventually, fresh, query
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import Place, checkpoint, command, config
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
-
-
-async def command(place: Place, *arguments: str, code: int | None = 0) -> Any:
-    """Return the result of `bufstore … --json`. `code`: the expected exit code; None for any."""
-    environment = {
-        **os.environ,
-        "BUFSTORE_NATS": place.nats,
-        "BUFSTORE_POSTGRES": place.dsn,
-        "BUFSTORE_STREAM": place.log.stream,
-        "BUFSTORE_BUCKET": place.log.bucket,
-        "BUFSTORE_SCHEMA": f"{place.schema}_b",
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "bufstore.cli", *arguments, "--json"),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    printed, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert code in (process.returncode, None), (printed.decode(), errors.decode())
-    return json.loads(printed)
 
 
 async def _count(place: Place) -> int:

@@ -81,10 +81,16 @@ async def test_langgraphs_server_finds_the_saver_by_its_path(servers: Servers, m
         "LANGGRAPH_STREAM": place.log.stream,
         "LANGGRAPH_BUCKET": place.log.bucket,
         "LANGGRAPH_SUBJECT": place.log.subject,
+        "LANGGRAPH_LANES": "two",
     }.items():
         monkeypatch.setenv(f"BUFSTORE_{variable}", value)
+    with pytest.raises(ConfigError, match="BUFSTORE_LANGGRAPH_LANES must be a number, not 'two'"):
+        async with opened():
+            pass
+    monkeypatch.setenv("BUFSTORE_LANGGRAPH_LANES", "2")
     async with opened() as saver:
         assert isinstance(saver, AsyncBufferedSaver)
+        assert len(saver.engine.all) == 2
         await saver.aput(config("t"), checkpoint({}, {}), {"source": "loop", "step": 1, "parents": {}}, {})
     async with place.plain() as plain:
         assert await plain.aget_tuple(config("t")) is not None

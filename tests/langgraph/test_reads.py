@@ -42,7 +42,7 @@ async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, m
             assert _said(found) == "flushed"
             assert asked == [question]
             asked.clear()
-            saver.engine._recent.forget(None)
+            saver.engine.of("t")._recent.forget(None)
         assert await saver.aget_tuple(config(fresh())) is None
         assert asked == ["latest"]
 

@@ -23,7 +23,7 @@ from bufstore.errors import BufstoreError, MalformedEntry
 from bufstore.memory.shared_state import MemoryBucket
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.domain import THREADS as DOMAIN
-from bufstore.threads.lanes import Lanes, ThreadBuffer
+from bufstore.threads.lanes import ThreadBuffer, ThreadLanes
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.state_readers import ComparingReader
 from bufstore.types import Consistency
@@ -112,7 +112,7 @@ class Instance:
 
     async def _make(self, world: World, member: str) -> BufferedThreadStore | None:
         view = StoreView(world.postgres)
-        lanes = Lanes([self._buffer(lane, view, member) for lane in world.lanes])
+        lanes = ThreadLanes([self._buffer(lane, view, member) for lane in world.lanes])
         try:
             await lanes.open()
         except BufstoreError as e:

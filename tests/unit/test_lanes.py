@@ -43,8 +43,7 @@ from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.prepare import apart
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LANES_MAX
-from bufstore.langgraph.engine import CheckpointEngine
-from bufstore.langgraph.memory_store import MemoryCheckpointStore
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
 from bufstore.testing import CHECKS, Check
 from bufstore.threads.bulk import BulkCheckpoint
@@ -148,18 +147,16 @@ def test_lanes_that_there_cannot_be(wrong: dict[str, int]) -> None:
         LogConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_lane_is_not_opened_without_the_others() -> None:
+@pytest.mark.parametrize("refused", [AsyncBufferedSaver, BufferedThreadStore])
+def test_a_lane_is_not_opened_without_the_others(refused: Any) -> None:
+    store = MemoryThreadStore() if refused is BufferedThreadStore else MemoryCheckpointStore()
+
     async def main() -> None:
         config = lane_configs(BufferConfig(log=LOG))[1]
         with pytest.raises(ConfigError, match="THREADLOG-1 is lane 1 of 2"):
-            await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+            await refused.open(store, nats=MemoryNats(), config=config)
 
     run(main())
-
-
-def test_langgraphs_checkpoints_have_one_log() -> None:
-    with pytest.raises(ConfigError, match=r"LogConfig\.lanes must be 1"):
-        CheckpointEngine(MemoryCheckpointStore(), MemoryNats(), BufferConfig(log=LOG), name="t")
 
 
 # --- calls that concern threads of different lanes --------------------------------------------------------------

@@ -23,7 +23,6 @@ from langgraph_savers import checkpoint, config
 from thorough import examples
 from unit.fake_log import run
 
-CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=0.5, lease_s=4)
 THREADS, NAMESPACES = ("t", "u"), ("", "child:1")
 
 _thread, _ns, _saver, _which = (
@@ -79,7 +78,9 @@ class Weather:
 class World:
     """Two savers on one log and one store, and the oracle that they are compared with."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: int = 1) -> None:
+        log = LogConfig(partitions=2, lanes=lanes)
+        self.config = BufferConfig(log=log, flush_interval_s=0.5, lease_s=4)
         self.weather, self.nats, self.tables = Weather(), MemoryNats(), MemoryCheckpointStore()
         self.oracle = InMemorySaver()
         self.savers: list[AsyncBufferedSaver] = []
@@ -88,14 +89,20 @@ class World:
         self.count = 0
 
     def store(self) -> Any:
-        ledger, backing = self.tables.behind(CONFIG)
         away = _Away(self.tables, self.weather)
+        away.__dict__["of_lane"] = self._of_lane
+        return away
+
+    def _of_lane(self, log: LogConfig) -> Any:
+        tables = self.tables.of_lane(log)
+        ledger, backing = tables.behind(self.config)
+        away = _Away(tables, self.weather)
         behind = (_Away(ledger, self.weather), type(backing)(backing.kind, away))
         away.__dict__["behind"] = lambda _: behind
         return away
 
     async def opened(self) -> AsyncBufferedSaver:
-        return await AsyncBufferedSaver.open(self.store(), nats=self.nats, config=CONFIG)
+        return await AsyncBufferedSaver.open(self.store(), nats=self.nats, config=self.config)
 
     async def run(self, steps: list[Any]) -> None:
         self.savers = [await self.opened() for _ in range(2)]
@@ -107,7 +114,8 @@ class World:
                 await saver.force_flush()
                 for thread_id in THREADS:
                     await self._compare_all(saver, thread_id)
-            assert (await self.savers[0].engine.buffer.verify()).ok
+            for buffer in self.savers[0].engine.lanes.all:
+                assert (await buffer.verify()).ok
         finally:
             self.weather.down = False
             for saver in self.savers:
@@ -193,7 +201,8 @@ class World:
 
     async def _crash(self, saver: int) -> None:
         # A crash does not drain as a close does: acknowledged entries are in the log, and nowhere else.
-        await self.savers[saver].engine.buffer.release()
+        for buffer in self.savers[saver].engine.lanes.all:
+            await buffer.release()
         with contextlib.suppress(StoreUnavailable):
             self.savers[saver] = await self.opened()
 
@@ -219,9 +228,9 @@ def _shown(found: CheckpointTuple | None) -> Any:
 
 
 @examples(60)
-@given(st.lists(_step, min_size=6, max_size=30))
-def test_it_reads_as_in_memory(steps: list[Any]) -> None:
-    run(World().run(steps))
+@given(st.sampled_from([1, 2]), st.lists(_step, min_size=6, max_size=30))
+def test_it_reads_as_in_memory(lanes: int, steps: list[Any]) -> None:
+    run(World(lanes).run(steps))
 
 
 @pytest.mark.parametrize("store_away", [False, True])

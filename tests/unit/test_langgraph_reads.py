@@ -126,7 +126,7 @@ def test_a_failover_during_a_read_takes_no_values_from_it() -> None:
         with pytest.raises(ReadNotFresh):
             await _values(reader)
         with pytest.raises(ReadNotFresh):
-            await reader.engine.ancestors("t", "", fork["configurable"]["checkpoint_id"], ["a"])
+            await reader.engine.of("t").ancestors("t", "", fork["configurable"]["checkpoint_id"], ["a"])
         store.went_back = False
         assert await _values(reader) == {"a": a, "b": [4]}
         await saver.aclose()
@@ -215,7 +215,7 @@ def test_a_thread_that_was_read_and_is_not_remembered_is_not_assumed_to_be_new_e
         await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
         await other.force_flush()
         await _values(one)
-        one.engine._reads._cache.forget("t")
+        one.engine.of("t")._reads._cache.forget("t")
         for n in range(10):  # the entry at a partition's cursor is not purged
             await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
         await asyncio.sleep(600)
@@ -321,13 +321,13 @@ def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_larg
         values: Any = {"a": [bytes(size)], "b": [1]}
         at = await one.aput(config("t"), checkpoint({"a": "1", "b": "1"}, values), META, {"a": "1", "b": "1"})
         carried: list[set[str]] = []
-        append = other.engine.append
+        append = other.engine.of("t").append
 
         async def appended(thread_id: str, operation: Any, **options: Any) -> Any:
             carried.append({blob.channel for blob in operation.blobs})
             return await append(thread_id, operation, **options)
 
-        other.engine.append = appended  # type: ignore[method-assign]
+        other.engine.of("t").append = appended  # type: ignore[method-assign]
         for version in ("2", "3"):
             at = await other.aput(at, checkpoint({"a": "1", "b": version}, values), META, {"b": version})
         assert carried == [first, {"b"}]

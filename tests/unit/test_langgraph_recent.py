@@ -180,7 +180,7 @@ def test_what_was_parked_is_not_known_any_more() -> None:
         assert await _said(saver, "t") is None
         await _say(saver, "hello")
         assert await _said(saver, "t") == ["hello"]
-        reads: Any = saver.engine._reads
+        reads: Any = saver.engine.of("t")._reads
         read = reads._read
 
         async def parked(*arguments: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import ConfigDrift
+from bufstore.errors import ConfigDrift, ConfigError
 
 
 class Layout(NamedTuple):
@@ -61,6 +61,11 @@ def lane_configs(config: BufferConfig) -> list[BufferConfig]:
     process's memory are divided among the lanes.
     """
     lanes = config.log.lanes
+    if config.log.lane:
+        raise ConfigError(
+            f"stream {config.log.stream} is lane {config.log.lane} of {lanes}, which are opened together: "
+            "name the first one's stream"
+        )
     return [
         replace(
             config,

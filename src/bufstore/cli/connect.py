@@ -18,15 +18,18 @@ from psycopg.conninfo import make_conninfo
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import ledger_schema
+from bufstore.buffer.side_by_side import Lanes
 from bufstore.buffer.target import Target, check_flushable
 from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import ConfigError, EmbeddedError, NoLog
+from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
 from bufstore.nats.finding import FoundLog, find_log
+from bufstore.nats.session import session_to
 from bufstore.postgres.connection.conninfo import check_conninfo
 from bufstore.postgres.connection.migrate import applied_migrations, check_schema
 from bufstore.threads.behind import buffer_of as threads_buffer
@@ -95,29 +98,36 @@ class Endpoints:
     session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
 
     @asynccontextmanager
-    async def opened(self, *, create: bool = True, **config: Any) -> AsyncIterator[AnyBuffer | BufferedThreadStore]:
+    async def opened(
+        self, *, create: bool = True, **config: Any
+    ) -> AsyncIterator[Lanes[Any, Any, Any] | BufferedThreadStore]:
         """Open what flushes the log (all of its lanes), whatever its domain is; the rest is as in `buffered`."""
         found = await self.find_log()
-        if found is None or langgraph_schema(found.target) is None:
+        schema = langgraph_schema(found.target) if found is not None else None
+        if found is None or schema is None:
             async with self.buffered(create=create, **config) as store:
                 yield store
             return
-        buffer = self.buffer_of(found.target, BufferConfig.fitting(found.config, **config))
-        await buffer.open()
+        fitting = BufferConfig.fitting(found.config, **config)
+        engine = CheckpointEngine(self._checkpoints(schema), self.nats, fitting, name=self.session)
+        await engine.open()
         try:
-            yield buffer
+            yield engine.lanes
         finally:
-            await buffer.aclose()
+            await engine.aclose()
 
     def buffer_of(self, target: Target | None, config: BufferConfig, *, timeout_s: float = 30.0) -> AnyBuffer:
         """Return the buffer of a log with this target, whatever its domain is; the buffer is not connected yet."""
         schema = langgraph_schema(target)
         if schema is not None:
-            tables = PostgresCheckpointStore(
-                self._conninfo(), schema=schema, buffer_schema=self.schema, pool_size=2, timeout_s=timeout_s
-            )
-            return CheckpointEngine(tables, self.nats, config, name=self.session).buffer
+            ledger, backing = self._checkpoints(schema, timeout_s).of_lane(config.log).behind(config)
+            return Buffer(LANGGRAPH, session_to(self.nats, config, self.session), ledger, backing, config)
         return threads_buffer(self.plain(pool_size=2), self.nats, config, name=self.session, timeout_s=timeout_s)
+
+    def _checkpoints(self, schema: str, timeout_s: float = 30.0) -> PostgresCheckpointStore:
+        return PostgresCheckpointStore(
+            self._conninfo(), schema=schema, buffer_schema=self.schema, pool_size=2, timeout_s=timeout_s
+        )
 
     @asynccontextmanager
     async def buffered(self, *, create: bool = True, **config: Any) -> AsyncIterator[BufferedThreadStore]:

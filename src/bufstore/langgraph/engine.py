@@ -1,86 +1,40 @@
-"""What a buffered saver does with log and store, below LangGraph's own objects."""
+"""What a buffered saver does with logs and store, below LangGraph's own objects: over all lanes."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import secrets
-import sys
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
-import msgspec
-
-from bufstore.buffer.buffer import Buffer
-from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.lanes import lane_configs, lane_of
+from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import (
-    ConcurrentWriter,
-    ConfigError,
-    NotFound,
-    ReadNotFresh,
-    StoreUnavailable,
-    ThreadQuarantined,
-)
-from bufstore.langgraph.ancestors import Walk
+from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
 from bufstore.langgraph.backlog import Backlog
-from bufstore.langgraph.domain import LANGGRAPH
-from bufstore.langgraph.model import (
-    BlobKey,
-    BlobRow,
-    CheckpointKey,
-    CheckpointRow,
-    Delete,
-    Drop,
-    Operation,
-    Put,
-    Rows,
-    Tables,
-    WriteRow,
-)
+from bufstore.langgraph.lane import CheckpointLane, NewThreads, OnConflict
+from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointKey, CheckpointRow, Drop, Rows, Tables, WriteRow
 from bufstore.langgraph.outlines import all_but_latest, drop_of
-from bufstore.langgraph.payload import encode_payload, saves_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
-from bufstore.langgraph.read_cache import ReadCache
-from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
-from bufstore.langgraph.recent import End, Recent
-from bufstore.langgraph.write import Appending, Overtaken
-from bufstore.nats.session import Nats, session_to
-from bufstore.newest import Newest
-from bufstore.types import Consistency, Receipt, check_choice
-
-#: What to do about a thread that the log does not show while Postgres is away: see docs/LANGGRAPH.md.
-NewThreads = Literal["ask", "assume"]
-#: Whether a write is refused when another worker has written to the thread since it was read.
-OnConflict = Literal["allow", "reject"]
+from bufstore.langgraph.reads import CheckpointBuffer
+from bufstore.nats.session import Nats
+from bufstore.types import Consistency, check_choice
 
 #: Where the log is, unless a configuration says otherwise.
 DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 _PAGE = 100
-_CARRY_BYTES = 1 << 20
-#: How many bytes may wait for the log in one process: more than ever wait while the log answers.
+#: How many bytes may wait for the logs in one process: more than ever wait while they answer.
 _BACKLOG_BYTES = 64 << 20
-#: How often, at most, the rows of a drop are chosen: again whenever somebody has written to the thread.
-_DROP_TRIES = 10
 #: About how many bytes an entry of a copied thread has.
 _COPY_BYTES = 4 << 20
 #: About how many bytes a row takes there besides its values.
 _ROW_BYTES = 200
 
 
-class LastPut(msgspec.Struct):
-    """A checkpoint that this process has saved."""
-
-    #: Its id; None: it is not saved yet, or others were being saved beside it.
-    id: str | None = None
-    #: The thread's life behind it (`bufstore.langgraph.domain.Known`); None: not known.
-    life: int | None = None
-
-
 class CheckpointEngine:
-    """A buffer in front of a `CheckpointStore`. Nothing is connected before `open`."""
+    """The buffers in front of a `CheckpointStore`, one for each lane. Nothing is connected before `open`."""
 
     def __init__(
         self,
@@ -94,174 +48,60 @@ class CheckpointEngine:
         cache_bytes: int = 64 << 20,
         name: str = "bufstore-langgraph",
     ) -> None:
-        """`name`: the prefix of the name by which NATS knows this process."""
+        """`config`: one for all lanes. `name`: the prefix of the name by which NATS knows this process."""
         check_choice(consistency, Consistency, "consistency", ConfigError)
         check_choice(new_threads, NewThreads, "new_threads", ConfigError)
         check_choice(on_conflict, OnConflict, "on_conflict", ConfigError)
-        #: The last entry of each thread that this process has read or written: its position (0 if it was read), and
-        #: its id. None: nobody asks.
-        self._seen: Newest[str, tuple[int, int]] | None = None
-        if on_conflict == "reject":
-            self._seen = Newest(config.cached_threads)
-        #: The last checkpoint that this process saved, by thread and namespace.
-        self._put: Newest[tuple[str, str], LastPut] = Newest(config.cached_threads)
-        self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
-        self._is_down = self._store_is_down
-        if config.log.lanes > 1:
-            raise ConfigError("LogConfig.lanes must be 1: LangGraph's checkpoints have one log")
-        ledger, backing = store.behind(config)
-        cache = ReadCache(cache_bytes // 2)
-        # 0 where history is left out: there, a flush may give the newest checkpoint another parent.
-        self._recent = Recent(cache_bytes // 2 if store.history == "all" else 0)
-        reader = CachingReader(backing.reader, cache)
-        session = session_to(nats, config, f"{name}-{secrets.token_hex(8)}")
-        backing = dataclasses.replace(backing, reader=reader)
-        self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
-        reader.watch = self.buffer.reads.store
-        self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
-        self._goes_on = self._reads.goes_on
-        #: The writes that wait for the log.
+        self._store, self._consistency = store, consistency
+        #: The writes that wait for the logs.
         self.backlog = Backlog(_BACKLOG_BYTES, config.append_timeout_s)
+        name = f"{name}-{secrets.token_hex(8)}"
+        configs = lane_configs(config)
+        #: The lanes, in order.
+        self.all = [
+            CheckpointLane(
+                store,
+                nats,
+                of_lane,
+                self.backlog,
+                name=name,
+                consistency=consistency,
+                new_threads=new_threads,
+                on_conflict=on_conflict,
+                cache_bytes=cache_bytes // len(configs),
+            )
+            for of_lane in configs
+        ]
+        self._only = self.all[0] if len(self.all) == 1 else None
+        self._log = config.log
+        #: The buffers of the lanes.
+        self.lanes = Lanes([lane.buffer for lane in self.all])
+
+    @property
+    def buffer(self) -> CheckpointBuffer:
+        """The buffer, or that of the first lane if there are several; for bufstore's own tools."""
+        return self.lanes.first
+
+    def of(self, thread_id: str) -> CheckpointLane:
+        """The lane of a thread."""
+        return self._only or self.all[lane_of(thread_id, self._log)]
 
     async def open(self) -> Self:
         """See `bufstore.buffer.buffer.Buffer.open`."""
-        await self.buffer.open()
+        await self.lanes.open()
         try:
-            await self.buffer.shared.on_parked(self._recent.forget)
+            for lane in self.all:
+                await lane.watch_quarantine()
         except BaseException:
-            await self.buffer.aclose()
+            await self.lanes.aclose()
             raise
         return self
 
     async def aclose(self) -> None:
         """See `bufstore.buffer.buffer.Buffer.aclose`."""
-        if self.buffer.closes_here():
+        if self.lanes.first.closes_here():
             self.backlog.close()
-            await self.buffer.aclose()
-
-    # --- one checkpoint ---------------------------------------------------------------------------------------
-
-    async def put(
-        self, thread_id: str, ns: str, parent: str | None, id_: str, changed: Container[str], make: Callable[[int], Put]
-    ) -> None:
-        """Append a checkpoint, behind its parent. Returns once it is durable in the log. Raises like `append`.
-
-        `make`, which is called at once, makes the checkpoint. It adds the values that earlier checkpoints have brought,
-        those of all channels but `changed`, if they take no more bytes than its argument. The first checkpoint that
-        this process saves on one of another process carries them, so that a third process can read the thread from the
-        log alone. Where history is left out, a checkpoint carries them unless the one before it is known to be ours: a
-        flush may leave out any checkpoint but its newest.
-        """
-        before, mine = self._put.get((thread_id, ns)), LastPut()
-        self._put[thread_id, ns] = mine  # until this call has ended, nobody knows what others build on
-        alone = before is None or before.id is not None
-        goes_on = alone and (before.id if before is not None else None) == parent
-        if before is not None and self._store.history != "all":
-            mine.life = before.life if goes_on else None
-            goes_on = goes_on and mine.life is not None
-        try:
-            if mine.life is None:
-                await self.append(thread_id, make(0 if goes_on else self._carry_bytes), last=mine)
-            else:
-                await self._append_alone(thread_id, make(0), changed, make, mine)
-            mine.id = id_ if alone else None
-        finally:
-            if mine.id is None and self._put.get((thread_id, ns)) is mine:
-                del self._put[thread_id, ns]
-
-    async def _append_alone(
-        self, thread_id: str, put: Put, changed: Container[str], make: Callable[[int], Put], mine: LastPut
-    ) -> None:
-        """Append a checkpoint without the values that earlier ones have brought; with them if somebody came between."""
-        try:
-            await self.append(thread_id, put, last=mine)
-        except Overtaken:
-            mine.life = None
-            # Its own values stay those of when the call began: the caller may have changed its objects by now.
-            await self.append(thread_id, _filled(put, make(self._carry_bytes), changed), last=mine)
-
-    @property
-    def _carry_bytes(self) -> int:
-        return _CARRY_BYTES if self._store.history == "all" else sys.maxsize
-
-    async def append(
-        self, thread_id: str, operation: Operation, *, only_behind: int | None = None, last: LastPut | None = None
-    ) -> Receipt:
-        """Append the operation. Returns once it is durable in the log.
-
-        `only_behind`: the id of the only entry that it may stand behind; else raises ConcurrentWriter. `last` is told
-        the thread's life. If it has one already, and the thread's is another by now, raises Overtaken.
-
-        Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
-        StoreUnavailable for a thread that only Postgres could tell about.
-        """
-        watched = self._seen is not None
-        payload, deletes = encode_payload(operation), isinstance(operation, Delete)
-        # A deletion is compared only with what was read of the thread; a drop says what it builds on (`only_behind`).
-        checked = only_behind is None and not (deletes and thread_id not in (self._seen or ()))
-        seen = partial(self._last_seen, thread_id) if watched and checked else None
-        # Kept beside the payload only if a read is to show it: what waits for the log holds no more than it must.
-        known = operation if thread_id in self._recent else None
-        del operation
-        life = last.life if last is not None else None
-        held = known is not None or life is not None  # a caller that may be overtaken has kept the operation, too
-        appending = Appending(
-            thread_id, payload, self._is_down, self._goes_on, deletes, self._assume_new, seen, only_behind, life
-        )
-        cost = self.backlog.enter(2 * len(payload) if held else len(payload))
-        try:
-            receipt = await self.buffer.appender.append(thread_id, appending.prepare)
-        except StoreUnavailable:
-            if not self._assume_new:
-                raise
-            # Now it is known that the store is away.
-            receipt = await self.buffer.appender.append(thread_id, appending.prepare)
-        finally:
-            self.backlog.leave(cost)
-        if last is not None:
-            last.life = appending.left
-        self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
-        if watched:
-            # This entry stands behind one that was seen or is ours: the next lookup must find it as the last one.
-            self._saw(thread_id, receipt.thread_seq, receipt.id)
-        return receipt
-
-    async def checkpoint(
-        self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
-    ) -> tuple[Tables, CheckpointRow] | None:
-        """See `CheckpointReads.checkpoint`."""
-        try:
-            last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
-        except (StoreUnavailable, ReadNotFresh):
-            # A caller that names a checkpoint has its id from somewhere, and Postgres has told nothing of a new thread.
-            known = checkpoint_id is not None or self._reads.has_read(thread_id)
-            if known or not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
-                raise
-            return None
-        self._saw(thread_id, 0, last)
-        return found
-
-    async def ancestors(self, thread_id: str, ns: str, at: str | None, channels: Sequence[str]) -> Walk:
-        """See `CheckpointReads.ancestors`. `at`: the id of the first ancestor."""
-        walk = Walk(ns, at, channels)
-        await self._reads.ancestors(thread_id, walk, self._consistency)
-        return walk
-
-    def _saw(self, thread_id: str, position: int, last: int) -> None:
-        # Writes that were stored together may return in any order.
-        if self._seen is not None and (not position or self._seen.get(thread_id, (0, 0))[0] < position):
-            self._seen[thread_id] = position, last
-
-    def _last_seen(self, thread_id: str) -> int:
-        return self._seen.get(thread_id, (0, 0))[1] if self._seen is not None else 0
-
-    def _store_is_down(self) -> bool:
-        return self.buffer.reads.store.down is not None
-
-    async def _in_log(self, thread_id: str) -> bool:
-        return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0
-
-    # --- many checkpoints -------------------------------------------------------------------------------------
+            await self.lanes.aclose()
 
     async def pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
         """Yield the checkpoints of a list, newest first, each with its thread, blobs and writes.
@@ -286,19 +126,15 @@ class CheckpointEngine:
 
     async def flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> None:
         """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        if thread_id is None:
-            await self.buffer.force_flush_all(timeout_s=timeout_s)
-        else:
-            await self.buffer.force_flush(thread_id, timeout_s=timeout_s)
-        # A caller of a flush wants to see what Postgres made of it, and the notice of parked entries may come later.
-        self._recent.forget(thread_id)
-
-    async def delete(self, thread_id: str) -> None:
-        """Append an entry that deletes the thread. Raises like `append`."""
-        await self.append(thread_id, Delete())
+        if thread_id is not None:
+            await self.of(thread_id).flush(thread_id, timeout_s=timeout_s)
+            return
+        await self.lanes.force_flush_all(timeout_s=timeout_s)
+        for lane in self.all:
+            lane.flushed()
 
     async def delete_for_runs(self, run_ids: Sequence[str]) -> None:
-        """Delete what these runs have saved in any thread. Raises like `pages` and `append`.
+        """Delete what these runs have saved in any thread. Raises like `pages` and `CheckpointLane.append`.
 
         Raises ThreadQuarantined once all else is deleted: for a thread in quarantine, and for a checkpoint of these
         runs whose entry is in quarantine, because a replay would bring it back.
@@ -312,30 +148,17 @@ class CheckpointEngine:
         refused: ThreadQuarantined | None = None
         for thread_id, keys in gone.items():
             try:
-                await self._drop(thread_id, partial(_these, keys))
+                await self.of(thread_id).drop(thread_id, partial(_these, keys))
             except ThreadQuarantined as e:
                 refused = refused or e
-        refused = refused or await self._parked_of(frozenset(run_ids))
+        for lane in self.all:
+            refused = refused or await lane.parked_of(frozenset(run_ids))
         if refused is not None:
             raise refused
 
-    async def _parked_of(self, run_ids: Container[str]) -> ThreadQuarantined | None:
-        """Return the error of the first thread with an entry in quarantine that saves a checkpoint of these runs."""
-        quarantine, after = self.buffer.quarantine, 0
-        while found := await quarantine.page(after=after, limit=_PAGE):
-            for info in found:
-                after = info.seq
-                if info.superseded or info.thread_id is None:
-                    continue
-                with contextlib.suppress(NotFound):  # discarded or replayed meanwhile
-                    item = (await quarantine.show(info.seq)).item
-                    if isinstance(item, StoredEntry) and saves_of(item.entry.payload, run_ids):
-                        return ThreadQuarantined(info.thread_id, info.seq)
-        return None
-
     async def prune(self, thread_id: str) -> None:
         """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""
-        await self._drop(thread_id, all_but_latest)
+        await self.of(thread_id).drop(thread_id, all_but_latest)
 
     async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
         """Prune or delete the threads whose last checkpoint is older than this time. Returns those changed."""
@@ -344,66 +167,23 @@ class CheckpointEngine:
         for thread_id in await self._store.idle(before):
             if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
                 continue
+            lane = self.of(thread_id)
             with contextlib.suppress(ConcurrentWriter):  # the thread is not idle any more
                 if delete:
-                    await self._delete_as_it_is(thread_id, before)
-                elif not await self._drop(thread_id, all_but_latest):
+                    await lane.delete_idle(thread_id, before)
+                elif not await lane.drop(thread_id, all_but_latest):
                     continue
                 done.append(thread_id)
         return done
-
-    async def _delete_as_it_is(self, thread_id: str, before: str) -> None:
-        """Delete the thread. Raises ConcurrentWriter if somebody has written to it."""
-        last = await self._flushed_to(thread_id)
-        if last is None or any(outline.ts >= before for outline in await self._store.outlines(thread_id)):
-            raise ConcurrentWriter(thread_id)
-        await self.append(thread_id, Delete(), only_behind=last)
-
-    async def _flushed_to(self, thread_id: str) -> int | None:
-        """Return the id of the thread's last entry if Postgres has it, so that a read there shows all; else None."""
-        state, _ = await self.buffer.reads.joined(thread_id)
-        return None if state.operations else state.watermark.applied_id
-
-    async def erase(self, thread_id: str) -> None:
-        """Delete the thread, and remove what the log and the quarantine hold of it."""
-        receipt = await self.append(thread_id, Delete())
-        await self.flush(thread_id)
-        await self.buffer.eraser.erase({thread_id: receipt.thread_seq}, lambda t: self.append(t, Delete()))
-        quarantine = self.buffer.quarantine
-        while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
-            await quarantine.discard([entry.seq for entry in found])
-
-    async def outlines(self, thread_id: str) -> list[Outline]:
-        """Flush the thread, and return its checkpoints without their values."""
-        await self.flush(thread_id)
-        return await self._store.outlines(thread_id)
-
-    async def _drop(self, thread_id: str, choose: Callable[[list[Outline]], Drop | None]) -> bool:
-        """Append the drop that `choose` makes of the thread's checkpoints. Returns whether it chose any.
-
-        The drop stands directly behind what was seen: a checkpoint between them might name values that are to go.
-        Raises ConcurrentWriter if others write all the time.
-        """
-        for _ in range(_DROP_TRIES):
-            await self.flush(thread_id)
-            last = await self._flushed_to(thread_id)
-            drop = choose(await self._store.outlines(thread_id)) if last is not None else None
-            if last is None:
-                continue
-            if drop is None:
-                return False
-            with contextlib.suppress(ConcurrentWriter):
-                await self.append(thread_id, drop, only_behind=last)
-                return True
-        raise ConcurrentWriter(thread_id)
 
     async def copy(self, source: str, target: str) -> None:
         """Copy all checkpoints of a thread, with their blobs and writes. Raises like `delete_for_runs`.
 
         A large thread takes several entries, the newest checkpoints first, each behind its values and writes.
         """
+        lane = self.of(target)
         copied: set[BlobKey] = set()
-        bytes_max = min(_COPY_BYTES, self.buffer.config.log.entry_bytes_max // 2)
+        bytes_max = min(_COPY_BYTES, self._log.entry_bytes_max // 2)
         rows: list[CheckpointRow | BlobRow | WriteRow] = []
         size = 0
         async for _, tables in self.pages(Query(thread_id=source), None):
@@ -415,12 +195,12 @@ class CheckpointEngine:
             for row in parts:
                 added = _bytes_of(row)
                 if rows and size + added > bytes_max:
-                    await self.append(target, _copied(rows))
+                    await lane.append(target, _copied(rows))
                     rows, size = [], 0
                 rows.append(row)
                 size += added
         if rows:
-            await self.append(target, _copied(rows))
+            await lane.append(target, _copied(rows))
 
 
 def _copied(rows: Sequence[CheckpointRow | BlobRow | WriteRow]) -> Rows:
@@ -441,10 +221,3 @@ def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:
 def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | None:
     """Return the drop of those of a thread's checkpoints that `keys` names; None: there are none."""
     return drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines)
-
-
-def _filled(put: Put, whole: Put, changed: Container[str]) -> Put:
-    """Return the checkpoint with the values that `whole` has for the channels that the checkpoint does not change."""
-    blobs = [blob for blob in whole.blobs if blob.channel not in changed]
-    empty = [(channel, version) for channel, version in whole.empty if channel not in changed]
-    return Put(put.checkpoint, [*put.blobs, *blobs], [*put.empty, *empty])

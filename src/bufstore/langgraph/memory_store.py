@@ -8,7 +8,7 @@ from typing import Any
 
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.target import Kind
-from bufstore.config import BufferConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import History, check_history, thin
@@ -38,6 +38,17 @@ class MemoryCheckpointStore:
         self.history = check_history(history)
         self._threads: dict[str, Tables] = {}
         self._ledger = MemoryLedger(self)
+        #: This store as the buffers of the other lanes see it.
+        self._lanes: dict[int, MemoryCheckpointStore] = {}
+
+    def of_lane(self, log: LogConfig) -> MemoryCheckpointStore:
+        """See `CheckpointStore.of_lane`."""
+        if not log.lane:
+            return self
+        if log.lane not in self._lanes:
+            lane = self._lanes[log.lane] = MemoryCheckpointStore(history=self.history)
+            lane._threads = self._threads
+        return self._lanes[log.lane]
 
     def behind(self, config: BufferConfig) -> tuple[MemoryLedger, Backing[Tail]]:
         """See `CheckpointStore.behind`."""

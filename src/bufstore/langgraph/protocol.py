@@ -10,7 +10,7 @@ import msgspec
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.ports.ledger import Ledger
-from bufstore.config import BufferConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.langgraph.domain import Tail
 from bufstore.langgraph.model import BlobKey, CheckpointKey, LangGraphChange, Tables
 
@@ -68,8 +68,12 @@ class CheckpointStore(Protocol):
         """How much of a thread's history is written: see `bufstore.langgraph.history`."""
         ...
 
+    def of_lane(self, log: LogConfig) -> CheckpointStore:
+        """Return this store as the buffer of a lane sees it: the watermarks of each lane are kept by themselves."""
+        ...
+
     def behind(self, config: BufferConfig) -> tuple[Ledger, Backing[Tail]]:
-        """Return what a buffer in front of this store works with."""
+        """Return what the buffer of the lane works with."""
         ...
 
     async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:

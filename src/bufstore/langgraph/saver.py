@@ -25,8 +25,9 @@ from langgraph.checkpoint.serde.base import SerializerProtocol
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.home import FORKED, Home
-from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads, OnConflict
+from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine
 from bufstore.langgraph.history import History
+from bufstore.langgraph.lane import NewThreads, OnConflict
 from bufstore.langgraph.model import Put
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
@@ -113,7 +114,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         `store`: a PostgresCheckpointStore or MemoryCheckpointStore, opened and closed with the saver. `nats`: where the
         log is; a `bufstore.memory.MemoryNats` for tests without a server. `config` names the log (by default stream
-        LANGGRAPH). `cache_bytes`: how much of what was read and written is remembered, to read on without Postgres.
+        LANGGRAPH), or the first of several (docs/OPERATIONS.md, Lanes). `cache_bytes`: how much of what was read and
+        written is remembered, to read on without Postgres.
         `new_threads`: what to do about a thread that the log does not show while Postgres is away: "ask" raises
         StoreUnavailable, "assume" takes it for a new one. `on_conflict`: "allow" lets two workers write to a thread at
         once, as LangGraph's own saver does; "reject" raises ConcurrentWriter in the worker that comes second.
@@ -182,7 +184,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     ) -> RunnableConfig:
         """Save a checkpoint, and the values of the channels in `new_versions`. Returns once the log has it.
 
-        Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointEngine.append` raises.
+        Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointLane.append` raises.
         """
         if self.engine.backlog.full:
             await self.engine.backlog.room()
@@ -192,7 +194,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         def make(carry_bytes: int) -> Put:
             return put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes)
 
-        await self.engine.put(thread_id, ns, parent, id_, new_versions, make)
+        await self.engine.of(thread_id).put(thread_id, ns, parent, id_, new_versions, make)
         return config_of(thread_id, ns, id_)
 
     async def aput_writes(
@@ -202,8 +204,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         if self.engine.backlog.full:
             await self.engine.backlog.room()
         if writes:
-            at = place(config)
-            await self.engine.append(at[0], writes_of(self.serde, at, writes, task_id, task_path))
+            thread_id, _, _ = at = place(config)
+            await self.engine.of(thread_id).append(thread_id, writes_of(self.serde, at, writes, task_id, task_path))
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Return the checkpoint that the config names, or the newest one of its namespace; None if there is none.
@@ -216,7 +218,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         above = ns.rpartition("|")[0]
         caller = (config["configurable"].get("checkpoint_map") or {}).get(above) if ":" in ns else None
         since = (above, caller) if caller else None
-        found = await self.engine.checkpoint(thread_id, ns, checkpoint_id, since=since)
+        found = await self.engine.of(thread_id).checkpoint(thread_id, ns, checkpoint_id, since=since)
         if found is None:
             return None
         tables, row = found
@@ -250,7 +252,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
     async def adelete_thread(self, thread_id: str) -> None:
         """Delete all of a thread's checkpoints and writes. Raises like `aput`."""
-        await self.engine.delete(thread_of(thread_id))
+        thread_id = thread_of(thread_id)
+        await self.engine.of(thread_id).delete(thread_id)
 
     async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints that these runs have saved, in any thread, and their writes.
@@ -276,9 +279,9 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         threads = [thread_of(thread_id) for thread_id in check_ids(thread_ids, "thread_ids")]
         if strategy == "delete":
             for thread_id in threads:
-                await self.engine.delete(thread_id)
+                await self.engine.of(thread_id).delete(thread_id)
             return
-        delta = [t for t in threads if any(o.delta for o in await self.engine.outlines(t))]
+        delta = [t for t in threads if any(o.delta for o in await self.engine.of(t).outlines(t))]
         if delta:
             raise NotImplementedError(f"threads with a DeltaChannel cannot be pruned: {', '.join(delta)}")
         for thread_id in threads:
@@ -301,7 +304,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         ``failover_window_s`` at the earliest, because until then Postgres may need the entries again. Safe to repeat.
         Raises FlushTimeout, StoreUnavailable, and like `aput`.
         """
-        await self.engine.erase(thread_of(thread_id))
+        thread_id = thread_of(thread_id)
+        await self.engine.of(thread_id).erase(thread_id)
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]
@@ -316,7 +320,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             return {channel: {"writes": []} for channel in channels}
         thread_id, ns, _ = place(target.config)
         try:
-            walk = await self.engine.ancestors(
+            walk = await self.engine.of(thread_id).ancestors(
                 thread_id, ns, id_in(target.parent_config) if target.parent_config else None, channels
             )
         except (StoreUnavailable, ReadNotFresh):

@@ -22,6 +22,7 @@ _DEFAULTS = {
     "BUFSTORE_LANGGRAPH_STREAM": DEFAULT_LOG.stream,
     "BUFSTORE_LANGGRAPH_BUCKET": DEFAULT_LOG.bucket,
     "BUFSTORE_LANGGRAPH_SUBJECT": DEFAULT_LOG.subject,
+    "BUFSTORE_LANGGRAPH_LANES": "1",
 }
 
 
@@ -29,17 +30,20 @@ _DEFAULTS = {
 async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
     """Open a saver for the life of the server, from the environment: see docs/LANGGRAPH.md.
 
-    Raises ConfigError without BUFSTORE_POSTGRES, and what `AsyncBufferedSaver.open` raises.
+    Raises ConfigError without BUFSTORE_POSTGRES and for lanes that are no number, and what `AsyncBufferedSaver.open`
+    raises.
     """
     postgres = os.environ.get("BUFSTORE_POSTGRES")
     if not postgres:
         raise ConfigError(
             "BUFSTORE_POSTGRES is not set: set it to the connection string of the database with LangGraph's tables"
         )
-    nats, schema, buffer_schema, stream, bucket, subject = (
+    nats, schema, buffer_schema, stream, bucket, subject, lanes = (
         os.environ.get(name) or default for name, default in _DEFAULTS.items()
     )
-    log = replace(DEFAULT_LOG, stream=stream, bucket=bucket, subject=subject)
+    if not lanes.isdecimal():
+        raise ConfigError(f"BUFSTORE_LANGGRAPH_LANES must be a number, not {lanes!r}")
+    log = replace(DEFAULT_LOG, stream=stream, bucket=bucket, subject=subject, lanes=int(lanes))
     async with AsyncBufferedSaver.from_conn_string(
         postgres,
         [url.strip() for url in nats.split(",") if url.strip()],

@@ -14,7 +14,7 @@ from bufstore.errors import ConfigError
 from bufstore.nats.session import Nats, session_to
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.domain import THREADS
-from bufstore.threads.lanes import Lanes, ThreadBuffer
+from bufstore.threads.lanes import ThreadBuffer, ThreadLanes
 from bufstore.threads.protocol import WrappableStore, kind_of
 from bufstore.threads.state import ThreadState
 from bufstore.threads.state_readers import ComparingReader
@@ -55,19 +55,14 @@ def buffer_of(
 
 def lanes_of(
     store: WrappableStore, nats: Nats, config: BufferConfig, *, name: str, postgres: str | None, schema: str
-) -> Lanes:
+) -> ThreadLanes:
     """The buffers in front of a store: one for each lane. Arguments and errors as in `buffer_of`."""
-    if config.log.lane:
-        raise ConfigError(
-            f"stream {config.log.stream} is lane {config.log.lane} of {config.log.lanes}, which are opened together: "
-            "name the first one's stream"
-        )
     buffers = [
         # The store is opened and closed with the first lane.
         buffer_of(store, nats, c, name=name, postgres=postgres, schema=schema, opens_store=not c.log.lane)
         for c in lane_configs(config)
     ]
-    return Lanes(buffers)
+    return ThreadLanes(buffers)
 
 
 def _behind(

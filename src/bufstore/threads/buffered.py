@@ -29,7 +29,7 @@ from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edited_store import EditedStore
 from bufstore.threads.edits import WantedEdit
 from bufstore.threads.erasing import Erasure, ThreadEraser
-from bufstore.threads.lanes import Lanes, ThreadBuffer
+from bufstore.threads.lanes import ThreadBuffer, ThreadLanes
 from bufstore.threads.lineage import Children, LineageChange
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Checkpoint, Run, Thread, decode_message, decode_run
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 class BufferedThreadStore(EditedStore):
     """A `ThreadRunStore` in front of another store: make one with `open`, close it with `aclose` or ``async with``."""
 
-    def __init__(self, store: WrappableStore, lanes: Lanes, consistency: Consistency) -> None:
+    def __init__(self, store: WrappableStore, lanes: ThreadLanes, consistency: Consistency) -> None:
         self._store = store
         #: The buffers in front of the store, one for each lane; for bufstore's own tools.
         self.lanes = lanes
@@ -355,11 +355,11 @@ class BufferedThreadStore(EditedStore):
         Postgres knows which of the thread's entries wait.
         """
         check_id(thread_id, "thread_id")
-        await self.lanes.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)
+        await self.lanes.force_flush(thread_id, timeout_s=timeout_s)
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """Return once the store has everything that is acknowledged now. Raises like `force_flush`."""
-        await self.lanes.force_flush_all(timeout_s)
+        await self.lanes.force_flush_all(timeout_s=timeout_s)
 
     async def statistics(self) -> Statistics:
         """Return counters, how full the log is, and how long it has space; for all lanes together.

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from bufstore.buffer import producers
 from bufstore.errors import ConfigError, LogUnavailable, Rejected, ThreadQuarantined
 from bufstore.threads.edits import Known, WantedEdit
-from bufstore.threads.lanes import Lanes
+from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.payload import Edit, Removal
 from bufstore.threads.protocol import Queryable, WrappableStore
 from bufstore.threads.runs import Runs
@@ -29,7 +29,7 @@ class Overtaken(Exception):
 class BufferedEdits:
     """Appends edits; see the module's text."""
 
-    def __init__(self, store: WrappableStore, lanes: Lanes, runs: Runs) -> None:
+    def __init__(self, store: WrappableStore, lanes: ThreadLanes, runs: Runs) -> None:
         self._store = store
         self._lanes, self._config = lanes, lanes.config
         self._runs = runs

@@ -42,7 +42,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import WantedEdit
-from bufstore.threads.lanes import Lanes
+from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.lineage import (
     Children,
     Family,
@@ -78,7 +78,7 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class BufferedLineage:
     """Carries out changes of lineage; see the module's text."""
 
-    def __init__(self, lanes: Lanes, runs: Runs, lists: BufferedLists, edits: BufferedEdits) -> None:
+    def __init__(self, lanes: ThreadLanes, runs: Runs, lists: BufferedLists, edits: BufferedEdits) -> None:
         self._lanes, self._config = lanes, lanes.config
         #: The first lane's shared state, which has the record for all lanes.
         self._shared = lanes.first.shared

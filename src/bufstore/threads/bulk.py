@@ -15,7 +15,7 @@ from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edits import WantedEdit
-from bufstore.threads.lanes import Lanes
+from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.lineage import LineageChange
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.runs import Runs
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 class BulkWriter:
     """`BufferedThreadStore.bulk`: writes for pipelines, with fewer round trips and less work for each checkpoint."""
 
-    def __init__(self, lanes: Lanes, runs: Runs, lineage: BufferedLineage, edits: BufferedEdits) -> None:
+    def __init__(self, lanes: ThreadLanes, runs: Runs, lineage: BufferedLineage, edits: BufferedEdits) -> None:
         self._lanes = lanes
         self._runs = runs
         self._lineage = lineage
@@ -126,7 +126,7 @@ class BulkWriter:
 class _Written:
     """Knows which steps a thread has already: the parents that those name are not checked, for they may be gone."""
 
-    def __init__(self, lanes: Lanes, thread_id: str) -> None:
+    def __init__(self, lanes: ThreadLanes, thread_id: str) -> None:
         self._lanes, self._thread_id = lanes, thread_id
         self._producers: bytes | None = None
 

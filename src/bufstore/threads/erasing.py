@@ -14,7 +14,7 @@ from bufstore.tasks import together
 from bufstore.threads import edits
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
-from bufstore.threads.lanes import Lanes, ThreadBuffer
+from bufstore.threads.lanes import ThreadBuffer, ThreadLanes
 from bufstore.threads.lineage import Children, deletion
 
 _PAGE = 1000
@@ -46,7 +46,7 @@ class Erasure:
 class ThreadEraser:
     """See `BufferedThreadStore.erase`."""
 
-    def __init__(self, lanes: Lanes, edits: BufferedEdits, lineage: BufferedLineage) -> None:
+    def __init__(self, lanes: ThreadLanes, edits: BufferedEdits, lineage: BufferedLineage) -> None:
         self._lanes, self._config = lanes, lanes.config
         self._erase_set_aside = lanes.first.backing.erase_set_aside
         self._edits = edits

@@ -25,7 +25,7 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
-from bufstore.threads.lanes import Lanes
+from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.message_pages import LAST, check_range, message_page, of_list
 from bufstore.threads.protocol import Queryable, WrappableStore
 from bufstore.threads.queries import (
@@ -51,7 +51,7 @@ T = TypeVar("T")
 class BufferedLists:
     """The list reads of `BufferedThreadStore`, at a consistency level."""
 
-    def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
+    def __init__(self, store: WrappableStore, lanes: ThreadLanes) -> None:
         self._store = store if isinstance(store, Queryable) else None
         self._lanes, self._config = lanes, lanes.config
 
@@ -146,7 +146,7 @@ class BufferedLists:
             if thread_id is not None:
                 await self._lanes.of(thread_id).force_flush(thread_id, timeout_s=self._config.read_timeout_s)
             else:
-                await self._lanes.force_flush_all(self._config.read_timeout_s)
+                await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)
         except (FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
 

@@ -9,7 +9,7 @@ from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNot
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.newest import Newest
-from bufstore.threads.lanes import Lanes
+from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
@@ -19,7 +19,7 @@ from bufstore.types import Consistency, Quarantined
 class Runs:
     """Claims and reads runs."""
 
-    def __init__(self, store: WrappableStore, lanes: Lanes) -> None:
+    def __init__(self, store: WrappableStore, lanes: ThreadLanes) -> None:
         self._store = store
         self._lanes, self._config = lanes, lanes.config
         self._home = Home()
@@ -87,7 +87,7 @@ class Runs:
                 # only in the log is not found before it is flushed.
                 run = await self._store.load_run(run_id)
                 if run is None:
-                    await self._lanes.force_flush_all(self._config.read_timeout_s)
+                    await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)
                     run = await self._store.load_run(run_id)
         except (TimeoutError, FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, sql
 
 from bufstore.buffer.domain import Backing
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.target import Kind
-from bufstore.config import BufferConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigError
 from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
@@ -85,15 +87,19 @@ class PostgresCheckpointStore:
         #: Whether a buffer has opened this store; the buffer also closes it.
         self._behind = False
         self.pool: Pool = new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
-        buffer = sql.Identifier(buffer_schema).as_string()
-        texts = {
-            name: text.replace("{buffer}", buffer).replace("{in_order}", _IN_ORDER)
-            for name, text in queries(_PACKAGE / "sql", schema).items()
-        }
-        self._sql = Statements(self.pool, texts, timeout_s)
+        self._sql = Statements(self.pool, _statements(schema, buffer_schema), timeout_s)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
+
+    def of_lane(self, log: LogConfig) -> PostgresCheckpointStore:
+        """See `CheckpointStore.of_lane`. The watermarks of every lane but the first are in a schema of their own."""
+        if not log.lane:
+            return self
+        lane = copy.copy(self)  # with the same pool
+        lane.buffer_schema = check_schema(ledger_schema(self.buffer_schema, log))
+        lane._sql = Statements(self.pool, _statements(self.schema, lane.buffer_schema), self._sql.timeout_s)
+        return lane
 
     def behind(self, config: BufferConfig) -> tuple[PostgresLedger, Backing[Tail]]:
         """See `CheckpointStore.behind`."""
@@ -270,6 +276,14 @@ def check_migration(schema: str, version: int | None) -> None:
     if version is None or version < MIGRATION:
         raise ConfigError(f"{found} needs {MIGRATION}: call `setup()` of langgraph-checkpoint-postgres once")
     raise ConfigError(f"{found} supports only {MIGRATION}: upgrade bufstore")
+
+
+def _statements(schema: str, buffer_schema: str) -> dict[str, LiteralString]:
+    buffer = sql.Identifier(buffer_schema).as_string()
+    return {
+        name: text.replace("{buffer}", buffer).replace("{in_order}", _IN_ORDER)
+        for name, text in queries(_PACKAGE / "sql", schema).items()
+    }
 
 
 class _Any(frozenset[BlobKey]):
