@@ -232,15 +232,15 @@ async def test_a_password_that_is_changed_in_its_file_is_used_by_the_next_connec
     dsn, role, file = servers.postgres.dsn, fresh("role").replace("-", "_"), tmp_path / "passwords"
     file.touch(0o600)  # libpq ignores a password file that others may read
     fields = {k: v for k, v in conninfo_to_dict(dsn).items() if k != "password"}
-    pool = await open_pool(make_conninfo(**fields | {"user": role, "passfile": str(file)}), size=1)
 
     async def change(password: str) -> None:
         await query(dsn, f"ALTER ROLE {role} PASSWORD '{password}'")
         file.write_text(f"*:*:*:{role}:{password}\n")
 
+    await query(dsn, f"CREATE ROLE {role} LOGIN")
+    await change("first")
+    pool = await open_pool(make_conninfo(**fields | {"user": role, "passfile": str(file)}), size=1)
     try:
-        await query(dsn, f"CREATE ROLE {role} LOGIN")
-        await change("first")
         before = await backend(pool)
         await change("second")
         assert await backend(pool) == before
