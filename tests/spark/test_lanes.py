@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import ConfigError
+from bufstore import ConfigError, Run, StoreUnavailable
 from bufstore.buffer.lanes import lane_logs, lane_of
 from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink, restore
+from bufstore.spark.sink.backfill import BackfillWriter, Prepared
+from bufstore.spark.sink.row_writer import write_rows
 from conftest import Deployment
 from helpers import fresh, query
 from spark.jobs import frame, held, in_postgres, prepared, read_options, rows_of, settings_of, where, write
@@ -55,14 +57,37 @@ async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_al
         assert (await query(dsn, f'SELECT position FROM "{schema}".buffer_archive'))[0][0] > 0
 
 
+async def test_a_backfill_past_the_logs_writes_each_row_once(
+    laned: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the transaction itself knows rows without a number: a lane that must wait makes no other repeat."""
+    await prepared(laned)
+    past = SinkConfig(app_id="query", mode="postgres", bad_rows="quarantine", **settings_of(laned))
+    threads = [next(t for t in iter(fresh, "") if lane_of(t, laned.log) == lane) for lane in (0, 1)]
+    refusals, write_past_log = [StoreUnavailable("away for a moment")], BackfillWriter.write
+
+    async def write_(writer: BackfillWriter, rows: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
+        if threads[1] in rows and refusals:
+            raise refusals.pop()
+        return await write_past_log(writer, rows)
+
+    monkeypatch.setattr(BackfillWriter, "write", write_)
+    found = await asyncio.to_thread(write_rows, past, None, [rows_of(threads, range(3))])
+    assert (found.counts.written, found.counts.repeated, refusals) == (6, 0, [])
+    assert await in_postgres(laned, threads) == {t: [0, 1, 2] for t in threads}
+    async with laned.store() as store:
+        for thread_id in threads:
+            run = Run(run_id=f"run-{thread_id}", thread_id=thread_id, agent_id="planner")
+            await store.checkpoint_append(thread_id, [{"n": 3}], run)
+        assert (await store.verify()).ok
+    assert await held(laned, threads) == {t: [0, 1, 2, 3] for t in threads}
+
+
 @pytest.mark.long
 async def test_what_needs_one_log_says_so(
     spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
     await prepared(laned)
-    past = SinkConfig(app_id="query", mode="postgres", **settings_of(laned))
-    with pytest.raises(Exception, match="has 2 lanes"):
-        await asyncio.to_thread(checkpoint_sink(past), frame(spark, rows_of([fresh()], range(2))), 0)
     options = {"natsUrl": laned.servers.nats.url, "postgresUrl": laned.servers.postgres.dsn, "schema": laned.name}
     tables = spark.read.format("bufstore").options(stream=laned.log.stream, table="threads", **options)
     with pytest.raises(Exception, match="one of 2 lanes"):

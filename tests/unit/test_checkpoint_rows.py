@@ -26,8 +26,8 @@ from bufstore.spark.sink.checkpoint_rows import (
     wanted_of,
 )
 from bufstore.spark.sink.foreach_batch import checkpoint_sink, parts_of
+from bufstore.spark.sink.lines import shown
 from bufstore.spark.sink.parked_rows import ParkedRows
-from bufstore.spark.sink.row_writer import _shown
 from bufstore.spark.sink.settled import position_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
@@ -179,7 +179,7 @@ def test_a_row_that_is_no_text_is_bad_and_no_other(way: str) -> None:
     assert [row["thread_id"] for row in rows] == ["good", "bad", r"\xff", r"\xfe", "more"], "each thread is itself"
     assert (rows[0]["delta"], rows[1]["delta"]) == (["1", None], [r'"\xff"'])
     for row, wrong in zip(rows[1:4], ("delta", "thread_id", "thread_id"), strict=True):
-        kept = json.dumps(_shown(row))  # as quarantine stores it
+        kept = json.dumps(shown(row))  # as quarantine stores it
         for again in (row, row_of_json(kept)):
             with pytest.raises(InvalidRecord, match=rf"not UTF-8 in {wrong} \(.*\)$"):
                 wanted_of(again)

@@ -27,8 +27,9 @@ from bufstore.spark.sink.arrow_rows import rows_of
 from bufstore.spark.sink.batch import BatchReport, note_last, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_batch_id, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
+from bufstore.spark.sink.lines import Row
 from bufstore.spark.sink.parts import Part, sum_of
-from bufstore.spark.sink.row_writer import Pass, Row, Written, write_rows
+from bufstore.spark.sink.row_writer import Pass, Written, write_rows
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, key_of
 from bufstore.spark.sink.spark_ledger import Query
 from bufstore.spark.slices import slices_of

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.process_loop import loop
-from bufstore.spark.sink.backfill import BackfillWriter
 from bufstore.spark.sink.spark_ledger import SparkLedger
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 _POOL = 4
 #: How long a write may take, within the log's failover window: long, because no user waits for a task.
@@ -23,8 +22,8 @@ class OpenSink(NamedTuple):
 
     store: BufferedThreadStore
     ledger: SparkLedger
-    #: The way past the log; None where there are several lanes.
-    direct: BackfillWriter | None
+    #: The store's tables, for the way past the log.
+    tables: PostgresThreadStore
 
 
 async def open_sink(config: SinkConfig) -> OpenSink:
@@ -38,15 +37,10 @@ async def open_sink(config: SinkConfig) -> OpenSink:
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()
-        direct = BackfillWriter(inner, store.buffer) if len(store.lanes.all) == 1 else None
-        return OpenSink(store, ledger, direct)
+        return OpenSink(store, ledger, inner)
 
     # A config with another login or another log gets a store of its own. Both modes share one store, because each open
     # store hears all that is written.
     c = config
     server = replace(c.server, servers=tuple(c.server.servers))
-    opened = await loop().opened((server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s), open_)
-    if config.mode == "postgres" and opened.direct is None:
-        lanes = len(opened.store.lanes.all)
-        raise ConfigError(f"SinkConfig.mode must be 'log': stream {config.stream} has {lanes} lanes")
-    return opened
+    return await loop().opened((server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s), open_)

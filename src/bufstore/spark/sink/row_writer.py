@@ -7,9 +7,9 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import msgspec
 
@@ -28,9 +28,10 @@ from bufstore.errors import (
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.outage import GaveUp, Patience, is_outage
 from bufstore.spark.process_loop import loop
-from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
-from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
+from bufstore.spark.sink.backfill import BackfillWriter, NeedLog, Prepared, prepare
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of
 from bufstore.spark.sink.in_flight import InFlight
+from bufstore.spark.sink.lines import Line, Row, SetAside, line_of, shown
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
@@ -46,8 +47,6 @@ from bufstore.types import ProducerSequence, check_id
 _log = logging.getLogger(__name__)
 
 _PING_S = 2.0
-
-Row = Mapping[str, Any]
 
 
 class RowCounts(Counts):
@@ -171,8 +170,7 @@ class _Task:
             return
         through_log = threads
         if self._config.mode == "postgres":
-            remaining = await self._patience.until_through(lambda: self._write_direct(opened, threads))
-            through_log = {t: lines for t, lines in threads.items() if t in remaining}
+            through_log = await self._write_past_log(opened, threads)
         self._logged.update(through_log)
         await self._write_in_rounds(opened, {thread_id: _Todo(lines) for thread_id, lines in through_log.items()})
 
@@ -202,17 +200,17 @@ class _Task:
                 "other rows, or a later batch was begun: the source cannot be replayed, or the query runs twice"
             )
 
-    def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[_Line]]:
+    def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[Line]]:
         """Return the rows that are to be written, by thread."""
-        threads: dict[str, list[_Line]] = {}
-        line, places, last = self._line if self._set_aside else _line, self._places, None
+        threads: dict[str, list[Line]] = {}
+        line, places, last = self._line if self._set_aside else line_of, self._places, None
         only = self._now.only
         for last, found in groupby(rows, itemgetter("thread_id")):
             if (only is not None and last not in only) or last in self._written.deferred:
                 continue
             some: Sequence[Row] = list(found)
             if last in self._kept:
-                self._kept[last].lines += [_line(0, row) for row in some]
+                self._kept[last].lines += [line_of(0, row) for row in some]
                 continue
             if last not in places:
                 settled = self._now.settled.of(some[0][THREAD]) if self._now.settled else None
@@ -228,11 +226,11 @@ class _Task:
         self._places = {last: places[last]} if last in places else {}
         return threads
 
-    def _line(self, rank: int, row: Row) -> _Line:
+    def _line(self, rank: int, row: Row) -> Line:
         if row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
             # A replay may have written the row by now, or the row has become good meanwhile and is replayed later.
-            return _Line(rank, row, _SetAside("an earlier try of the batch has set this row aside"))
-        return _line(rank, row)
+            return Line(rank, row, SetAside("an earlier try of the batch has set this row aside"))
+        return line_of(rank, row)
 
     async def finish(self) -> None:
         """Write the rows that waited for a parent, and judge those that still wait."""
@@ -321,7 +319,7 @@ class _Task:
         self._written.counts.add(todo.counts)
 
     async def _write_series(
-        self, opened: OpenSink, thread_id: str, lines: Sequence[_Line], todo: _Todo
+        self, opened: OpenSink, thread_id: str, lines: Sequence[Line], todo: _Todo
     ) -> BufstoreError | None:
         """Write rows up to the first one that cannot be written now, or is bad. Returns the error of that row.
 
@@ -373,7 +371,7 @@ class _Task:
     async def _refuse(self, opened: OpenSink, thread_id: str, todo: _Todo, error: Rejected) -> BufstoreError | None:
         """Set the first row aside, or stop its thread there. Returns the outage that prevents setting the row aside."""
         line = todo.lines[0]
-        if isinstance(error, _SetAside):
+        if isinstance(error, SetAside):
             todo.lines = todo.lines[1:]
             todo.counts.repeated += 1
             return None
@@ -382,7 +380,7 @@ class _Task:
             self._leave([line])
         else:
             try:
-                name, row = self._config.app_id, _shown(line.row)
+                name, row = self._config.app_id, shown(line.row)
                 await opened.ledger.quarantine(name, self._batch_id, line.rank, row, str(error))
             except StoreUnavailable as e:
                 return e
@@ -390,15 +388,21 @@ class _Task:
         todo.counts.add(RowCounts(bad=1, reasons=[f"thread {thread_id!r}: {error}"]))
         return None
 
-    def _leave(self, lines: Sequence[_Line]) -> None:
+    def _leave(self, lines: Sequence[Line]) -> None:
         self._written.left += [key_of(line.row) for line in lines if ROW in line.row]
 
-    async def _write_direct(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> set[str]:
-        """Write the threads that may go straight into Postgres. Returns the threads that remain."""
-        direct = opened.direct
-        assert direct is not None
-        remaining = {t for t in threads if t in self._logged or t in self._failed}
-        remaining |= await direct.in_log([t for t in threads if _is_id(t) and t not in remaining])
+    async def _write_past_log(self, opened: OpenSink, threads: Mapping[str, list[Line]]) -> dict[str, list[Line]]:
+        """Write the threads that may go straight into Postgres. Returns the others."""
+        remaining = {t for t in threads if not _is_id(t) or t in self._logged or t in self._failed}
+        for buffer, some in opened.store.lanes.shared_out(t for t in threads if t not in remaining):
+            # Each lane by itself: what one has committed is not written again because another one must wait.
+            write = partial(self._write_lane, opened, buffer, {t: threads[t] for t in some})
+            remaining |= await self._patience.until_through(write)
+        return {t: lines for t, lines in threads.items() if t in remaining}
+
+    async def _write_lane(self, opened: OpenSink, buffer: ThreadBuffer, threads: Mapping[str, list[Line]]) -> set[str]:
+        direct = BackfillWriter(opened.tables, buffer)
+        remaining = await direct.in_log(threads)
         prepared: dict[str, list[Prepared]] = {}
         for thread_id, lines in threads.items():
             if thread_id in remaining:
@@ -426,7 +430,7 @@ class _Task:
             await opened.store.bulk.claim(one.run for one in wanted if isinstance(one, CheckpointRow))
         return remaining
 
-    def _marked(self, line: _Line) -> tuple[CheckpointRow, bytes | None]:
+    def _marked(self, line: Line) -> tuple[CheckpointRow, bytes | None]:
         if not isinstance(line.wanted, CheckpointRow):
             raise line.wanted if isinstance(line.wanted, Rejected) else InvalidRecord("an edit goes through the log")
         if self._batch_id is None:
@@ -434,35 +438,11 @@ class _Task:
         return line.wanted, producers.item(self._config.app_id, number_of(self._batch_id, line.rank))
 
 
-class _SetAside(InvalidRecord):
-    """A row that was set aside, so people decide about it, whatever it says by now."""
-
-
-class _Line(msgspec.Struct, frozen=True, gc=False):
-    """A row, its place among its thread's rows in the batch, and what it asks for (or why that cannot be)."""
-
-    rank: int
-    row: Row
-    wanted: CheckpointRow | WantedEdit | LineageChange | Rejected
-
-
-def _shown(row: Row) -> Row:
-    """Return the row without our own columns, but with what made it unreadable: no replay may write it as shown."""
-    return {name: value for name, value in row.items() if name not in (THREAD, ROW)}
-
-
 async def _not_in_log(buffer: ThreadBuffer, threads: Sequence[str]) -> set[str]:
     """Return those of these threads of which the log shows nothing."""
     subjects = {buffer.subjects.of(thread_id): thread_id for thread_id in threads}
-    shown = await buffer.log.last(list(subjects))
-    return {thread_id for subject, thread_id in subjects.items() if subject not in shown}
-
-
-def _line(rank: int, row: Row) -> _Line:
-    try:
-        return _Line(rank, row, wanted_of(row))
-    except Rejected as e:
-        return _Line(rank, row, e)
+    found = await buffer.log.last(list(subjects))
+    return {thread_id for subject, thread_id in subjects.items() if subject not in found}
 
 
 @dataclass
@@ -478,7 +458,7 @@ class _Place:
 class _Todo:
     """What remains of a thread's rows, and what became of the others."""
 
-    lines: list[_Line]
+    lines: list[Line]
     counts: RowCounts = field(default_factory=RowCounts)
 
 
