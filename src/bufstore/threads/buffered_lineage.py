@@ -86,6 +86,8 @@ class BufferedLineage:
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
         #: The ids of changes whose record may have been stored.
         self._placed: set[int] = set()
+        #: Changes of this process take turns: else each would finish the one that is under way, and look again.
+        self._turn = asyncio.Lock()
         #: The sequence of a record that cannot be read, and the loop's time when it was first seen.
         self._unread = (0, 0.0)
 
@@ -115,7 +117,7 @@ class BufferedLineage:
         mine = _Record(secrets.randbits(63), wanted, mark=mark)
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
-                return await self._change(wanted, mine, going)
+                return await self._in_turn(wanted, mine, going)
         except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
@@ -126,6 +128,14 @@ class BufferedLineage:
             raise
         finally:
             self._placed.discard(mine.id)
+
+    async def _in_turn(self, wanted: LineageChange, mine: _Record, going: Going | None) -> Receipt:
+        if self._turn.locked():
+            # What is away shows here, to all at once: in turn, each would wait for it by itself.
+            with contextlib.suppress(Rejected):
+                await self._check(wanted)
+        async with self._turn:
+            return await self._change(wanted, mine, going)
 
     async def _change(self, wanted: LineageChange, mine: _Record, going: Going | None) -> Receipt:
         while True:
