@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
 from functools import partial
-from typing import Self
+from itertools import compress
+from typing import Self, TypeVar
 
 from bufstore.buffer.lanes import lane_configs, lane_of
 from bufstore.buffer.side_by_side import Lanes
@@ -19,12 +20,17 @@ from bufstore.langgraph.outlines import all_but_latest, drop_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.reads import CheckpointBuffer
 from bufstore.nats.session import Nats
+from bufstore.tasks import together
 from bufstore.types import Consistency, check_choice
+
+T = TypeVar("T")
 
 #: Where the log is, unless a configuration says otherwise.
 DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 _PAGE = 100
+#: How many threads are changed at a time by a call for many: fewer than the pool has connections, which others need.
+_AT_ONCE = 8
 #: How many bytes may wait for the logs in one process: more than ever wait while they answer.
 _BACKLOG_BYTES = 64 << 20
 #: About how many bytes an entry of a copied thread has.
@@ -145,36 +151,44 @@ class CheckpointEngine:
         gone: dict[str, set[tuple[str, str]]] = {}
         for thread_id, ns, id_ in await self._store.of_runs(run_ids):
             gone.setdefault(thread_id, set()).add((ns, id_))
-        refused: ThreadQuarantined | None = None
-        for thread_id, keys in gone.items():
-            try:
-                await self.of(thread_id).drop(thread_id, partial(_these, keys))
-            except ThreadQuarantined as e:
-                refused = refused or e
-        for lane in self.all:
-            refused = refused or await lane.parked_of(frozenset(run_ids))
-        if refused is not None:
-            raise refused
 
-    async def prune(self, thread_id: str) -> None:
-        """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""
-        await self.of(thread_id).drop(thread_id, all_but_latest)
+        async def drop(thread_id: str) -> ThreadQuarantined | None:
+            try:
+                await self.of(thread_id).drop(thread_id, partial(_these, gone[thread_id]))
+            except ThreadQuarantined as e:
+                return e
+            return None
+
+        refused = await _of_each(list(gone), drop)
+        refused += [await lane.parked_of(frozenset(run_ids)) for lane in self.all]
+        for error in filter(None, refused):
+            raise error
+
+    async def prune(self, thread_ids: Sequence[str]) -> None:
+        """Delete all checkpoints of the threads but the newest of each namespace. Raises like `delete_for_runs`."""
+        await _of_each(thread_ids, lambda thread_id: self.of(thread_id).drop(thread_id, all_but_latest))
+
+    async def delete(self, thread_ids: Sequence[str]) -> None:
+        """Delete the threads. Raises like `CheckpointLane.append`."""
+        await _of_each(thread_ids, lambda thread_id: self.of(thread_id).delete(thread_id))
 
     async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
         """Prune or delete the threads whose last checkpoint is older than this time. Returns those changed."""
         await self.flush(None)
-        done: list[str] = []
-        for thread_id in await self._store.idle(before):
-            if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
-                continue
+
+        async def changed(thread_id: str) -> bool:
             lane = self.of(thread_id)
+            if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
+                return False
             with contextlib.suppress(ConcurrentWriter):  # the thread is not idle any more
-                if delete:
-                    await lane.delete_idle(thread_id, before)
-                elif not await lane.drop(thread_id, all_but_latest):
-                    continue
-                done.append(thread_id)
-        return done
+                if not delete:
+                    return await lane.drop(thread_id, all_but_latest)
+                await lane.delete_idle(thread_id, before)
+                return True
+            return False
+
+        idle = await self._store.idle(before)
+        return list(compress(idle, await _of_each(idle, changed)))
 
     async def copy(self, source: str, target: str) -> None:
         """Copy all checkpoints of a thread, with their blobs and writes. Raises like `delete_for_runs`.
@@ -201,6 +215,14 @@ class CheckpointEngine:
                 size += added
         if rows:
             await lane.append(target, _copied(rows))
+
+
+async def _of_each(thread_ids: Sequence[str], change: Callable[[str], Awaitable[T]]) -> list[T]:
+    """Change some threads at a time. Returns the results; raises the first error once those begun have ended."""
+    found: list[T] = []
+    for at in range(0, len(thread_ids), _AT_ONCE):
+        found += await together(map(change, thread_ids[at : at + _AT_ONCE]))
+    return found
 
 
 def _copied(rows: Sequence[CheckpointRow | BlobRow | WriteRow]) -> Rows:

@@ -278,14 +278,12 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             raise ValueError(f"unknown strategy {strategy!r}")
         threads = [thread_of(thread_id) for thread_id in check_ids(thread_ids, "thread_ids")]
         if strategy == "delete":
-            for thread_id in threads:
-                await self.engine.of(thread_id).delete(thread_id)
+            await self.engine.delete(threads)
             return
         delta = [t for t in threads if any(o.delta for o in await self.engine.of(t).outlines(t))]
         if delta:
             raise NotImplementedError(f"threads with a DeltaChannel cannot be pruned: {', '.join(delta)}")
-        for thread_id in threads:
-            await self.engine.prune(thread_id)
+        await self.engine.prune(threads)
 
     async def aprune_idle(self, idle_for: timedelta, *, strategy: str = "keep_latest") -> list[str]:
         """Prune, as `aprune` does, the threads whose last checkpoint is older than `idle_for`. Returns those pruned.
