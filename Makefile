@@ -121,7 +121,7 @@ powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop m
 
 DOMAIN ?= threads
 .PHONY: chaos
-chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says; nothing may be lost, doubled or stale (DOMAIN=lanes, or checkpoints: LangGraph)
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says; nothing may be lost, doubled or stale (DOMAIN=lanes; checkpoints, checkpoint_lanes: LangGraph)
 	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED) --on $(DOMAIN)
 
 ITEMS ?= 10000

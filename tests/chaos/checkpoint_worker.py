@@ -39,7 +39,7 @@ class Savers:
     def __init__(self, savers: dict[Consistency, AsyncBufferedSaver]) -> None:
         self.savers = savers
         self.saver = savers[Consistency.READ_YOUR_WRITES]
-        self.buffer = self.saver.engine.buffer
+        self.lanes = self.saver.engine.lanes
 
     @classmethod
     async def open(cls, options: Options) -> Savers:

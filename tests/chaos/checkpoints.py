@@ -25,7 +25,7 @@ _COMPARED = 300
 
 class _Saver:
     def __init__(self, saver: AsyncBufferedSaver) -> None:
-        self.saver, self.buffer = saver, saver.engine.buffer
+        self.saver, self.lanes = saver, saver.engine.lanes
 
     async def aclose(self) -> None:
         await self.saver.aclose()
@@ -59,11 +59,12 @@ async def _look_for_erased(store: _Saver, history: History, recorder: Recorder) 
         for thread, h in history.threads.items()
         if any(op.kind == "erase" and op.ok for op in h.ops)
     }
-    async for _, message in store.buffer.log.scan(threads=erased):
-        thread = store.buffer.subjects.thread_id(message.subject)
-        deletes = isinstance(decode_payload(decode(message).payload), Delete)
-        if message.seq < erased[thread] and not deletes:
-            recorder.write(Remains(thread, message.seq))
+    for buffer, threads in store.lanes.shared_out(erased):
+        async for _, message in buffer.log.scan(threads=threads):
+            thread = buffer.subjects.thread_id(message.subject)
+            deletes = isinstance(decode_payload(decode(message).payload), Delete)
+            if message.seq < erased[thread] and not deletes:
+                recorder.write(Remains(thread, message.seq))
 
 
 async def _final(postgres: str, quarantined: dict[int, ParkedEntry]) -> Final:

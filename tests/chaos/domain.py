@@ -13,7 +13,7 @@ from chaos.checkers import Checker
 from chaos.history import Final, History, ParkedEntry, Recorder
 
 #: Modules that define a `DOMAIN`.
-NAMES = ("threads", "lanes", "checkpoints")
+NAMES = ("threads", "lanes", "checkpoints", "checkpoint_lanes")
 
 
 @dataclass(frozen=True)

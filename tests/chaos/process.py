@@ -25,7 +25,6 @@ import msgspec
 
 from bufstore import (
     BufferConfig,
-    BufferedThreadStore,
     BufstoreError,
     Consistency,
     LogConfig,
@@ -33,7 +32,7 @@ from bufstore import (
     Receipt,
     ThreadQuarantined,
 )
-from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.side_by_side import Lanes
 from chaos.history import Begin, End, Event, Failed, Recorder, Started
 
 _READS_AT_ONCE = 8
@@ -77,7 +76,7 @@ class Options(msgspec.Struct, frozen=True):
 class Store(Protocol):
     """The store that a domain opens."""
 
-    buffer: Buffer[Any, Any, Any]
+    lanes: Lanes[Any, Any, Any]
 
     async def aclose(self) -> None:
         """Close it."""
@@ -85,11 +84,6 @@ class Store(Protocol):
 
 
 S = TypeVar("S", bound=Store)
-
-
-def buffers_of(store: Store) -> Sequence[Buffer[Any, Any, Any]]:
-    """Return the buffers, one for each lane."""
-    return store.lanes.all if isinstance(store, BufferedThreadStore) else (store.buffer,)
 
 
 class Worker:
@@ -250,7 +244,7 @@ async def main(
     worker = Worker(options, recorder)
     loop.add_signal_handler(signal.SIGTERM, worker.stop)
     loop.add_signal_handler(signal.SIGUSR1, _step_clock, worker.chance)
-    members = tuple(b.flusher.member for b in buffers_of(store) if b.flusher is not None)
+    members = tuple(b.flusher.member for b in store.lanes.all if b.flusher is not None)
     recorder.write(Started(time.monotonic(), options.name, os.getpid(), members))
     try:
         await live(worker, store)

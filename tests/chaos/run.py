@@ -32,7 +32,6 @@ from bufstore.tasks import together
 from chaos.domain import NAMES, domain
 from chaos.faults import KINDS, Kind
 from chaos.history import Final, ParkedEntry, Recovery, load
-from chaos.process import buffers_of
 from chaos.report import Report, judge
 from chaos.site import Lane, Site
 from helpers import eventually
@@ -172,10 +171,10 @@ class Supervisor:
                     self.crashes.append(f"{p.name} did not end when told to ({p.exit_code})")
         try:
             async with site.store(flusher=True) as store:
-                await together(buffer.force_flush_all(timeout_s=60) for buffer in buffers_of(store))
+                await together(buffer.force_flush_all(timeout_s=60) for buffer in store.lanes.all)
                 history = load(sorted(site.folder.glob("*.jsonl")))
                 await site.domain.read_back(store, history, random.Random(site.seed), site.recorder)
-                return verification_of_all(await together(buffer.verify() for buffer in buffers_of(store)))
+                return verification_of_all(await together(buffer.verify() for buffer in store.lanes.all))
         except BufstoreError as e:
             return e
 
@@ -183,7 +182,7 @@ class Supervisor:
         """Return the final contents of Postgres."""
         parked: dict[int, ParkedEntry] = {}
         async with self.site.store(flusher=False) as store:
-            for lane, buffer in zip(self.site.lanes, buffers_of(store), strict=True):
+            for lane, buffer in zip(self.site.lanes, store.lanes.all, strict=True):
                 parked |= await _parked(lane, buffer.quarantine)
         return await self.site.domain.final(self.site.servers.postgres.dsn, parked)
 

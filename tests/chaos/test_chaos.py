@@ -88,6 +88,14 @@ async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
     assert any(op.kind == "runs" and op.ok for h in threads.values() for op in h.ops)
 
 
+@pytest.mark.long
+@pytest.mark.alone
+async def test_a_short_run_of_graphs_on_two_lanes_loses_no_checkpoint() -> None:
+    report = await short_run(_SEED_OF_GRAPHS, _SHORT_OF_GRAPHS, 5, on="checkpoint_lanes")
+    assert report.history.acknowledged > 500
+    assert {sample.lane for sample in report.history.samples} == {0, 1}
+
+
 def test_the_seed_decides_the_schedule() -> None:
     kinds = list(KINDS.values())
     assert len(kinds) >= 15
