@@ -141,6 +141,14 @@ async def test_a_lane_that_is_gone_stops_no_other_and_is_repaired_by_itself(lane
         for command in (("repair", "--apply"), ("status",)):
             unnamed = await cli(laned, *command, stream=second)
             assert (unnamed.code, "repair --lane" in unnamed.err) == (2, True), unnamed
+        wrong = await cli(laned, "repair", "--lane", 2, stream=second)
+        assert (wrong.code, "no ledger of lane 2" in wrong.err) == (2, True), wrong
+        schemas = "SELECT 1 FROM pg_namespace WHERE nspname = '{}_lane2'"
+        assert not await query(laned.servers.postgres.dsn, schemas.format(laned.name))
+        doctor = await cli(laned, "doctor", "--json", stream=second)
+        assert [c["level"] for c in doctor.json["checks"] if (c["part"], c["what"]) == ("Postgres", "log")] == [
+            "unknown"
+        ]
         repaired = await cli(laned, "repair", "--apply", "--json", "--lane", 1, stream=second)
         assert (repaired.code, repaired.json["done"]) == (0, True), repaired
     else:

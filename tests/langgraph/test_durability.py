@@ -55,7 +55,7 @@ def _counter(saver: AsyncBufferedSaver, on_step: Callable[[int], None]) -> Any:
 
 def _watched(saver: AsyncBufferedSaver) -> list[int]:
     """Return a list that collects the bytes waiting for the log after each arrival."""
-    backlog, seen = saver.engine.backlog, [0]
+    backlog, seen = saver.engine.all[0].backlog, [0]
     backlog.bytes_max = _MAX
     enter = backlog.enter
 
@@ -83,7 +83,7 @@ async def test_a_slow_log_bounds_what_waits_and_nothing_is_lost(servers: Servers
 
         def on_step(step: int) -> None:
             nonlocal ahead
-            ahead = max(ahead, step if saver.engine.backlog.full else 0)
+            ahead = max(ahead, step if saver.engine.all[0].backlog.full else 0)
 
         proxy.to_server.bytes_per_s = 4 << 20
         ended = await _run(saver, on_step)
@@ -91,7 +91,7 @@ async def test_a_slow_log_bounds_what_waits_and_nothing_is_lost(servers: Servers
         assert [run["steps"] for run in ended] == [_STEPS] * _THREADS
         assert ahead > 1, "the graphs went on while their writes waited for room"
         assert _MAX <= max(seen) < _MAX + 2 * _BYTES
-        assert saver.engine.backlog.bytes == 0
+        assert saver.engine.all[0].backlog.bytes == 0
     async with place.plain() as plain:
         for n in range(_THREADS):
             found = [item async for item in plain.alist(config(f"t{n}"))]
@@ -124,5 +124,5 @@ async def test_a_log_that_goes_away_ends_every_call_in_time(servers: Servers, pr
         assert all(isinstance(error, BufstoreError) for error in ended), ended
         assert max(seen) < _MAX + 2 * _BYTES
         assert timeout_s <= longest < 2 * timeout_s + 2, "its own time, behind that of waiting for room"
-        assert saver.engine.backlog.bytes == 0
-        assert not saver.engine.backlog.full
+        assert saver.engine.all[0].backlog.bytes == 0
+        assert not saver.engine.all[0].backlog.full

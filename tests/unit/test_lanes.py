@@ -27,6 +27,7 @@ from bufstore import (
     LineageError,
     LogConfig,
     LogFull,
+    LogUnavailable,
     MemoryThreadStore,
     Receipt,
     Run,
@@ -49,6 +50,8 @@ from bufstore.testing import CHECKS, Check
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.model import ThreadChange
 from helpers import fresh, run_of, said
+from langgraph_savers import checkpoint
+from langgraph_savers import config as thread
 from thorough import examples
 from unit.fake_log import run
 from unit.test_buffered_in_memory import alone as alone_with
@@ -155,6 +158,51 @@ def test_a_lane_is_not_opened_without_the_others(refused: Any) -> None:
         config = lane_configs(BufferConfig(log=LOG))[1]
         with pytest.raises(ConfigError, match="THREADLOG-1 is lane 1 of 2"):
             await refused.open(store, nats=MemoryNats(), config=config)
+
+    run(main())
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_second_call_to_close_a_saver_waits_for_the_end(lanes: int) -> None:
+    """With the first call given up, the program would end before the last lane was flushed."""
+
+    async def main() -> None:
+        config = BufferConfig(log=replace(LOG, lanes=lanes))
+        saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), config=config)
+        session = saver.engine.lanes.all[-1].session
+        begun, may_end, aclose = asyncio.Event(), asyncio.Event(), session.aclose
+
+        async def slow() -> None:
+            begun.set()
+            await may_end.wait()
+            await aclose()
+
+        session.aclose = slow  # type: ignore[method-assign]
+        first = asyncio.create_task(saver.aclose())
+        await begun.wait()
+        first.cancel()
+        second = asyncio.create_task(saver.aclose())
+        await asyncio.sleep(1)
+        assert not second.done()
+        may_end.set()
+        await second
+        await saver.aclose()
+
+    run(main())
+
+
+def test_writes_that_wait_for_one_lane_leave_room_for_those_of_another() -> None:
+    async def main() -> None:
+        config = BufferConfig(log=LOG, append_timeout_s=5.0)
+        saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), config=config)
+        here, there = (next(t for t in iter(fresh, "") if lane_of(t, LOG) == lane) for lane in (0, 1))
+        waits = saver.engine.of(there).backlog
+        cost = waits.enter(1 << 30)
+        await saver.aput(thread(here), checkpoint({}, {}), {}, {})
+        with pytest.raises(LogUnavailable, match="already waiting for the log"):
+            await saver.aput(thread(there), checkpoint({}, {}), {}, {})
+        waits.leave(cost)
+        await saver.aclose()
 
     run(main())
 

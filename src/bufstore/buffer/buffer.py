@@ -149,8 +149,10 @@ class Buffer(Generic[C, S, M]):
             with contextlib.suppress(BufstoreError):
                 await self.force_flush_all()
         flusher_s = min(max(ends_at - loop.time(), 0), self.config.flush_timeout_s)
-        self._closed = True
-        await self.release(flusher_s, before_store=before_store)
+        try:
+            await self.release(flusher_s, before_store=before_store)
+        finally:
+            self._closed = True  # no earlier: who closes meanwhile waits for the end
 
     async def release(self, flusher_s: float | None = None, *, before_store: _Call | None = None) -> None:
         """Stop and release everything, as `aclose` does, and flush nothing further.

@@ -173,7 +173,8 @@ class Endpoints:
     async def lost_log(self, lane: int | None) -> LogConfig:
         """Return what is known of a log that is not on the server. `lane`: the log's lane, if an operator says it.
 
-        Raises ConfigError when the database has ledgers of several lanes and `lane` is None: only the log could tell.
+        Raises ConfigError when the database has ledgers of several lanes and `lane` is None: only the log could tell;
+        and when it has no ledger of this lane.
         """
         first = LogConfig(stream=self.stream, bucket=self.bucket)
         if lane is None and await self.has_ledger(replace(first, lanes=2, lane=1)):
@@ -182,7 +183,10 @@ class Endpoints:
                 "lanes: say with `bufstore repair --lane` which one it was (0: the first)"
             )
         # --bucket names the first lane's bucket, as in `find_log`. A repair does not need the true number of lanes.
-        return replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
+        log = replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
+        if lane is not None and not await self.has_ledger(log):
+            raise ConfigError(f"there is no ledger of lane {lane} in schema {ledger_schema(self.schema, log)!r}")
+        return log
 
     async def has_ledger(self, log: LogConfig) -> bool:
         """Whether the database has the tables of this log's buffer. Only reads. Raises StoreUnavailable."""

@@ -346,7 +346,7 @@ class _Get:
             elif status == "413":
                 self.fail(TooManyResults("the log has too many subjects for one read"))
             else:
-                self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
+                self.fail(LogUnavailable(f"stream {self._stream} refused a read: {status} {description}"))
 
     def end(self, error: bytes | Exception) -> bool:
         """Note that no more comes."""

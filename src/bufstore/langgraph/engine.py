@@ -13,7 +13,6 @@ from bufstore.buffer.lanes import lane_configs, lane_of
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
-from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.lane import CheckpointLane, NewThreads, OnConflict
 from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointKey, CheckpointRow, Drop, Rows, Tables, WriteRow
 from bufstore.langgraph.outlines import all_but_latest, drop_of
@@ -59,8 +58,6 @@ class CheckpointEngine:
         check_choice(new_threads, NewThreads, "new_threads", ConfigError)
         check_choice(on_conflict, OnConflict, "on_conflict", ConfigError)
         self._store, self._consistency = store, consistency
-        #: The writes that wait for the logs.
-        self.backlog = Backlog(_BACKLOG_BYTES, config.append_timeout_s)
         name = f"{name}-{secrets.token_hex(8)}"
         configs = lane_configs(config)
         #: The lanes, in order.
@@ -69,8 +66,8 @@ class CheckpointEngine:
                 store,
                 nats,
                 of_lane,
-                self.backlog,
                 name=name,
+                backlog_bytes=_BACKLOG_BYTES // len(configs),
                 consistency=consistency,
                 new_threads=new_threads,
                 on_conflict=on_conflict,
@@ -106,7 +103,8 @@ class CheckpointEngine:
     async def aclose(self) -> None:
         """See `bufstore.buffer.buffer.Buffer.aclose`."""
         if self.lanes.first.closes_here():
-            self.backlog.close()
+            for lane in self.all:
+                lane.backlog.close()
             await self.lanes.aclose()
 
     async def pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
@@ -180,7 +178,8 @@ class CheckpointEngine:
             lane = self.of(thread_id)
             if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
                 return False
-            with contextlib.suppress(ConcurrentWriter):  # the thread is not idle any more
+            # The thread is not idle any more, or stopped until somebody decides about what is parked.
+            with contextlib.suppress(ConcurrentWriter, ThreadQuarantined):
                 if not delete:
                     return await lane.drop(thread_id, all_but_latest)
                 await lane.delete_idle(thread_id, before)

@@ -60,9 +60,9 @@ class CheckpointLane:
         store: CheckpointStore,
         nats: Nats,
         config: BufferConfig,
-        backlog: Backlog,
         *,
         name: str,
+        backlog_bytes: int,
         consistency: Consistency = Consistency.READ_YOUR_WRITES,
         new_threads: NewThreads = "ask",
         on_conflict: OnConflict = "allow",
@@ -70,7 +70,7 @@ class CheckpointLane:
     ) -> None:
         """`config`: the lane's. `store`: that of all lanes, opened and closed with the first lane's buffer.
 
-        `backlog`: the writes that wait for any lane's log. `name`: what the servers call this process.
+        `name`: what the servers call this process. `backlog_bytes`: how much may wait for the log.
         """
         #: The last entry of each thread that this process has read or written: its position (0 if it was read), and
         #: its id. None: nobody asks.
@@ -94,7 +94,8 @@ class CheckpointLane:
         reader.watch = self.buffer.reads.store
         self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
         self._goes_on = self._reads.goes_on
-        self._backlog = backlog
+        #: The writes that wait for the log.
+        self.backlog = Backlog(backlog_bytes, config.append_timeout_s)
 
     async def watch_quarantine(self) -> None:
         """Forget a thread whenever one of its entries goes to quarantine. The buffer must be open."""
@@ -169,7 +170,7 @@ class CheckpointLane:
         appending = Appending(
             thread_id, payload, self._is_down, self._goes_on, deletes, self._assume_new, seen, only_behind, life
         )
-        cost = self._backlog.enter(2 * len(payload) if held else len(payload))
+        cost = self.backlog.enter(2 * len(payload) if held else len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         except StoreUnavailable:
@@ -178,7 +179,7 @@ class CheckpointLane:
             # Now it is known that the store is away.
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         finally:
-            self._backlog.leave(cost)
+            self.backlog.leave(cost)
         if last is not None:
             last.life = appending.left
         self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))

@@ -186,26 +186,29 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointLane.append` raises.
         """
-        if self.engine.backlog.full:
-            await self.engine.backlog.room()
         thread_id, ns, parent = at = place(config)
+        lane = self.engine.of(thread_id)
+        if lane.backlog.full:
+            await lane.backlog.room()
         id_ = checkpoint["id"]
 
         def make(carry_bytes: int) -> Put:
             return put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes)
 
-        await self.engine.of(thread_id).put(thread_id, ns, parent, id_, new_versions, make)
+        await lane.put(thread_id, ns, parent, id_, new_versions, make)
         return config_of(thread_id, ns, id_)
 
     async def aput_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
     ) -> None:
         """Save what a task has written on top of a checkpoint, which need not be there yet. Raises like `aput`."""
-        if self.engine.backlog.full:
-            await self.engine.backlog.room()
-        if writes:
-            thread_id, _, _ = at = place(config)
-            await self.engine.of(thread_id).append(thread_id, writes_of(self.serde, at, writes, task_id, task_path))
+        if not writes:
+            return
+        thread_id, _, _ = at = place(config)
+        lane = self.engine.of(thread_id)
+        if lane.backlog.full:
+            await lane.backlog.room()
+        await lane.append(thread_id, writes_of(self.serde, at, writes, task_id, task_path))
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Return the checkpoint that the config names, or the newest one of its namespace; None if there is none.
@@ -289,7 +292,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """Prune, as `aprune` does, the threads whose last checkpoint is older than `idle_for`. Returns those pruned.
 
         A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile;
-        "keep_latest" leaves threads with a DeltaChannel alone. Raises like `aprune`.
+        "keep_latest" leaves threads with a DeltaChannel or in quarantine alone. Raises like `aprune`.
         """
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")

@@ -32,6 +32,8 @@ async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, ta
     """
     config = BufferConfig.fitting(log.config, flusher=False)
     try:
+        if not log.there:
+            await endpoints.lost_log(None)  # of several lanes, nobody knows which ledger is this log's
         async with endpoints.buffer_of(log.target, config, timeout_s=_TIMEOUT_S).connected() as buffer:
             # A ledger in Postgres makes its tables when it is asked. A new one in memory says what those would say.
             ledger = buffer.ledger if tables else MemoryLedger(endpoints.plain(pool_size=1))
