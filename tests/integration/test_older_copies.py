@@ -169,6 +169,9 @@ async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_unt
                 }
                 assert all(isinstance(f, (StoreUnavailable, ReadNotFresh)) for f in found.values()), found
                 await eventually(lambda r=reader: _says(r, delta, "flushed again"))  # type: ignore[misc]
+                health = await reader.health()
+                assert (health.can_write, health.can_read, health.ok) == (True, False, False), health
+                assert "flushed again" in health.read_trouble
             # Entries that need nothing of Postgres are accepted, and count.
             await starts.checkpoint(whole, ["all", "new"], run_of(whole))
             await starts.checkpoint(new, ["n"], run_of(new))

@@ -377,4 +377,21 @@ async def test_no_default_of_a_role_makes_who_waits_for_a_row_fail(servers: Serv
     assert await query(servers.postgres.dsn, f'SELECT n FROM "{table}"') == [(3,)]
 
 
+async def test_a_default_of_a_role_that_is_changed_counts_for_the_next_connection(servers: Servers) -> None:
+    role = fresh("role")
+    await query(servers.postgres.dsn, f"CREATE ROLE \"{role}\" LOGIN PASSWORD 'x'")
+    pool = await open_pool(make_conninfo(servers.postgres.dsn, user=role, password="x"), size=1)
+    try:
+        async with pool.lend(10):
+            pass
+        await query(servers.postgres.dsn, f"ALTER ROLE \"{role}\" SET default_transaction_isolation = 'serializable'")
+        async with pool.lend(10) as connection:
+            await connection.close()
+        async with pool.lend(10) as connection:
+            shown = await (await connection.execute("SHOW transaction_isolation")).fetchone()
+        assert shown == ("read committed",)
+    finally:
+        await pool.close()
+
+
 _WAITS = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query = %s HAVING count(*) = 2"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bufstore.errors import TooLarge
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
@@ -88,6 +89,26 @@ async def test_nothing_unforeseen_ends_a_worker(monkeypatch: pytest.MonkeyPatch,
             assert worker.trouble is None
             assert worker._watching is not None
             assert not worker._watching.done()
+
+
+async def test_a_claim_that_cannot_be_taken_back_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with MemoryMailboxStore(config=MailboxConfig(sweep_interval_s=0.01, keep_finished_s=0.001)) as mailbox:
+
+        async def fails(**_: Any) -> list[Dispatch]:
+            raise TooLarge(1 << 17, 1 << 16)
+
+        done = await mailbox.enqueue("done")
+        claim = await mailbox.claim("done", "w")
+        assert claim is not None
+        await mailbox.ack(claim)
+        monkeypatch.setattr(mailbox, "reclaim_expired", fails)
+        due_ms = mailbox.backend.now_ms() + 60_000
+        await mailbox.enqueue("due", available_at_ms=due_ms)
+        monkeypatch.setattr(mailbox.backend, "now_ms", lambda: due_ms + 1)
+        with pytest.raises(TooLarge):
+            await Sweeper(mailbox).sweep()
+        assert "due" in {signal.thread_id for signal in await mailbox.pull_signals(10, 1.0)}
+        assert await mailbox.load_dispatch("done", done.dispatch_id) is None
 
 
 async def test_nothing_unforeseen_ends_a_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,24 +49,45 @@ class Sweeper:
         await end(self._task)
 
     async def sweep(self) -> bool:
-        """Make one pass if it is this instance's turn; return whether it was."""
+        """Make one pass if it is this instance's turn; return whether it was.
+
+        Raises the first error of its parts, each of which is done even if another one fails.
+        """
         box, c = self._mailbox, self._mailbox.config
         if not await box.backend.sweeps(c.sweep_interval_s):
             return False
+        first: Exception | None = None
         with box.counters.timed("sweep"):
-            await self._parts(self._reclaim)
-            await self._parts(self._signal_due)
-            # The signals of what has become due since the last pass or two are on their way.
-            due_ms = box.backend.now_ms() - round(2000 * c.sweep_interval_s)
-            lost = await box.backend.signal_lost(due_ms, c.sweep_limit)
-            if lost:
-                _log.warning("signalled %d threads that had work but no signal", lost, extra=_LOST)
-            box.counters.count("resignalled", lost)
-            if c.keep_finished_s is not None:
-                before = max(0, box.backend.now_ms() - round(1000 * c.keep_finished_s))
-                await self._parts(lambda limit: box.purge_finished(before, limit=limit))
+            for part in self._reclaim_all, self._signal_all_due, self._signal_lost, self._purge:
+                try:
+                    await part()
+                except Exception as e:  # a claim that can never be taken back must not keep the others from work
+                    first = first or e
+        if first is not None:
+            raise first
         box.counters.count("sweeps")
         return True
+
+    async def _reclaim_all(self) -> None:
+        await self._parts(self._reclaim)
+
+    async def _signal_all_due(self) -> None:
+        await self._parts(self._signal_due)
+
+    async def _signal_lost(self) -> None:
+        box, c = self._mailbox, self._mailbox.config
+        # The signals of what has become due since the last pass or two are on their way.
+        due_ms = box.backend.now_ms() - round(2000 * c.sweep_interval_s)
+        lost = await box.backend.signal_lost(due_ms, c.sweep_limit)
+        if lost:
+            _log.warning("signalled %d threads that had work but no signal", lost, extra=_LOST)
+        box.counters.count("resignalled", lost)
+
+    async def _purge(self) -> None:
+        box, keep_s = self._mailbox, self._mailbox.config.keep_finished_s
+        if keep_s is not None:
+            before = max(0, box.backend.now_ms() - round(1000 * keep_s))
+            await self._parts(lambda limit: box.purge_finished(before, limit=limit))
 
     async def _parts(self, part: Callable[[int], Awaitable[int]]) -> None:
         """Do one part after the other, until one is not full."""

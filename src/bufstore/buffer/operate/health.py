@@ -15,6 +15,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.ports.waiting import WaitingTotals
+from bufstore.buffer.read.restored import Restored
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -93,7 +94,7 @@ class Health:
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
-        return not (self.log or self.store or self.flusher or self.write_trouble or self.flush_trouble)
+        return not any(getattr(self, field.name) for field in fields(self))
 
 
 def health_of(
@@ -102,19 +103,22 @@ def health_of(
     store: str,
     flusher: str,
     full: str = "",
+    behind: str = "",
     flushers: bool = True,
     waiting: WaitingTotals | None = None,
 ) -> Health:
     """Derive the health from what is wrong with the parts.
 
-    `full`: why the log takes no writes. `flushers`: whether any flusher is alive. `waiting`: the ledger's waiting
-    entries; None: unknown.
+    `full`: why the log takes no writes. `behind`: why what Postgres answers does not count. `flushers`: whether any
+    flusher is alive. `waiting`: the ledger's waiting entries; None: unknown.
     """
     read = ""
     if log:
         read = f"NATS: {log}; flushed content can still be read with Consistency.EVENTUAL"
     elif store:
         read = f"Postgres: {store}; threads whose last snapshot is in the log can be read"
+    elif behind:
+        read = behind
     flush = flusher
     if log or store:
         flush = f"NATS: {log}" if log else f"Postgres: {store}"
@@ -149,12 +153,14 @@ class Vitals:
         fill: FillForecast,
         appender: Appender[Any, Any],
         flusher: Flusher | None,
+        restored: Restored,
     ) -> None:
         self._session = session
         self._ledger, self._subjects = parts.ledger, parts.subjects
         self._fill = fill
         self._appender = appender
         self._flusher = flusher
+        self._restored = restored
 
     async def statistics(self) -> Statistics:
         """Return the counters, the log's fill, and how long the log has space. Raises LogUnavailable."""
@@ -179,9 +185,10 @@ class Vitals:
 
         Asks NATS (on a replicated log, the leader must prove that it leads) and Postgres, for two seconds at most.
         """
-        (log, full), (store, waiting), (_, members) = await asyncio.gather(
+        (log, full), (store, waiting), (behind, _), (_, members) = await asyncio.gather(
             asked(lambda: is_full(self._session.log)),
             asked(self._waiting),
+            asked(lambda: self._restored.counts_since(self._restored.era)),
             asked(self._session.shared.members),
         )
         if self._session.log.refused is not None:
@@ -191,6 +198,7 @@ class Vitals:
             store=store,
             flusher=self._flusher.trouble if self._flusher is not None else "",
             full=full or self._appender.refused or self._session.log.trouble,
+            behind=behind,
             flushers=self._flusher is not None or bool(members),
             waiting=waiting,
         )

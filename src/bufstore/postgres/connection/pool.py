@@ -103,6 +103,9 @@ class _Connection(AsyncConnection[TupleRow]):
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
+    #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet. Asked for
+    #: each connection: the default of role or database may be changed while a process runs.
+    single: bool | None = None
     #: When the connection was last got from the pool, in the event loop's time.
     lent_at: float = 0.0
     #: The alarm of the block that the connection is lent to; None while it is not lent.
@@ -186,8 +189,6 @@ class Pool(AsyncConnectionPool[_Connection]):
         self._failure = _Failure()
         self._closing = Closing()
         self._home: Home | None = None
-        #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet.
-        self._autocommit: bool | None = None
         #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of these wait.
         self._lent = self._asking = 0
         #: Callers that wait for a place. Each gets the place with its connection; or None: the connection is gone.
@@ -292,11 +293,11 @@ class Pool(AsyncConnectionPool[_Connection]):
         Where the default is another level, psycopg begins a transaction for each loan. A setting of the session would
         be lost behind a pooler, which also refuses a setting that comes with the connection.
         """
-        if self._autocommit is None:
+        if connection.single is None:
             found = await (await connection.execute("SHOW default_transaction_isolation")).fetchone()
-            self._autocommit = found == ("read committed",)
-        if connection.autocommit is not self._autocommit:
-            await connection.set_autocommit(self._autocommit)
+            connection.single = found == ("read committed",)
+        if connection.autocommit is not connection.single:
+            await connection.set_autocommit(connection.single)
 
     async def _borrow(self, deadline: float, away_at: float) -> _Connection:
         """Take a place among the callers that are lent to; return a live connection. `away_at`: see `_live`."""
