@@ -53,7 +53,8 @@ def test_import_of_a_gzipped_file_into_embedded_servers(tmp_path: Path) -> None:
     assert result.json["threads"] == 60
     assert result.json["checkpoints"] == result.json["acknowledged"] == result.json["flushed"] == checkpoints
     assert [result.json[k] for k in ("lost", "mismatched", "quarantined", "bad_lines")] == [0, 0, 0, 0]
-    assert 0 < result.json["postgres_transactions"] <= checkpoints / 20
+    # The slower the machine, the more windows of the same length.
+    assert 0 < result.json["postgres_transactions"] <= checkpoints / 10
     assert 0 < result.json["append_p50_ms"] <= result.json["append_p99_ms"] < result.json["seconds"] * 1000
 
 
