@@ -14,11 +14,13 @@ from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration
+from bufstore.postgres.connection.functions import made_elsewhere
 from bufstore.postgres.connection.migrate import (
     UTF8_NEEDED,
     applied_migrations,
     check_rows_shown,
     encoding_of,
+    function_names,
     newest,
     tables_of,
     works_with,
@@ -148,6 +150,13 @@ async def _tables(
             notes.say(f"{part} tables", Level.WARNING if fits else Level.BAD, found, advice)
         else:
             notes.require(f"{part} tables", theirs == known, found, "the next store that opens migrates them")
+    names = [name for part in _PARTS for name in function_names(folder_of(part))]
+    strange = await made_elsewhere(connection, schema, names)
+    if strange:
+        found = f"{', '.join(strange)} read and write another schema: this one was renamed, or is a copy"
+        advice = "run `bufstore setup` with their owner's rights; the next store that opens does it, too, if it may"
+        notes.say("functions", Level.BAD, found, advice)
+        return False
     refused = await _value(connection, _REFUSED, schema)
     may = f"read and write all tables in schema {schema!r}"
     if refused is not None:

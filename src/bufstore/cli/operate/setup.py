@@ -107,7 +107,8 @@ async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str]
         for schema, of in _places(target.schema, parts, of_all):
             there = await has_schema(connection, schema)
             missing = await tables.missing(connection, schema, of)
-            scripts.append(tables.script(schema, missing, roles, new_schema=not there))
+            again = await tables.functions(connection, schema, of)
+            scripts.append(tables.script(schema, missing, roles, new_schema=not there, again=again))
     return "".join(script for script in scripts if script != tables.NOTHING) or tables.NOTHING
 
 

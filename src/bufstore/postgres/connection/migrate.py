@@ -21,14 +21,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from importlib.resources.abc import Traversable
-from typing import Any, LiteralString
+from typing import Any, LiteralString, NamedTuple
 
 import psycopg
 from psycopg import AsyncConnection, sql
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random
 
-from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import BufstoreError, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
+from bufstore.postgres.connection.functions import elsewhere, functions_of, made_elsewhere, not_ours
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
 #: One block of a file of statements; blank lines separate the blocks.
@@ -45,6 +46,8 @@ WHERE n.nspname = %s AND c.relname = ANY (%s) AND row_security_active(c.oid) AND
 )
 """
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
+#: What sets up a part for apps without the rights to do that.
+_SETS_UP = {"threads": "run `bufstore setup`", "buffer": "run `bufstore setup` (--own-store: for a store of your own)"}
 #: Encloses the functions' bodies, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
 #: Postgres silently truncates longer identifiers.
@@ -100,23 +103,56 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     """Bring the tables of `part` in `schema` up to date; return the versions that were applied now.
 
     All migrations run in one transaction, in one process at a time. A schema that is up to date is only read, so a role
-    without DDL rights can start an app. Tables of a newer release are left alone. Raises ConfigError when this release
-    cannot work with them, or when there are none yet and the database is not in UTF-8; StoreMisconfigured when row
-    level security hides rows, or the role may not create the tables; StoreUnavailable when another session held a lock
-    on the tables for too long: then nothing was changed.
+    without DDL rights can start an app. Tables of a newer release are left alone. Functions that name another schema
+    are made again. Raises ConfigError when this release cannot work with the tables, when the role may not make those
+    functions again, or when there are no tables yet and the database is not in UTF-8; StoreMisconfigured when row level
+    security hides rows, or the role may not create the tables; StoreUnavailable when another session held a lock on the
+    tables for too long: then nothing was changed.
     """
     check_schema(schema)
-    migrations = migrations_of(folder, schema)
+    texts = _texts(folder)
     async with connection.transaction():  # one instead of four, in each process that starts, for each part
         await check_rows_shown(connection, schema, tables_of(folder))
-        missing = await _missing(connection, schema, part, migrations)
-    if not missing:
+        lacking = await _lacking(connection, schema, part, texts)
+    if not any(lacking):
         return []
     # Existing tables may have any encoding: their app's ids are in it, and the app must not be shut out.
-    if len(missing) == len(migrations) and (encoding := await encoding_of(connection)) != "UTF8":
+    if len(lacking.versions) == len(texts) and (encoding := await encoding_of(connection)) != "UTF8":
         raise ConfigError(
             f"the database's encoding is {encoding}, which cannot store every id: {UTF8_NEEDED}. Nothing was changed"
         )
+    applied = await _patiently(connection, schema, part, texts, lacking)
+    reach(Failpoint.MIGRATION_DONE)
+    return applied
+
+
+async def own_functions(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> None:
+    """Make again the functions of `part` that name another schema, and change nothing else.
+
+    For who has not called `migrate`: it costs one question. Raises ConfigError when this role or this release may not
+    make them again; StoreUnavailable as `migrate`.
+    """
+    texts = _texts(folder)
+    names = list(functions_of(texts.values()))
+    async with connection.transaction():
+        if not await made_elsewhere(connection, schema, names):
+            return
+        lacking = await _lacking(connection, schema, part, texts)
+    await _patiently(connection, schema, part, texts, lacking._replace(versions=[]))
+    async with connection.transaction():
+        if strange := await made_elsewhere(connection, schema, names):
+            raise not_ours(schema, strange, "No migration of it is recorded: copy it whole, with bufstore_migrations")
+
+
+async def remaking(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> list[str]:
+    """Return the statements that make again the functions of `part` that name another schema. Only reads."""
+    return list((await _lacking(connection, schema, part, _texts(folder))).functions.values())
+
+
+async def _patiently(
+    connection: AsyncConnection[Any], schema: str, part: str, texts: Mapping[int, str], lacking: _Lacking
+) -> list[int]:
+    """Make what is lacking, and wait for others' locks; return the versions that were applied."""
     try:
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(psycopg.errors.LockNotAvailable),
@@ -125,19 +161,28 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
             reraise=True,
         ):
             with attempt:
-                applied = await _migrate_at_once(connection, schema, part, migrations)
+                return await _at_once(connection, schema, part, texts, migrating=bool(lacking.versions))
     except psycopg.errors.LockNotAvailable as e:
         raise StoreUnavailable(
             f"the {part} tables in schema {schema!r} could not be migrated: another session holds a lock on them "
             "(a long query, a dump, VACUUM FULL). Nothing was changed. See pg_stat_activity, let it end, and try again"
         ) from e
     except psycopg.errors.InsufficientPrivilege as e:
-        raise StoreMisconfigured(
+        raise _refused(schema, part, lacking, e.diag.message_primary) from e
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _refused(schema: str, part: str, lacking: _Lacking, why: str | None) -> BufstoreError:
+    """Return the error for a role that may not make what is lacking."""
+    if lacking.versions:
+        return StoreMisconfigured(
             f"the {part} tables in schema {schema!r} are missing or were made by an older release, and this role may "
-            f"not create them ({e.diag.message_primary}): run `bufstore setup --grant ROLE` with their owner's rights"
-        ) from e
-    reach(Failpoint.MIGRATION_DONE)
-    return applied
+            f"not create them ({why}): run `bufstore setup --grant ROLE` with their owner's rights"
+        )
+    way_out = _SETS_UP.get(part, "open it once")
+    return not_ours(
+        schema, lacking.functions, f"This role may not replace them ({why}): {way_out} with their owner's rights"
+    )
 
 
 async def check_rows_shown(connection: AsyncConnection[Any], schema: str, tables: Iterable[str]) -> None:
@@ -157,53 +202,81 @@ async def encoding_of(connection: AsyncConnection[Any]) -> str:
     return str(row[0])
 
 
-async def _migrate_at_once(
-    connection: AsyncConnection[Any], schema: str, part: str, migrations: Mapping[int, LiteralString]
+async def _at_once(
+    connection: AsyncConnection[Any], schema: str, part: str, texts: Mapping[int, str], *, migrating: bool
 ) -> list[int]:
-    """Migrate in one transaction, or fail; return the versions that were applied."""
+    """Make what is lacking in one transaction, or fail; return the versions that were applied."""
     async with connection.transaction():
         for statement in waiting():
             await connection.execute(statement)
-        missing = await _missing(connection, schema, part, migrations)
+        missing, functions = await _lacking(connection, schema, part, texts)
+        for function in functions.values():
+            await connection.execute(function)
+        if not migrating:
+            return []
         if missing:
             await make_schema(connection, schema)
             for statement in preparing(schema):
                 await connection.execute(statement)
         for version in missing:
-            await connection.execute(migrations[version])
+            await connection.execute(rendered(texts[version], schema))
             reach(Failpoint.MIGRATION_HALF)
-            await connection.execute(recording(schema, part, version, migrations[version]))
+            await connection.execute(recording(schema, part, version, texts[version]))
     return missing
 
 
-async def _missing(
-    connection: AsyncConnection[Any], schema: str, part: str, migrations: Mapping[int, LiteralString]
-) -> list[int]:
-    """Return the versions that are not applied yet. Raises ConfigError if this release cannot work with the others."""
-    applied = (await applied_migrations(connection, schema)).get(part, {})
-    if not works_with(applied, max(migrations)):
+class _Lacking(NamedTuple):
+    """What a part of a schema lacks."""
+
+    #: The migrations that are not applied yet.
+    versions: list[int]
+    #: The statements that make again the functions that name another schema, by the function's name.
+    functions: dict[str, LiteralString]
+
+
+async def _lacking(connection: AsyncConnection[Any], schema: str, part: str, texts: Mapping[int, str]) -> _Lacking:
+    """Return what is lacking. Raises ConfigError if this release cannot work with what is there, or not mend it."""
+    of_all, strange = await _applied(connection, schema, functions_of(texts.values()))
+    applied = of_all.get(part, {})
+    if not works_with(applied, max(texts)):
         raise ConfigError(
             f"the {part} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
             f"works only with version {max(applied.values())} and later; this release knows up to "
-            f"{max(migrations)}: upgrade bufstore"
+            f"{max(texts)}: upgrade bufstore"
         )
-    return sorted(migrations.keys() - applied.keys())
+    # As far as the migrations were applied: a function must fit to its tables.
+    known = functions_of(text for version, text in sorted(texts.items()) if version in applied)
+    functions = {name: rendered(known[name], schema) for name in strange if name in known}
+    if functions and max(applied) > max(texts):
+        raise not_ours(  # it may have replaced them
+            schema, functions, "A newer release has migrated its tables: open it once with that release"
+        )
+    return _Lacking(sorted(texts.keys() - applied.keys()), functions)
 
 
 def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
     """Return the folder's migrations by version, for `schema`."""
-    return {version: rendered(file.read_text(encoding="utf-8"), schema) for version, file in _files(folder).items()}
+    return {version: rendered(text, schema) for version, text in _texts(folder).items()}
 
 
 def tables_of(folder: Traversable) -> list[str]:
     """Return the tables that the folder's migrations make, and the table that records migrations."""
-    texts = [file.read_text(encoding="utf-8") for file in _files(folder).values()]
-    return ["bufstore_migrations", *(name for text in texts for name in _TABLE.findall(text))]
+    return ["bufstore_migrations", *(name for text in _texts(folder).values() for name in _TABLE.findall(text))]
+
+
+def function_names(folder: Traversable) -> list[str]:
+    """Return the functions that the folder's migrations make and that name the schema."""
+    return list(functions_of(_texts(folder).values()))
 
 
 def newest(folder: Traversable) -> int:
     """Return the newest version of the folder's tables that this release knows."""
     return max(_files(folder))
+
+
+def _texts(folder: Traversable) -> dict[int, str]:
+    """Return the migrations as they are in the folder, in order."""
+    return {version: file.read_text(encoding="utf-8") for version, file in sorted(_files(folder).items())}
 
 
 def _files(folder: Traversable) -> dict[int, Traversable]:
@@ -226,19 +299,26 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
 
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
     """Return, by part, the versions that were applied, each with the oldest release that works after it."""
-    table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
+    return (await _applied(connection, schema, ()))[0]
+
+
+async def _applied(
+    connection: AsyncConnection[Any], schema: str, functions: Iterable[str]
+) -> tuple[dict[str, dict[int, int]], list[str]]:
+    """Return what `applied_migrations` returns, and those of these functions that name another schema."""
     if not await has_table(connection, schema, "bufstore_migrations"):
-        return {}
-    # Through JSON, because the column may be missing: earlier releases made the table without it.
-    cursor = await connection.execute(
-        sql.SQL("SELECT room, version, coalesce((to_jsonb(m) ->> 'works_with')::int, version) FROM {} AS m").format(
-            table
-        )
-    )
+        return {}, []
+    # `works_with` through JSON, because the column may be missing: earlier releases made the table without it.
+    question = sql.SQL(
+        "SELECT room, version, coalesce((to_jsonb(m) ->> 'works_with')::int, version), ({}) "
+        "FROM {}.bufstore_migrations AS m"
+    ).format(elsewhere(schema, functions), sql.Identifier(schema))
     applied: dict[str, dict[int, int]] = {}
-    for part, version, oldest in await cursor.fetchall():
+    strange: list[str] = []
+    for part, version, oldest, named in await (await connection.execute(question)).fetchall():
         applied.setdefault(part, {})[version] = oldest
-    return applied
+        strange = named or []
+    return applied, strange
 
 
 async def has_table(connection: AsyncConnection[Any], schema: str, table: str) -> bool:

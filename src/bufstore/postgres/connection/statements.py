@@ -22,9 +22,11 @@ class Statements:
     def __init__(self, pool: Pool, texts: Mapping[str, LiteralString], timeout_s: float) -> None:
         self.pool, self.texts, self.timeout_s = pool, texts, timeout_s
 
-    def lend(self, away_s: float | None = None) -> AbstractAsyncContextManager[AsyncConnection[Any]]:
-        """See `Pool.lend`."""
-        return self.pool.lend(self.timeout_s, away_s)
+    def lend(
+        self, away_s: float | None = None, timeout_s: float | None = None
+    ) -> AbstractAsyncContextManager[AsyncConnection[Any]]:
+        """See `Pool.lend`. `timeout_s`: None for that of these statements."""
+        return self.pool.lend(self.timeout_s if timeout_s is None else timeout_s, away_s)
 
     async def on(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a statement on this connection."""
@@ -52,7 +54,7 @@ class Statements:
         again = False
         while True:
             try:
-                async with self.pool.lend(deadline - loop.time()) as connection:
+                async with self.lend(timeout_s=deadline - loop.time()) as connection:
                     return await read(connection)
             except NoAnswer:
                 if again or loop.time() >= deadline:

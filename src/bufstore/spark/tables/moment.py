@@ -18,6 +18,7 @@ from bufstore.errors import ConfigError
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.errors import map_errors
+from bufstore.postgres.connection.functions import made_elsewhere, not_ours
 from bufstore.postgres.connection.migrate import queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
@@ -28,6 +29,9 @@ _ANSWER_S = 30.0
 _TRANSACTION_TIMEOUT = 170000
 #: How many rows of a stream are in memory at a time, where libpq can do that (from 17 on); else one.
 _ROWS = 50
+#: What our statements call, and what to do when it reads another schema.
+_FUNCTIONS = ("thread_row_v2",)
+_WAY_OUT = "Run `bufstore setup`, or open the store once, with their owner's rights"
 
 
 class Ledger(NamedTuple):
@@ -43,7 +47,7 @@ class Moment:
 
     def __init__(self, conninfo: str, schema: str, snapshot: str | None = None) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
-        self._sql = queries(FOLDER, schema)
+        self._schema, self._sql = schema, queries(FOLDER, schema)
         self._snapshot = snapshot
         self._connection: AsyncConnection[Any] | None = None
 
@@ -67,7 +71,10 @@ class Moment:
         with map_errors():
             async with in_time(connection, _ANSWER_S):
                 await connection.execute("; ".join(["BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", *settings]))
-                if self._snapshot is None:
+                if self._snapshot is None:  # else whoever holds it has looked
+                    strange = await made_elsewhere(connection, self._schema, _FUNCTIONS)
+                    if strange:
+                        raise not_ours(self._schema, strange, _WAY_OUT)
                     return
                 try:
                     await connection.execute(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
-from importlib.resources import files
 from typing import Any, NamedTuple, Self
 
 from psycopg import AsyncConnection, sql
@@ -26,7 +25,7 @@ from bufstore.errors import (
 )
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
-from bufstore.postgres.connection.migrate import check_schema, has_table, migrate, queries
+from bufstore.postgres.connection.migrate import check_schema, has_table
 from bufstore.postgres.connection.pool import ANOTHER, Pool, new_pool
 from bufstore.postgres.connection.statements import Statements
 from bufstore.postgres.ledger.ledger import PostgresLedger
@@ -51,12 +50,12 @@ from bufstore.threads.postgres.copying import COPY_FROM, copied, copy
 from bufstore.threads.postgres.edits import DirectEdits
 from bufstore.threads.postgres.lists import ListedStore
 from bufstore.threads.postgres.rows import thread_of, thread_state
+from bufstore.threads.postgres.statements import ThreadStatements
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.state import ThreadState
 from bufstore.threads.state_readers import PROBE
 from bufstore.types import Message, Receipt, check_id
 
-_FOLDER = files("bufstore.threads.postgres") / "sql"
 #: Largest call that is written straight to Postgres: a parameter has to stay below 1 GB.
 _CALL_BYTES = 512 << 20
 
@@ -91,7 +90,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         self._owns_pool = pool is None
         #: Whether a buffer has opened this store; the buffer then closes it.
         self._behind = False
-        self._sql = Statements(self.pool, queries(_FOLDER, schema), timeout_s)
+        self._sql: ThreadStatements = ThreadStatements(self.pool, schema, timeout_s)
         self._edits = DirectEdits(self._sql, schema, self.apply)
         self._parents = NamedParents(self.load_thread, self._edits.change)
 
@@ -124,8 +123,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
 
         Raises ConfigError when a newer release has changed them so that this one cannot work with them.
         """
-        async with self._sql.lend() as connection:
-            await migrate(connection, self.schema, _FOLDER, "threads")
+        await self._sql.setup()
 
     def behind(
         self, postgres: str | None, config: BufferConfig, timeout_s: float
@@ -222,7 +220,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         unanswered = False
         while True:
             try:
-                async with self.pool.lend(deadline - loop.time()) as connection:
+                async with self._sql.lend(timeout_s=deadline - loop.time()) as connection:
                     ((*row,),) = await self._sql.on(connection, "checkpoint", *parameters)
             except NoAnswer as e:
                 if unanswered or loop.time() >= deadline:
@@ -341,13 +339,17 @@ class _SnapshotReader:
     async def state(self, thread_id: str) -> ThreadState:
         if self._beside:
             return await self._store.load_state(thread_id, with_watermark=True)
-        return thread_state(thread_id, await self._sql.read("load_state_of_lane", thread_id))
+        return thread_state(thread_id, await self._read("load_state_of_lane", thread_id))
 
     async def counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
         """See `bufstore.buffer.domain.Versions`; empty when the store's schema has no table of messages."""
         if not await self._store._has_table("messages"):
             return {}
-        return {t: (a, b, c) for t, a, b, c in await self._sql.read("counts", arrays.texts(thread_ids))}
+        return {t: (a, b, c) for t, a, b, c in await self._read("counts", arrays.texts(thread_ids))}
+
+    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        # On a connection as the store uses it: its functions name its schema.
+        return await self._store._sql.answered(lambda connection: self._sql.on(connection, name, *parameters))
 
     async def answers(self) -> None:
         await self._store.load_run(PROBE)

@@ -21,6 +21,7 @@ from bufstore.postgres.connection.migrate import (
     migrations_of,
     preparing,
     recording,
+    remaking,
     waiting,
 )
 
@@ -42,6 +43,11 @@ async def missing(connection: AsyncConnection[Any], schema: str, parts: Sequence
     applied = await applied_migrations(connection, schema)
     known = everything(schema, parts)
     return {part: [v for v in versions if v not in applied.get(part, {})] for part, versions in known.items()}
+
+
+async def functions(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> list[str]:
+    """Return the statements that make again those functions of these parts that name another schema. Only reads."""
+    return [text for part in parts for text in await remaking(connection, schema, folder_of(part), part)]
 
 
 async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
@@ -83,12 +89,21 @@ def everything(schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
     return {part: sorted(migrations_of(folder_of(part), schema)) for part in parts}
 
 
-def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[str], *, new_schema: bool = True) -> str:
-    """Write `make_tables` and `grants` as one transaction, which the owner runs with psql."""
+def script(
+    schema: str,
+    versions: Mapping[str, Sequence[int]],
+    roles: Sequence[str],
+    *,
+    new_schema: bool = True,
+    again: Sequence[str] = (),
+) -> str:
+    """Write `make_tables` and `grants` as one transaction, which the owner runs with psql. `again`: see `functions`."""
     check_schema(schema)
     parts: list[str] = []
-    if any(versions.values()):
+    if again or any(versions.values()):
         parts += [_text(statement) for statement in waiting()]
+    parts += again
+    if any(versions.values()):
         if new_schema:
             parts.append(_text(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema))))
         parts += [_text(statement) for statement in preparing(schema)]
