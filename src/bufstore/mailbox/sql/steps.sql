@@ -15,8 +15,8 @@ SELECT * FROM {schema}.mailbox_write_v1(
 WITH o AS (
     SELECT thread_id, active_id FROM {schema}.mailbox_threads WHERE thread_id = $1::text AND version = $2::bigint FOR UPDATE
 ), t AS (
-    UPDATE {schema}.mailbox_threads SET version = nextval($4::text::regclass), step = '', active_id = NULL, lease_until = NULL,
-        wake_at = $3::bigint
+    UPDATE {schema}.mailbox_threads SET version = {schema}.mailbox_number_v1($4::text), step = '', active_id = NULL,
+        lease_until = NULL, wake_at = $3::bigint
     FROM o WHERE mailbox_threads.thread_id = o.thread_id
 )
 UPDATE {schema}.mailbox_dispatches d SET status = $5::int, completed_at = $3::bigint, claim = NULL, token = 0
