@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_run
 from bufstore import (
     BufferConfig,
     BufferedThreadStore,
+    BufstoreError,
     Children,
     ConfigDrift,
     Consistency,
@@ -29,6 +30,7 @@ from bufstore import (
     ProducerSequence,
     ReadNotFresh,
     Receipt,
+    StoreMisconfigured,
     StoreUnavailable,
     ThreadMetadata,
     ThreadQuarantined,
@@ -370,7 +372,8 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
     run(main())
 
 
-def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() -> None:
+@pytest.mark.parametrize("error", [ReadNotFresh("Postgres is away"), StoreMisconfigured("permission denied")])
+def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed(error: BufstoreError) -> None:
     """The next change carries it out: whatever stops it after that point, its outcome is unknown."""
 
     async def main(store: BufferedThreadStore) -> None:
@@ -381,7 +384,7 @@ def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() ->
         children = store._lineage._children
 
         async def away(thread_id: str) -> list[str]:
-            raise ReadNotFresh("Postgres is away")
+            raise error
 
         store._lineage._children = away  # type: ignore[method-assign]
         with pytest.raises(OutcomeUnknown):

@@ -32,7 +32,7 @@ class Sweeper:
     def __init__(self, mailbox: MailboxStore) -> None:
         self._mailbox = mailbox
         self._task: asyncio.Task[None] | None = None
-        #: Why the last pass failed; None when it did not.
+        #: Why the last pass failed, or a part of it; None when nothing did.
         self.trouble: str | None = None
         #: When a pass last succeeded here, even if another instance had the turn (monotonic seconds); None: never yet.
         self.last_pass: float | None = None
@@ -51,22 +51,34 @@ class Sweeper:
     async def sweep(self) -> bool:
         """Make one pass if it is this instance's turn; return whether it was.
 
-        Raises the first error of its parts, each of which is done even if another one fails.
+        Each of its parts is done even if another one fails (see `trouble`). Raises the first error if all fail.
         """
         box, c = self._mailbox, self._mailbox.config
         if not await box.backend.sweeps(c.sweep_interval_s):
+            self.trouble = None
             return False
-        first: Exception | None = None
+        parts = self._reclaim_all, self._signal_all_due, self._signal_lost, self._purge
+        errors: list[Exception] = []
         with box.counters.timed("sweep"):
-            for part in self._reclaim_all, self._signal_all_due, self._signal_lost, self._purge:
+            for part in parts:
                 try:
                     await part()
                 except Exception as e:  # a claim that can never be taken back must not keep the others from work
-                    first = first or e
-        if first is not None:
-            raise first
+                    errors.append(e)
+        if len(errors) == len(parts):
+            raise errors[0]
+        if errors:
+            self._note(errors[0])
+        else:
+            self.trouble = None
         box.counters.count("sweeps")
         return True
+
+    def _note(self, e: Exception) -> None:
+        self._mailbox.counters.count("sweep_failures")
+        if self.trouble is None:
+            _log.warning("cannot sweep; will try again: %s", e, exc_info=e, extra=_FAILED)
+        self.trouble = f"{type(e).__name__}: {e}"
 
     async def _reclaim_all(self) -> None:
         await self._parts(self._reclaim)
@@ -119,9 +131,6 @@ class Sweeper:
                     await self.sweep()
             except Exception as e:
                 failures += 1
-                self._mailbox.counters.count("sweep_failures")
-                if self.trouble is None:
-                    _log.warning("cannot sweep; will try again: %s", e, exc_info=e, extra=_FAILED)
-                self.trouble = f"{type(e).__name__}: {e}"
+                self._note(e)
             else:
-                failures, self.trouble, self.last_pass = 0, None, time.monotonic()
+                failures, self.last_pass = 0, time.monotonic()

@@ -35,6 +35,7 @@ from bufstore.errors import (
     OutcomeUnknown,
     ReadNotFresh,
     Rejected,
+    StoreMisconfigured,
     StoreUnavailable,
     Unavailable,
 )
@@ -118,7 +119,7 @@ class BufferedLineage:
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._in_turn(wanted, mine, going)
-        except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
+        except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout, StoreMisconfigured) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             if isinstance(e, (TimeoutError, OutcomeUnknown)):  # OutcomeUnknown: of a change to be finished first

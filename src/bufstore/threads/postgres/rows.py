@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.errors import StoreMisconfigured
 from bufstore.threads.model import NO_METADATA, Thread, decode_metadata
 from bufstore.threads.state import ThreadState
 
@@ -29,17 +28,9 @@ def thread_of(thread_id: str, row: Sequence[Any]) -> Thread:
 
 
 def thread_state(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadState:
-    """Make a state of the rows of ``load_state``. Without a buffer's row, the watermark has only the message count.
-
-    Raises StoreMisconfigured when the thread lacks messages, or has too many.
-    """
+    """Make a state of the rows of ``load_state``. Without a buffer's row, the watermark has only the message count."""
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
-    if version is not None and version != len(messages):
-        raise StoreMisconfigured(
-            f"Postgres has {len(messages)} messages of thread {thread_id!r}, whose row says {version}: one of the "
-            "tables was changed or restored without the other; see `bufstore verify`"
-        )
     watermark = Watermark(version=len(messages))
     if first[9] is not None:
         # A buffer's row without a thread is what is left of a deleted thread.
