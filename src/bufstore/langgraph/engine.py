@@ -65,7 +65,7 @@ class CheckpointEngine:
             CheckpointLane(
                 store,
                 nats,
-                of_lane,
+                each,
                 name=name,
                 backlog_bytes=_BACKLOG_BYTES // len(configs),
                 consistency=consistency,
@@ -73,7 +73,7 @@ class CheckpointEngine:
                 on_conflict=on_conflict,
                 cache_bytes=cache_bytes // len(configs),
             )
-            for of_lane in configs
+            for each in configs
         ]
         self._only = self.all[0] if len(self.all) == 1 else None
         self._log = config.log

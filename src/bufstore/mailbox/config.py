@@ -15,7 +15,7 @@ class MailboxConfig:
 
     #: How long a claim holds, unless `claim` is given another `lease_s`.
     lease_s: float = 30.0
-    #: How long one call may take, its retries included.
+    #: How long one call may begin another try. One that is under way then may take some seconds more: on NATS up to 5.
     timeout_s: float = 5.0
     #: How often a sweeper takes back expired claims and signals threads whose delayed work has become due.
     sweep_interval_s: float = 5.0
