@@ -56,10 +56,19 @@ async def reclaimed(thread_id: str, now_ms: int, *stores: MailboxStore) -> list[
     """
     end = time.monotonic() + soon_s(stores[0])
     while True:
-        parts = await asyncio.gather(*(store.reclaim_expired(now_ms=now_ms) for store in stores))
+        parts = await asyncio.gather(*(_told_reclaimed(store, now_ms) for store in stores))
         found = [d for part in parts for d in part if d.thread_id == thread_id]
         if found or not isinstance(stores[0], Unsteady) or time.monotonic() > end:
             return found
+
+
+async def _told_reclaimed(store: MailboxStore, now_ms: int) -> list[Dispatch]:
+    try:
+        return await store.reclaim_expired(now_ms=now_ms)
+    except StepUnknown:
+        if not isinstance(store, Unsteady):
+            raise
+        return []  # the answer was lost with a leader
 
 
 async def claimed(store: MailboxStore, thread_id: str, holder: str = "worker", **options: object) -> Dispatch:

@@ -151,7 +151,10 @@ async def an_expired_claim_is_taken_back_once(stores: Stores) -> None:
     await stores[0].enqueue(thread_id, max_attempts=1, now_ms=t)
     claim = await claimed(stores[0], thread_id, lease_s=1, now_ms=t)
     mine = await reclaimed(thread_id, t + 2000, *(stores[n % len(stores)] for n in range(8)))
-    assert [(d.status, d.attempts) for d in mine] == [(Status.DEAD, 1)]
+    # While leaders change, the answer may be lost: then it is done, and nobody is told.
+    untold = isinstance(stores[0], Unsteady) and not mine
+    assert untold or [(d.status, d.attempts) for d in mine] == [(Status.DEAD, 1)]
+    assert [(d.status, d.attempts) for d in await stores[1].list_dispatches(thread_id)] == [(Status.DEAD, 1)]
     with raises(StaleClaim):
         await stores[0].ack(claim)
 
