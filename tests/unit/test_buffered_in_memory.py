@@ -759,7 +759,7 @@ def test_what_the_log_does_not_show_of_a_thread_is_not_taken_for_nothing() -> No
 
 
 def test_many_changes_of_lineage_at_once_look_at_the_record_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once looked again, and finished the one under way, as often as there were others: 100 took 27 s."""
+    """Each once looked again, and finished the one under way, as often as there were others."""
 
     async def main(store: BufferedThreadStore) -> None:
         threads = [fresh() for _ in range(40)]

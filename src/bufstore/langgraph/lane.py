@@ -63,10 +63,10 @@ class CheckpointLane:
         *,
         name: str,
         backlog_bytes: int,
-        consistency: Consistency = Consistency.READ_YOUR_WRITES,
-        new_threads: NewThreads = "ask",
-        on_conflict: OnConflict = "allow",
-        cache_bytes: int = 64 << 20,
+        consistency: Consistency,
+        new_threads: NewThreads,
+        on_conflict: OnConflict,
+        cache_bytes: int,
     ) -> None:
         """`config`: the lane's. `store`: that of all lanes, opened and closed with the first lane's buffer.
 
