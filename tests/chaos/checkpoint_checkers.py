@@ -18,7 +18,7 @@ from langgraph.checkpoint.base import WRITES_IDX_MAP
 from chaos import checkers
 from chaos.checkers import FRESH, Checker, Violation
 from chaos.graphs import FIRST, LAST
-from chaos.history import COPIED, EDITED, Final, History, Op, Saved, Saving, Shown, ThreadHistory
+from chaos.history import COPIED, EDITED, LANE, Final, History, Op, Saved, Saving, Shown, ThreadHistory
 
 #: Namespace and id of a checkpoint, and task and channel of a write on it.
 WriteKey = tuple[str, str, str, str]
@@ -53,10 +53,12 @@ def _parked(thread: str, history: History, final: Final) -> list[Op]:
 
     While Postgres is away, writers do not learn of the poison and go on behind it.
     """
-    if not final.quarantined:
+    # A thread has one lane, and its writers record positions in that lane.
+    parked = {seq % LANE for seq, entry in final.quarantined.items() if entry.thread == thread}
+    if not parked:
         return []
-    since = min((p.seq for p in history.poisons if p.thread == thread), default=math.inf)
-    ops = (op for op in history.threads[thread].ops if op.ok and op.seq in final.quarantined and op.seq > since)
+    since = min((p.seq % LANE for p in history.poisons if p.thread == thread), default=math.inf)
+    ops = (op for op in history.threads[thread].ops if op.ok and op.seq in parked and op.seq > since)
     return sorted(ops, key=lambda op: op.seq)
 
 

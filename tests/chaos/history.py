@@ -18,6 +18,8 @@ import msgspec
 
 #: The first word of a thread's id says how it is used.
 SHARED, OWN, WHOLE, EDITED, FORKED, COPIED = "shared", "own", "whole", "edited", "forked", "copied"
+#: The first position of the second lane, in the numbers of poison and quarantine, which go across all lanes.
+LANE = 1 << 52
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -157,6 +159,7 @@ class Poison(_Event, tag="poison"):
 
     t: float
     thread: str | None
+    #: Its position across all lanes; what writers record is the position in their thread's lane.
     seq: int
     body: bytes
 
@@ -326,6 +329,7 @@ class Final:
     """The contents of Postgres once everything is flushed."""
 
     messages: dict[str, list[str]]
+    #: By position across all lanes.
     quarantined: dict[int, ParkedEntry] = field(default_factory=dict)
     #: For graphs: by thread, namespace and id.
     checkpoints: dict[tuple[str, str, str], Saved] = field(default_factory=dict)

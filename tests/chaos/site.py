@@ -33,7 +33,7 @@ from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
 from bufstore.nats.session import NatsSession
 from chaos.domain import Domain
-from chaos.history import Fault, Poison, Recorder, Sample, Started
+from chaos.history import LANE, Fault, Poison, Recorder, Sample, Started
 from chaos.process import Options, Store
 from fault_proxy.proxy import FaultProxy
 
@@ -166,7 +166,7 @@ class Lane:
 
     def position(self, seq: int) -> int:
         """Return a position's number across all lanes."""
-        return (self.number << 52) + seq
+        return self.number * LANE + seq
 
     async def cursors(self) -> dict[int, tuple[int, int]]:
         """Return each partition's term and position in this log."""

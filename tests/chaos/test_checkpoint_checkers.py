@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from chaos import checkpoint_checkers
 from chaos.graphs import FIRST, LAST
 from chaos.history import (
+    LANE,
     Begin,
     End,
     Event,
@@ -310,6 +311,18 @@ def test_what_is_parked_behind_poison_is_not_lost_and_anything_else_is() -> None
     assert tale.broken() == set()
     tale.events.pop()  # without poison in the thread
     assert "quarantine" in tale.broken()
+
+
+def test_what_is_parked_in_the_second_lane_is_not_lost_and_anything_else_is() -> None:
+    """Poison and quarantine have positions across all lanes, writers positions in one."""
+    tale = clean().put("4", "3", seq=12, kept=False)
+    tale.events.append(Poison(tale.now, T, LANE + 11, b"x"))
+    tale.quarantined = {LANE + 11: ParkedEntry(T, b"x"), LANE + 12: ParkedEntry(T, b"y")}
+    assert tale.broken() == set()
+    # An entry of another thread at this position of another lane is not the lost one.
+    tale.events.append(Poison(tale.now, "other", 12, b"z"))
+    tale.quarantined = {LANE + 11: ParkedEntry(T, b"x"), 12: ParkedEntry("other", b"z")}
+    assert tale.broken() == {"lost row"}
 
 
 def test_what_is_parked_behind_poison_stands_behind_what_is_there() -> None:
