@@ -153,6 +153,7 @@ async def test_a_thread_of_no_one_and_ten_thousand_messages(deployment: Deployme
             assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [*messages, "one more"]
 
 
+@pytest.mark.long
 async def test_twenty_mebibytes_in_many_messages(deployment: Deployment) -> None:
     async with deployment.store() as store:
         thread_id = fresh()
@@ -433,6 +434,7 @@ async def test_a_message_that_postgres_would_not_take_is_refused_by_the_direct_s
             await store.query_threads(cursor="garbage")
 
 
+@pytest.mark.long
 def test_hostile_arguments_of_the_command_line_end_in_one_line(servers: Servers, tmp_path: Path) -> None:
     """Whatever reaches the servers must be refused by them, or by us, with one line that explains it."""
     name = fresh("c").replace("-", "_")

@@ -148,6 +148,7 @@ async def hanging_postgres() -> AsyncIterator[tuple[str, asyncio.Event]]:
         yield f"postgresql://u@127.0.0.1:{server.sockets[0].getsockname()[1]}/x", connected
 
 
+@pytest.mark.long
 async def test_a_flush_ends_in_its_time_while_postgres_hangs(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         await store.checkpoint(thread := fresh(), ["x"], run_of(thread))

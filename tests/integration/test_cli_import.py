@@ -42,6 +42,7 @@ def data() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.long
 def test_import_of_a_gzipped_file_into_embedded_servers(tmp_path: Path) -> None:
     threads = list(generate(7, 60))
     file = tmp_path / "conversations.jsonl.gz"
@@ -245,6 +246,7 @@ def test_lines_of_one_thread_follow_in_order(made: Deployment) -> None:
     assert stored(made, thread) == [versions[-1][1]]
 
 
+@pytest.mark.long
 def test_a_message_too_large_for_the_log_is_reported_and_the_rest_is_imported(made: Deployment) -> None:
     # Below the limit of a line as JSON, above the log's limit as an entry, where each number takes nine bytes.
     huge = b"[" + b"1e1," * 8_000_000 + b"0]"

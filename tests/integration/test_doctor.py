@@ -22,6 +22,7 @@ from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_quarantine import picky, poisoned
+from thorough import seldom
 
 
 async def doctor(deployment: Deployment, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -280,7 +281,7 @@ async def test_an_account_without_room_for_what_has_to_be_made(servers: Servers,
         await asyncio.to_thread(server.stop)
 
 
-@pytest.mark.parametrize("sync", ["always", "1m"])
+@pytest.mark.parametrize("sync", ["always", *seldom("1m")])
 async def test_the_system_account_and_the_monitoring_port_tell_how_nats_syncs(servers: Servers, sync: str) -> None:
     port = free_port()
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))

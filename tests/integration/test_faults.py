@@ -24,6 +24,7 @@ from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
+from thorough import seldom
 
 
 @pytest.mark.long  # twenty seconds; the short tests have chaos and outages too
@@ -152,8 +153,8 @@ def _hang(name: str, seconds: float) -> Callable[[Servers], None]:
 @pytest.mark.parametrize(
     "fault",
     [
-        *(_restart_nats, _kill_nats, _kill_postgres, _hang("nats", 4.0), _hang("postgres", 1.5)),
-        pytest.param(_hang("nats", 1.5), marks=pytest.mark.long),
+        *(_kill_nats, _kill_postgres),
+        *seldom(_restart_nats, _hang("nats", 4.0), _hang("nats", 1.5), _hang("postgres", 1.5)),
     ],
     ids=lambda f: f.__name__,
 )

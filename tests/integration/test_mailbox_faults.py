@@ -26,6 +26,7 @@ from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.store import MailboxStore
 from helpers import eventually, fresh
 from mailboxes import Mailboxes
+from thorough import seldom
 
 DURABLE = ("nats", "postgres")
 _PROCESS = Path(__file__).parent.parent / "mailbox_process.py"
@@ -162,7 +163,7 @@ async def test_processes_killed_paused_and_with_wrong_clocks_lose_and_double_not
         assert sum(e[0] == "claim" for e in workers.events) >= 240 - 1
 
 
-@pytest.mark.parametrize("kind", DURABLE)
+@pytest.mark.parametrize("kind", ["nats", *seldom("postgres")])
 async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind: str, own_servers: Servers) -> None:
     boxes = Mailboxes(kind, own_servers)
     server = own_servers.nats if kind == "nats" else own_servers.postgres
@@ -291,6 +292,7 @@ async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind:
         assert claim.dispatch_id == after.dispatch_id
 
 
+@pytest.mark.long
 async def test_what_a_killed_server_brought_back_is_removed_for_good(own_servers: Servers) -> None:
     """If they were kept, each kill would bring all of them back, to be removed one by one again."""
     boxes, thread_id = Mailboxes("nats", own_servers), fresh()
@@ -496,7 +498,7 @@ async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> 
         assert await reads.all("$KV.bucket.x.*.*") == []
 
 
-@pytest.mark.parametrize("kind", DURABLE)
+@pytest.mark.parametrize("kind", ["postgres", *seldom("nats")])
 async def test_a_sweeper_goes_on_after_an_outage(kind: str, own_servers: Servers) -> None:
     boxes = Mailboxes(kind, own_servers)
     server = own_servers.nats if kind == "nats" else own_servers.postgres

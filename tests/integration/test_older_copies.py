@@ -347,6 +347,7 @@ async def test_writers_go_on_when_the_log_was_purged_by_hand(deployment: Deploym
         assert found == ["a", "b", f"{id(app)}", f"{id(store)}"]
 
 
+@pytest.mark.long
 async def test_log_and_postgres_restored_from_copies_meet_where_the_log_ends(
     own_servers: Servers, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment
         assert sequences == list(range(log.first, log.end))
 
 
+@pytest.mark.long
 async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Deployment) -> None:
     """The reader once waited for heartbeats of a consumer that did not know the new connection, and failed."""
     server = deployment.servers.nats

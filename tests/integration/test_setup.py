@@ -476,6 +476,7 @@ async def test_a_postgres_that_hangs_holds_up_no_start(own_servers: Servers) -> 
         own_servers.postgres.resume()
 
 
+@pytest.mark.long
 async def test_a_postgres_that_is_away_holds_up_a_start_for_seconds_only(own_servers: Servers) -> None:
     """With the defaults a startup probe does not wait for `flush_timeout_s`, and all lanes together wait once."""
     deployment = Deployment(own_servers, lanes=3, max_bytes=64 << 20)

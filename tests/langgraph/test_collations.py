@@ -42,6 +42,7 @@ def locales() -> Iterator[Servers]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LANGUAGES)
 async def test_the_newest_checkpoint_is_the_newest_in_every_language(locales: Servers, name: str) -> None:
     """Czech sorts digits after letters, Danish "aa" after all other letters, Welsh "dd" after "df"."""

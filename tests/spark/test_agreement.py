@@ -60,6 +60,7 @@ async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: An
         await drain
 
 
+@pytest.mark.long
 async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(
     spark: Any, deploy: Any, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ async def all_there_is(deployment: Deployment) -> dict[str, Any]:
     return rows | state | {"created": stream["created"]}
 
 
+@pytest.mark.long
 async def test_no_login_gets_into_a_catalog_or_a_plan(
     spark: Any, deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bufstore.spark import SinkConfig, checkpoint_sink
 from conftest import Deployment
 from spark.jobs import ended, prepared, put, read_options, stream, uncommit
@@ -15,6 +17,7 @@ from spark.jobs import ended, prepared, put, read_options, stream, uncommit
 _FILES = 4
 
 
+@pytest.mark.long
 async def test_real_conversations_arrive_once_and_bit_for_bit(
     spark: Any, deployment: Deployment, config: SinkConfig, conversations_file: Path, tmp_path: Path
 ) -> None:

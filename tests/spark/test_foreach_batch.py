@@ -25,6 +25,7 @@ from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
 from helpers import eventually, fresh, query
 from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, stream, uncommit, write_options
+from thorough import seldom
 
 
 async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
@@ -90,6 +91,7 @@ async def test_tasks_that_fail_after_they_wrote_are_done_again_without_effect(
     assert await held(deployment, threads) == {t: list(range(6)) for t in threads}
 
 
+@pytest.mark.long
 async def test_rows_without_positions_go_in_the_order_of_their_contents_once(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:
@@ -136,7 +138,7 @@ async def test_bad_rows_end_the_batch_and_the_others_are_written(
 ZONES = ["America/Los_Angeles", "GMT-07:00"]
 
 
-@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("zone", [ZONES[0], *seldom(*ZONES[1:])])
 async def test_rows_that_python_cannot_read_stop_no_other(
     spark: Any, deployment: Deployment, config: SinkConfig, zone: str
 ) -> None:
@@ -342,6 +344,7 @@ async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only
     assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
 
 
+@pytest.mark.long
 async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_part_has_changed(
     spark: Any, deployment: Deployment, config: SinkConfig
 ) -> None:

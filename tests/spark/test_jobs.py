@@ -78,6 +78,7 @@ async def test_what_is_archived_comes_back_into_an_empty_postgres(
     assert await held(elsewhere, threads) == {t: list(range(9)) for t in threads}
 
 
+@pytest.mark.long
 async def test_an_archive_with_a_gap_or_a_changed_file_is_not_restored(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ async def test_nothing_leaves_the_log_before_it_is_archived(spark: Any, deployme
         await eventually(purged)
 
 
+@pytest.mark.long
 async def test_analytics_of_a_log(spark: Any, deployment: Deployment) -> None:
     threads = [fresh() for _ in range(3)]
     await write(deployment, threads, range(3))

@@ -186,6 +186,7 @@ async def test_a_bad_row_waits_for_postgres_and_is_set_aside_once(
     assert await held(deployment, [bad, good]) == {bad: [0, 1, 2, 4, 5], good: list(range(6))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begun_away", [True, *seldom(False)])
 async def test_a_task_that_begins_anew_waits_to_hear_which_rows_were_set_aside(
     own_servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, begun_away: bool

@@ -83,6 +83,7 @@ async def test_what_is_no_entry_is_a_row_with_its_cause(spark: Any, deployment: 
     assert raw[0].header is not None
 
 
+@pytest.mark.long
 async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment,
     assert steps_of(rows) == {t: list(range(12)) for t in threads}
 
 
+@pytest.mark.long
 async def test_a_batch_begins_at_the_first_entry_and_a_stream_behind_the_last(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -335,6 +337,7 @@ async def test_a_batch_of_a_stream_that_is_gone_reads_nothing_of_the_one_with_it
         await asyncio.to_thread(bodies, stream(), start, end)
 
 
+@pytest.mark.long
 async def test_a_plan_shows_no_login(
     spark: Any, deployment: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,6 +382,7 @@ async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> No
             await collected(read(spark, deployment, **{option: value}))
 
 
+@pytest.mark.long
 async def test_a_listener_tells_of_each_batch(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     await written(deployment, [fresh()], range(10))
     told: list[QueryProgress] = []
