@@ -59,6 +59,7 @@ async def test_a_memory_budget_bounds_number_and_bytes() -> None:
     await asyncio.gather(*waiting)
 
 
+@pytest.mark.long
 async def test_reading_ahead_gives_everything_in_order_in_batches() -> None:
     budget, read = MemoryBudget(things=10, bytes_=50), []
     async for batch in read_ahead(range(100), budget, lambda size: size, most=4):

@@ -276,6 +276,7 @@ async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: 
     assert posts == 2
 
 
+@pytest.mark.long
 async def test_a_link_that_stalls_under_load_holds_up_no_call_and_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that cannot leave makes more calls wait than nats-py has places for."""
     monkeypatch.setattr(credentials, "_PING_INTERVAL_S", 1)

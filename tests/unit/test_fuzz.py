@@ -273,6 +273,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.long
 @examples(20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     command=st.sampled_from(COMMANDS),

@@ -66,6 +66,7 @@ def test_at_the_defaults_the_log_takes_thirteen_minutes_without_postgres() -> No
     bench(main)
 
 
+@pytest.mark.long
 def test_what_a_postgres_that_is_away_confirmed_before_makes_room() -> None:
     """Even if all of the log may be retained, what was confirmed a failover window ago is safe for good."""
 
@@ -81,6 +82,7 @@ def test_what_a_postgres_that_is_away_confirmed_before_makes_room() -> None:
     bench(main, outage_reserve=0.01)
 
 
+@pytest.mark.long
 def test_an_owner_that_restarts_in_an_outage_has_the_reserve() -> None:
     """The owner cannot take its partitions, so nobody purges them: only the room that was free before is left."""
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bufstore.langgraph.saver import AsyncBufferedSaver, SaverOptions
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,6 +67,7 @@ def test_a_blocking_buffered_store_takes_what_a_buffered_store_takes(tmp_path: P
     check(BLOCKING, tmp_path)
 
 
+@pytest.mark.long
 def test_a_blocking_saver_takes_the_options_of_a_saver(tmp_path: Path) -> None:
     check(LANGGRAPH, tmp_path)
     options = inspect.signature(AsyncBufferedSaver.open).parameters.keys() - {"store", "nats"}

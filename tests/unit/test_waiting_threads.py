@@ -384,6 +384,7 @@ def test_a_postgres_that_went_back_has_cursor_and_waiting_entries_of_one_moment(
     world(main, monkeypatch)
 
 
+@pytest.mark.long
 def test_when_too_much_waits_the_partition_stops_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
         await it.start()
