@@ -233,6 +233,21 @@ def test_paused_servers_can_be_stopped(folder: Path) -> None:
             servers.nats.pause()
 
 
+def test_an_atexit_handler_can_stop_them(folder: Path) -> None:
+    """Thread pools take no more work by then."""
+    code = f"""
+import atexit
+from pathlib import Path
+from bufstore.embedded import Servers
+servers = Servers(Path({str(folder / "data")!r}))
+servers.start()
+atexit.register(servers.stop)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert not (folder / "data/postgres/cluster/postmaster.pid").exists(), "was not a graceful stop"
+
+
 @pytest.mark.parametrize("then", ["", "servers.nats.pause(); servers.postgres.pause(); print(flush=True)"])
 def test_servers_end_with_a_killed_owner(folder: Path, then: str) -> None:
     owner, found = own(folder / "data", then=then)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
@@ -84,7 +85,7 @@ class Servers:
             return
         pool = ThreadPoolExecutor(2)
         servers = (self.nats, self.postgres)
-        attempts = [pool.submit(server.abandon if self._temporary else server.stop) for server in servers]
+        attempts = [_begun(pool, server.abandon if self._temporary else server.stop) for server in servers]
         try:
             wait(attempts)
         finally:  # also when the wait is interrupted
@@ -100,3 +101,17 @@ class Servers:
         if self._lock is not None:
             self._lock.close()
         self._lock = None
+
+
+def _begun(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
+    """Begin the call in a thread of the pool, or make it here."""
+    try:
+        return pool.submit(call)
+    except RuntimeError:  # the process ends, and an atexit handler stops the servers: pools take no more work
+        done: Future[None] = Future()
+        try:
+            call()
+            done.set_result(None)
+        except Exception as e:
+            done.set_exception(e)
+        return done
