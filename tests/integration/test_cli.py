@@ -73,6 +73,7 @@ async def test_status_shows_the_trouble_of_each_flusher(deployment: Deployment) 
         await store.buffer.shared.leave("other")
 
 
+@pytest.mark.long
 async def test_status_and_doctor_say_when_the_log_will_be_full(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         threads = [fresh() for _ in range(200)]

@@ -117,6 +117,7 @@ async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cl
             await asyncio.to_thread(leader.start)
 
 
+@pytest.mark.long
 async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: Cluster) -> None:
     deployment = Deployment(servers, replicas=3)
     async with cluster.store(deployment, read_timeout_s=2.0, flush_timeout_s=5.0) as store:

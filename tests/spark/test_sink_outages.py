@@ -46,6 +46,7 @@ async def it_waits(caplog: pytest.LogCaptureFixture) -> None:
     await eventually(said, 60)
 
 
+@pytest.mark.long
 async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0)
