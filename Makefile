@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## Show what there is
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(READY) ## Make .venv with everything that is needed, servers included
@@ -54,7 +54,7 @@ test: check ## Run the tests on real servers (lint, types and layers first; abou
 	$(FEWER) $(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
 
 .PHONY: test-long
-test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (about 20 minutes)
+test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (half an hour)
 	$(BIN)/python -m pytest $(WITHOUT_SERVERS)
 	$(BIN)/python -m pytest $(ALONE) --ignore tests/unit -m long
 
@@ -90,6 +90,23 @@ lowest: $(READY) ## Run some tests with the lowest versions of what bufstore nee
 		> "$$(ls -d .venv-lowest/lib/python*/site-packages)/rest.pth"
 	.venv-lowest/bin/python -m pytest $(SIDE_BY_SIDE) -W default -m "not long" $(LOWEST); \
 		found=$$?; rm -rf .venv-lowest; exit $$found
+
+# What LangGraph's own tests import besides what is installed.
+LANGGRAPH_NEEDS := syrupy pytest-mock pytest-repeat aiosqlite sqlite-vec langgraph-checkpoint-sqlite pycryptodome
+LANGGRAPH_TESTS ?= pregel pregel_async large_cases large_cases_async time_travel time_travel_async interruption \
+	subgraph_persistence subgraph_persistence_async
+.PHONY: langgraph-tests
+langgraph-tests: $(READY) ## Run LangGraph's own tests of graphs on our savers; LANGGRAPH=folder of its repository
+	@test -d "$(LANGGRAPH)/libs/langgraph/tests" || { echo "LANGGRAPH names no checkout of LangGraph"; exit 1; }
+	rm -rf .venv-langgraph && $(BIN)/python -m venv .venv-langgraph
+	.venv-langgraph/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(LANGGRAPH_NEEDS)
+	@# All else as it is in $(VENV), behind the packages of its own.
+	@echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages)')" \
+		> "$$(ls -d .venv-langgraph/lib/python*/site-packages)/rest.pth"
+	cd "$(LANGGRAPH)/libs/langgraph" && NO_DOCKER=true PYTHONPATH=$(CURDIR)/tests \
+		$(CURDIR)/.venv-langgraph/bin/python -m pytest -q -p langgraph_own_tests -p no:cacheprovider -W default \
+		-k "(memory or sqlite) and not aes and not migrate" $(LANGGRAPH_TESTS:%=tests/test_%.py); \
+		found=$$?; rm -rf $(CURDIR)/.venv-langgraph; exit $$found
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers, with a tenth of their examples (a minute)
@@ -179,5 +196,5 @@ constraints: ## Renew constraints.txt from the newest versions that pyproject.to
 
 .PHONY: clean
 clean: ## Remove what make and the tools have made
-	rm -rf $(VENV) .venv-new .venv-spark build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-new .venv-spark .venv-lowest .venv-langgraph build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
