@@ -19,7 +19,7 @@ from bufstore.buffer.places import group_of, place
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
-from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
+from bufstore.errors import Closed, ConfigError, LogRolledBack, StoreUnavailable
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
@@ -402,6 +402,26 @@ def test_a_failed_purge_is_made_up_for() -> None:
         assert it.log.groups == [5]
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
+
+
+def test_a_purge_that_a_close_ends_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    """What it publishes, with the tombstones of deleted threads, goes the way of appends, which is closed first."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        for n in range(5):
+            await it.writer.append([n])
+        assert await it.flushed("t")
+
+        async def closed(_: int) -> None:
+            raise Closed("the store is closed")
+
+        it.log.purge_below = closed  # type: ignore[method-assign]
+        await asyncio.sleep(600)
+        await it.stop()
+
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == []
 
 
 def test_an_owner_whose_term_was_raised_commits_nothing_and_starts_again() -> None:

@@ -18,7 +18,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.places import first_place
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed, passed_by_all
 from bufstore.buffer.ports.log import Floor
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, Closed
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.tasks import set_within
@@ -61,6 +61,8 @@ class Retention:
             await set_within(stopping, interval)
             try:
                 await self._purge()
+            except Closed:
+                return  # the store closes: the next owners purge
             except (BufstoreError, FlushFailed, AppendUnknown) as e:
                 _log.warning(
                     "cannot purge flushed entries; they stay in the log: %s", e, extra={"action": "purge_failed"}
