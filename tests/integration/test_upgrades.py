@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
 import pytest
+from psycopg import AsyncConnection
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from bufstore import ConfigError
+from bufstore import ConfigError, StoreMisconfigured
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.embedded import Servers
 from bufstore.mailbox import PostgresMailboxStore
@@ -58,6 +60,21 @@ class Later:
     def iterdir(self) -> Iterator[Any]:
         yield from self._folder.iterdir()
         yield self
+
+
+class Earlier:
+    """A room's migrations as in an earlier release: those up to this version."""
+
+    def __init__(self, room: str, version: int) -> None:
+        self._folder: Traversable = FOLDERS[room]
+        self._version = version
+
+    def iterdir(self) -> Iterator[Any]:
+        return (
+            text
+            for text in self._folder.iterdir()
+            if not text.name[:4].isdigit() or self._version >= int(text.name[:4])
+        )
 
 
 async def upgrade(servers: Servers, schema: str, room: str, *, works_with: int | None) -> None:
@@ -174,3 +191,58 @@ async def test_an_earlier_release_never_owns_a_partition_in_which_entries_wait(s
         assert await earlier() == [(0, 4), (1, 3), (2, 4)]
     finally:
         await ledger.aclose()
+
+
+@pytest.fixture
+async def guarded(servers: Servers) -> AsyncIterator[tuple[str, str]]:
+    """The logins of an owner whose new functions are not for everybody, and of an app."""
+    names = [f"{who}_{fresh()[:8]}".replace("-", "_") for who in ("owner", "app")]
+    async with await AsyncConnection.connect(servers.postgres.dsn, autocommit=True) as admin:
+        for name in names:
+            await admin.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'x'")  # type: ignore[arg-type]
+        await admin.execute(f"GRANT CREATE ON DATABASE {admin.info.dbname} TO {names[0]}")  # type: ignore[arg-type]
+        hidden = f"ALTER DEFAULT PRIVILEGES FOR ROLE {names[0]} REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC"
+        await admin.execute(hidden)  # type: ignore[arg-type]
+        owner, app = (make_conninfo(servers.postgres.dsn, user=name, password="x") for name in names)
+        yield owner, app
+        for name in names:
+            await admin.execute(f"DROP OWNED BY {name} CASCADE; DROP ROLE {name}")  # type: ignore[arg-type]
+
+
+async def _given(owner: str, app: str, schema: str, version: int) -> None:
+    """Make a mailbox as an earlier release does, and give the app what it needs there."""
+    role = conninfo_to_dict(app)["user"]
+    folder: Any = Earlier("mailbox", version)
+    async with new_pool(owner, size=1) as pool, pool.lend(10) as connection:
+        await migrate(connection, schema, folder, "mailbox")
+        for statement in (
+            f"GRANT USAGE ON SCHEMA {schema} TO {role}",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}",
+            f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}",
+            f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}",
+        ):
+            await connection.execute(statement)  # type: ignore[arg-type]
+
+
+async def test_who_could_use_a_mailbox_before_its_migration_can_use_it_afterwards(guarded: tuple[str, str]) -> None:
+    """The functions that are there call new ones since then, also for workers of earlier releases."""
+    owner, app = guarded
+    schema = fresh("mbx").replace("-", "_")[:20]
+    await _given(owner, app, schema, 4)
+    async with PostgresMailboxStore(owner, schema=schema):
+        pass
+    async with PostgresMailboxStore(app, schema=schema) as mailbox:
+        await mailbox.enqueue("t", b"x")
+        claim = await mailbox.claim("t", "me")
+        assert claim is not None
+        await mailbox.ack(claim)
+
+
+async def test_who_may_not_migrate_a_mailbox_is_told_what_does(guarded: tuple[str, str]) -> None:
+    owner, app = guarded
+    schema = fresh("mbx").replace("-", "_")[:20]
+    await _given(owner, app, schema, 4)
+    with pytest.raises(StoreMisconfigured, match="open it once with their owner's rights") as told:
+        async with PostgresMailboxStore(app, schema=schema):
+            pass
+    assert "bufstore setup" not in str(told.value)

@@ -163,3 +163,25 @@ WITH RECURSIVE queued AS (
 SELECT q.thread_id, EXISTS (SELECT FROM lost l WHERE l.thread_id = q.thread_id) FROM queued q ORDER BY q.thread_id;
 END
 $body$;
+
+-- Whoever may call the functions that were there before may call what they call now. Else, where new functions are not
+-- for everybody, workers of earlier releases would stop, and going back to an earlier release would not help them.
+DO $body$
+DECLARE
+    grant_it text;
+BEGIN
+    FOR grant_it IN
+        SELECT DISTINCT format(
+            'GRANT EXECUTE ON FUNCTION %1$I.mailbox_number_v1(text), %1$I.mailbox_raise_v1() TO %2$s',
+            n.nspname, CASE acl.grantee WHEN 0 THEN 'PUBLIC' ELSE acl.grantee::regrole::text END
+        )
+        FROM pg_type AS t
+        JOIN pg_namespace AS n ON n.oid = t.typnamespace
+        JOIN pg_proc AS p ON p.pronamespace = n.oid AND p.proname = 'mailbox_add_v1'
+        CROSS JOIN LATERAL aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS acl
+        WHERE t.oid = pg_typeof(NULL::{schema}.mailbox_threads)
+    LOOP
+        EXECUTE grant_it;
+    END LOOP;
+END
+$body$;
