@@ -9,11 +9,13 @@ import random
 import secrets
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
@@ -149,3 +151,21 @@ def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list
 
     monkeypatch.setattr(store._sql, "read", noted)
     return asked
+
+
+async def rows_looked_at(place: Place, statement: str, *parameters: Any) -> dict[str, int]:
+    """Return how many rows of each table a statement looks at, those that it then drops included; tables of none go."""
+    names = {f"p{number}": value for number, value in enumerate(parameters, 1)}
+    for number in range(len(parameters), 0, -1):
+        statement = statement.replace(f"${number}", f"%(p{number})s")
+    async with await psycopg.AsyncConnection.connect(place.dsn) as connection:
+        cursor = await connection.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", names)  # type: ignore[arg-type]
+        ((plans,),) = await cursor.fetchall()
+    seen: Counter[str] = Counter()
+    nodes = [plans[0]["Plan"]]
+    for node in nodes:
+        nodes += node.get("Plans", ())
+        if "Relation Name" in node:
+            dropped = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+            seen[node["Relation Name"]] += round((node["Actual Rows"] + dropped) * node["Actual Loops"])
+    return dict(+seen)

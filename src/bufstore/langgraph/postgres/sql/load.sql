@@ -14,8 +14,12 @@ FROM (SELECT $1::text AS thread_id) AS s LEFT JOIN {buffer}.buffer_threads AS b 
 -- The newest checkpoint of a namespace with its blobs and writes, and the writes of later checkpoints that are not
 -- there yet. For a checkpoint of an old version also what was sent to it, which is stored with its parent. Then the
 -- thread's namespaces, $3 at most: each takes one step through the index, however many checkpoints it has. Last, what
--- `state` returns. Always one row. (in_order: where the database's order would show another checkpoint as the newest,
--- the thread's checkpoints are sorted.)
+-- `state` returns. Always one row. LIMIT 1 keeps a subquery apart, here and below, so that each row is found through the
+-- primary key: on tables that were not analyzed since they were small, Postgres takes a thread for a few rows, and a
+-- join may go through all of them for each row that it looks for. (Writes have no key of one row. Of a thread without
+-- statistics they are gone through once, which is better than once for each checkpoint, as subqueries would.)
+-- (in_order: where the database's order would show another checkpoint as the newest, the thread's checkpoints are
+-- sorted.)
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
     c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*, (
         WITH RECURSIVE found (ns) AS (
@@ -46,10 +50,13 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) AS c ON true
 CROSS JOIN LATERAL (
-    SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    SELECT array_agg(found.channel), array_agg(found.version), array_agg(found.type), array_agg(found.blob)
     FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
-    JOIN {schema}.checkpoint_blobs AS x ON x.channel = v.key AND x.version = v.value
-    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text
+    CROSS JOIN LATERAL (
+        SELECT x.channel, x.version, x.type, x.blob FROM {schema}.checkpoint_blobs AS x
+        WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND x.channel = v.key AND x.version = v.value
+        LIMIT 1
+    ) AS found
 ) AS blobs
 CROSS JOIN LATERAL (
     SELECT array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx), array_agg(x.channel),
@@ -78,10 +85,13 @@ LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
 LEFT JOIN {schema}.checkpoints AS c
     ON c.thread_id = $1::text AND c.checkpoint_ns = $2::text AND c.checkpoint_id = $3::text
 CROSS JOIN LATERAL (
-    SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    SELECT array_agg(found.channel), array_agg(found.version), array_agg(found.type), array_agg(found.blob)
     FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
-    JOIN {schema}.checkpoint_blobs AS x ON x.channel = v.key AND x.version = v.value
-    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text
+    CROSS JOIN LATERAL (
+        SELECT x.channel, x.version, x.type, x.blob FROM {schema}.checkpoint_blobs AS x
+        WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND x.channel = v.key AND x.version = v.value
+        LIMIT 1
+    ) AS found
 ) AS blobs
 CROSS JOIN LATERAL (
     SELECT array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx), array_agg(x.channel),
@@ -98,9 +108,7 @@ CROSS JOIN LATERAL (
 
 -- name: ancestors
 -- A checkpoint and its ancestors, $5 at most, with their blobs and writes of the channels $4, back to where each
--- channel has a stored value (`stored`: the channels that have met one already). Always one row. The LIMIT 1 has each
--- ancestor found through the index; on a table that was never analyzed, Postgres would go through all of the thread's
--- checkpoints.
+-- channel has a stored value (`stored`: the channels that have met one already). Always one row.
 WITH RECURSIVE chain (id, parent, checkpoint, stored, values, depth) AS (
     SELECT NULL::text, $3::text, NULL::jsonb, '{}'::text[], '{}'::text[], 0
     UNION ALL
@@ -159,11 +167,13 @@ SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b
 FROM (SELECT $1::text AS thread_id) AS s
 LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
 CROSS JOIN LATERAL (
-    SELECT array_agg(x.checkpoint_ns), array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    SELECT array_agg(k.ns), array_agg(k.channel), array_agg(k.version), array_agg(found.type), array_agg(found.blob)
     FROM unnest($2::text[], $3::text[], $4::text[]) AS k (ns, channel, version)
-    JOIN {schema}.checkpoint_blobs AS x
-        ON x.checkpoint_ns = k.ns AND x.channel = k.channel AND x.version = k.version
-    WHERE x.thread_id = $1::text
+    CROSS JOIN LATERAL (
+        SELECT x.type, x.blob FROM {schema}.checkpoint_blobs AS x
+        WHERE x.thread_id = $1::text AND x.checkpoint_ns = k.ns AND x.channel = k.channel AND x.version = k.version
+        LIMIT 1
+    ) AS found
 ) AS blobs
 CROSS JOIN LATERAL (
     SELECT array_agg(x.checkpoint_ns), array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx),
@@ -196,13 +206,22 @@ LIMIT $9::bigint;
 
 -- name: blobs_of
 -- The blobs that these checkpoints name.
-SELECT c.thread_id, x.checkpoint_ns, x.channel, x.version, x.type, x.blob
-FROM unnest($1::text[], $2::text[], $3::text[]) AS k (thread_id, ns, id)
-JOIN {schema}.checkpoints AS c ON c.thread_id = k.thread_id AND c.checkpoint_ns = k.ns AND c.checkpoint_id = k.id
-CROSS JOIN LATERAL jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
-JOIN {schema}.checkpoint_blobs AS x
-    ON x.thread_id = c.thread_id AND x.checkpoint_ns = c.checkpoint_ns AND x.channel = v.key AND x.version = v.value
-GROUP BY c.thread_id, x.thread_id, x.checkpoint_ns, x.channel, x.version;
+SELECT named.thread_id, named.ns, named.channel, named.version, found.type, found.blob
+FROM (
+    SELECT DISTINCT k.thread_id, k.ns, v.key AS channel, v.value AS version
+    FROM unnest($1::text[], $2::text[], $3::text[]) AS k (thread_id, ns, id)
+    CROSS JOIN LATERAL (
+        SELECT n.checkpoint FROM {schema}.checkpoints AS n
+        WHERE n.thread_id = k.thread_id AND n.checkpoint_ns = k.ns AND n.checkpoint_id = k.id LIMIT 1
+    ) AS c
+    CROSS JOIN LATERAL jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
+) AS named
+CROSS JOIN LATERAL (
+    SELECT x.type, x.blob FROM {schema}.checkpoint_blobs AS x
+    WHERE x.thread_id = named.thread_id AND x.checkpoint_ns = named.ns AND x.channel = named.channel
+        AND x.version = named.version
+    LIMIT 1
+) AS found;
 
 -- name: writes_of
 -- The writes of these checkpoints.
