@@ -104,7 +104,7 @@ langgraph-tests: $(READY) ## Run LangGraph's own tests of graphs on our savers; 
 	@echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages)')" \
 		> "$$(ls -d .venv-langgraph/lib/python*/site-packages)/rest.pth"
 	cd "$(LANGGRAPH)/libs/langgraph" && NO_DOCKER=true PYTHONPATH=$(CURDIR)/tests \
-		$(CURDIR)/.venv-langgraph/bin/python -m pytest -q -p langgraph_own_tests -p no:cacheprovider -W default \
+		$(CURDIR)/.venv-langgraph/bin/python -m pytest -q -rx -p langgraph_own_tests -p no:cacheprovider -W default \
 		-k "(memory or sqlite) and not aes and not migrate" $(LANGGRAPH_TESTS:%=tests/test_%.py); \
 		found=$$?; rm -rf $(CURDIR)/.venv-langgraph; exit $$found
 

@@ -48,6 +48,7 @@ WHERE n.nspname = %s AND c.relname = ANY (%s) AND row_security_active(c.oid) AND
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 #: What sets up a part for apps without the rights to do that.
 _SETS_UP = {"threads": "run `bufstore setup`", "buffer": "run `bufstore setup` (--own-store: for a store of your own)"}
+#: The same for other parts.
 _OPEN_ONCE = "open it once"
 #: Encloses the functions' bodies, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
