@@ -7,12 +7,12 @@ import contextlib
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar, cast
 
+from bufstore.at_exit import exit_came, run_until_exit
 from bufstore.errors import CallTimeout, Closed, ConfigError
 from bufstore.tasks import spawn
 
@@ -120,11 +120,11 @@ class LoopThread:
     def close(self) -> None:
         """Close the store (it drains what it can, within its own times) and end the thread. Idempotent.
 
-        Does nothing in a forked process, because the store is its parent's, and nothing while the interpreter ends,
-        because no other thread runs then; the log has what was acknowledged.
+        Does nothing in a forked process, because the store is its parent's, and nothing once the interpreter ends
+        (`bufstore.at_exit`), because the loop runs no more; the log has what was acknowledged.
         """
         self._check_thread()
-        if os.getpid() != self._process or sys.is_finalizing():
+        if os.getpid() != self._process or exit_came():
             return
         with self._lock:
             if self._closing:
@@ -138,7 +138,7 @@ class LoopThread:
     def _serve(self) -> None:
         loop = self._loop
         try:
-            loop.run_forever()
+            run_until_exit(loop)
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -162,6 +162,8 @@ class LoopThread:
         self._check_thread()
         if os.getpid() != self._process:
             raise ConfigError("a blocking store does not outlive a fork: open one in each process")
+        if exit_came():
+            raise Closed("the interpreter ends: call the store, and close it, before that")
         call = Call(self._loop, work)
         try:
             with self._lock:

@@ -13,8 +13,11 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
+from bufstore.at_exit import exit_came, run_until_exit
+from bufstore.errors import Closed
 from bufstore.tasks import spawn
 
 T = TypeVar("T")
@@ -24,13 +27,14 @@ class Loop:
     """An event loop in a thread of its own, and the objects that were opened on it.
 
     `bufstore.blocking` has a class of its own: most of the code there ends a loop and the calls that still run on it,
-    but this loop never ends. All that both could share is how a caller waits for its call.
+    but this loop ends with the process. All that both could share is how a caller waits for its call.
     """
 
     def __init__(self) -> None:
         self._loop = _new_loop()
         self._opened: dict[Hashable, asyncio.Task[Any]] = {}
-        threading.Thread(target=self._loop.run_forever, name="bufstore-spark", daemon=True).start()
+        target = partial(run_until_exit, self._loop)
+        threading.Thread(target=target, name="bufstore-spark", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         running = self.start(work)
@@ -41,7 +45,10 @@ class Loop:
             raise
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run `work` on the loop beside the caller."""
+        """Run `work` on the loop beside the caller. Raises Closed when the interpreter ends."""
+        if exit_came():
+            work.close()
+            raise Closed("the interpreter ends")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def each(self, found: AsyncGenerator[T]) -> Iterator[T]:
