@@ -27,8 +27,10 @@ _NOWHERE = "127.0.0.1:1"
 class Cluster:
     """Servers n0 to n2, which all know the user "all". Use it in an ``async with`` block."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, told: bool = False) -> None:
+        """`told`: whether the servers tell clients of each other; then no client stays with a node that is cut off."""
         self._folder = folder
+        self._advertise = f'advertise: "{_NOWHERE}", no_advertise: {str(not told).lower()}'
         self._exits = AsyncExitStack()
         #: The proxy of each route, by (from node, to node).
         self._routes: dict[tuple[int, int], FaultProxy] = {}
@@ -43,7 +45,7 @@ class Cluster:
             routes = ", ".join(f'"nats://127.0.0.1:{p.port}"' for (a, _), p in self._routes.items() if a == i)
             config = (
                 f"server_name: n{i}\n"
-                f'cluster {{ name: c, listen: "127.0.0.1:{port}", advertise: "{_NOWHERE}", routes: [{routes}] }}\n'
+                f'cluster {{ name: c, listen: "127.0.0.1:{port}", {self._advertise}, routes: [{routes}] }}\n'
                 f'http: "127.0.0.1:{self._monitors[i]}"\n'
             )
             server = NatsServer(self._folder / f"n{i}", extra_config=config)

@@ -112,6 +112,7 @@ class NatsConfig(Secretive):
     `token`, or what the URL carries.
     """
 
+    #: The other servers of a cluster are learned from these; a process that starts needs one that is there.
     servers: Sequence[str] = field(default=("nats://127.0.0.1:4222",), metadata={"url": True})
     credentials: str | Path | None = field(default=None, metadata={"secret": True})
     user: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,6 +305,21 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
         await eventually(lambda: replicas_current(new, deployment), 60)
     finally:
         for store in reversed(stores):
+            await store.aclose()
+
+
+@pytest.mark.long
+async def test_a_process_that_was_given_one_server_goes_on_with_the_others(servers: Servers, tmp_path: Path) -> None:
+    deployment = Deployment(servers, replicas=3)
+    async with Cluster(tmp_path, told=True) as cluster:
+        store = await cluster.open(deployment, 0, **PATIENCE)
+        try:
+            for lost in (0, 1, 2):
+                await asyncio.to_thread(cluster.servers[lost].kill)
+                await eventually(lambda: _takes_writes(store, fresh()), 60)
+                await asyncio.to_thread(cluster.servers[lost].start)
+                await eventually(lambda: replicas_current(store, deployment), 60)
+        finally:
             await store.aclose()
 
 

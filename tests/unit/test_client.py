@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -528,12 +529,18 @@ async def test_of_several_messages_what_no_proof_decides_may_be_stored_and_the_r
 class Leaderless(Recorder):
     """A node that is cut off from its cluster."""
 
+    #: The other nodes' addresses, which it tells its clients at once or `later`.
+    told: Sequence[str] = ()
+    later = False
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+        self._tell(writer, () if self.later else self.told)
         while line := await reader.readline():
             words = line.split()
             if words[0] == b"PING":
                 writer.write(b"PONG\r\n")
+                if self.later:
+                    self._tell(writer, self.told)
             elif words[0] == b"PUB":
                 await reader.readexactly(int(words[-1]) + 2)
                 self.verbs.append("PUB")
@@ -541,20 +548,29 @@ class Leaderless(Recorder):
                 writer.write(b"HMSG %b 1 %d %d\r\n%b\r\n" % (words[2], len(status), len(status), status))
         writer.close()
 
+    def _tell(self, writer: asyncio.StreamWriter, urls: Sequence[str]) -> None:
+        info = {"server_id": "x", "version": "2.15.1", "max_payload": 1048576, "headers": True, "connect_urls": urls}
+        writer.write(b"INFO %b\r\n" % json.dumps(info).encode())
 
-@pytest.mark.parametrize("addresses", [1, 2])
-async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another(addresses: int) -> None:
+
+@pytest.mark.parametrize("other", ["behind the same address", "given", "told", "told later"])
+async def test_a_node_that_is_cut_off_from_its_cluster_is_left_for_another(other: str) -> None:
     alone, leads = Leaderless(), TwoLeaders(stores=True, before_proof=False)
     nodes = itertools.chain([alone], itertools.repeat(leads))
 
     async def balanced(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next(nodes).serve(reader, writer)
 
-    serves = [balanced] if addresses == 1 else [alone.serve, leads.serve]
+    serves = [balanced] if other == "behind the same address" else [alone.serve, leads.serve]
     servers = [await asyncio.start_server(serve, "127.0.0.1", 0) for serve in serves]
-    nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers])
+    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    if other.startswith("told"):
+        alone.told, alone.later = addresses[1:], other == "told later"
+        del addresses[1:]
+    nats_ = NatsConfig(servers=[f"nats://{address}" for address in addresses])
     connection = Connection(nats_, "test")
-    connection._choice = server_choice.ServerChoice(addresses, addresses - 1, _patience_s=0.2)
+    given = connection._choice.given
+    connection._choice = server_choice.ServerChoice(given, len(given) - 1, _patience_s=0.2)
     stream = NatsStream(connection, nats_.api, "s", 3)
     await connection.open()
     try:

@@ -6,15 +6,87 @@ import itertools
 
 import pytest
 
-from bufstore.jetstream.server_choice import ServerChoice, leaderless
+from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
+
+_GIVEN = [Server(f"nats://user:geheim@{host}:4222") for host in "abc"]
+
+
+def _names(choice: ServerChoice) -> list[str]:
+    """Return the hosts of a round."""
+    return [server.url.rpartition("@")[2].removesuffix(":4222") for server in choice.round()]
 
 
 def test_the_server_that_was_lost_comes_last() -> None:
-    choice = ServerChoice(3, 2)
-    assert choice.order() == [0, 1, 2]
-    choice.connected(1)
-    assert choice.order() == [2, 0, 1]
-    assert ServerChoice(1, 0).order() == [0]
+    choice = ServerChoice(_GIVEN, 2)
+    assert _names(choice) == ["a", "b", "c"]
+    choice.connected(_GIVEN[1])
+    assert _names(choice) == ["c", "a", "b"]
+    assert _names(ServerChoice(_GIVEN[:1], 0)) == ["a"]
+
+
+def test_servers_that_were_told_come_one_at_a_time_behind_those_given() -> None:
+    choice = ServerChoice(_GIVEN[:1], 0)
+    assert choice.single
+    choice.connected(_GIVEN[0], ["a:4222", "x:4222", "y:4222"])
+    assert not choice.single
+    assert [_names(choice) for _ in range(3)] == [["a", "x"], ["a", "y"], ["a", "x"]]
+    told = choice.round()[1]
+    choice.connected(told)
+    choice.told(["x:4222", "z:4222"])  # what is news comes first
+    assert [_names(choice) for _ in range(3)] == [["a", "z"], ["a", "x"], ["a", "y"]]
+
+
+def test_a_server_that_was_left_comes_last_of_all() -> None:
+    for left, rounds in ((0, [["x", "a"], ["x", "a"]]), (1, [["a", "x"], ["a", "x"]])):
+        choice = ServerChoice(_GIVEN[:1], 0)
+        choice.connected(_GIVEN[0], ["x:4222"])
+        choice.connected(choice.round()[left])
+        assert not choice.failed(0, 0)
+        assert choice.failed(4, 4)
+        assert [_names(choice) for _ in range(2)] == rounds
+        choice.connected(_GIVEN[0])
+        assert _names(choice) == ["a", "x"]
+
+
+@pytest.mark.parametrize(
+    ("by", "address", "url", "tls_name"),
+    [
+        ("nats://u:p@a:4222", "b:4223", "nats://u:p@b:4223", None),
+        ("u:p@a", "10.0.0.1:4222", "u:p@10.0.0.1:4222", "a"),
+        ("tls://a:4222", "[::1]:4222", "tls://[::1]:4222", "a"),
+        ("tls://10.0.0.2:4222", "10.0.0.1:4222", "tls://10.0.0.1:4222", None),
+        ("wss://t@a:443/nats", "b:443", "wss://t@b:443", None),
+        ("nats://a:4222", "", None, None),
+        ("nats://a:4222", "other@b:4222", None, None),
+        ("nats://u:p@a:4222", "other@b:4222", None, None),
+        ("nats://a:4222", "b:port", None, None),
+    ],
+)
+def test_what_is_told_is_connected_to_like_who_told_it(
+    by: str, address: str, url: str | None, tls_name: str | None
+) -> None:
+    choice = ServerChoice([Server(by)], 0)
+    choice.connected(Server(by), [address])
+    told = choice.round()[1:]
+    assert told == ([Server(url, tls_name)] if url is not None else [])
+    assert "u:p" not in repr(choice)
+
+
+def test_a_name_is_told_on() -> None:
+    choice = ServerChoice([Server("tls://a:4222")], 0)
+    choice.connected(Server("tls://a:4222"), ["10.0.0.1:4222"])
+    choice.connected(choice.round()[1], ["10.0.0.2:4222"])
+    assert choice.round()[1] == Server("tls://10.0.0.2:4222", "a")
+
+
+def test_no_more_than_some_addresses_are_remembered() -> None:
+    choice = ServerChoice(_GIVEN, 0)
+    choice.connected(_GIVEN[0])
+    for number in range(1000):
+        choice.told([f"n{number}:4222"])
+    told = [_names(choice)[-1] for _ in range(100)]
+    assert len(set(told)) == 32
+    assert told[0] == "n999"
 
 
 @pytest.mark.parametrize(
@@ -35,25 +107,25 @@ def test_the_server_that_was_lost_comes_last() -> None:
 )
 def test_a_server_that_serves_nothing_for_some_time_is_left(happens: str, left_at: list[float]) -> None:
     for count in (3, 1):  # one address may stand for several nodes
-        choice, left = ServerChoice(count, 0), list[float]()
+        choice, left = ServerChoice(_GIVEN[:count], 0), list[float]()
         for event in happens.split(", "):
             words = event.split()
             now = float(words[-1])
             if words[-2] == "wrote":
                 choice.wrote(now)
             elif words[-2] == "connected":
-                choice.connected(1)
+                choice.connected(_GIVEN[0])
             elif choice.failed(float(words[1]) if words[0] == "sent" else now, now):
                 left.append(now)
         assert left == left_at
 
 
 def test_a_cluster_without_leaders_is_gone_through_ever_more_slowly() -> None:
-    choice, left = ServerChoice(3, 0), list[float]()
+    choice, left = ServerChoice(_GIVEN, 0), list[float]()
     for now in range(600):
         if choice.failed(now, now):
             left.append(now)
-            choice.connected(len(left) % 3)
+            choice.connected(_GIVEN[len(left) % 3])
     pauses = [after - before for before, after in itertools.pairwise(left)]
     assert pauses == sorted(pauses)
     assert len(left) < 15

@@ -291,6 +291,11 @@ async def _close(client: Client) -> None:
         _log.debug("closing a nats client: %s", text_of(e), extra={"action": "nats_close"})
 
 
+def told_by(client: Client) -> list[str]:
+    """Return the addresses ("host:port") of the cluster that the client's server has told so far."""
+    return [uri.netloc for uri in client.discovered_servers]
+
+
 def text_of(error: BaseException | None) -> str:
     """Return the error's text for a log line or a message of ours, without any password."""
     # nats-py puts URLs into some messages; a URL may carry a password.

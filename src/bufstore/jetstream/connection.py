@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from nats.aio.client import Client
 from tenacity import AsyncRetrying, wait_random_exponential
 
-from bufstore.config import NatsConfig, mask_url, split_url
+from bufstore.config import NatsConfig, mask_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.home import Home
 from bufstore.jetstream import frames, hooks
@@ -34,6 +34,7 @@ from bufstore.jetstream.client import (
     refusal,
     taken_bytes,
     text_of,
+    told_by,
     violation,
 )
 from bufstore.jetstream.credentials import sign_in
@@ -43,7 +44,7 @@ from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
 from bufstore.jetstream.questions import OF_READ, Doubt, Question
-from bufstore.jetstream.server_choice import ServerChoice, leaderless
+from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
 from bufstore.tasks import Closing, end, no_cancel_lost, settle, spawn
@@ -77,7 +78,7 @@ class Connection:
         self._told_forbidden = Forbidden()
         self._on_lost: list[Callable[[], None]] = []
         self._asking, self._lives = Asking(), ShortLives()
-        self._choice = ServerChoice(count := len(config.servers), secrets.randbelow(count))
+        self._choice = ServerChoice([*map(Server, config.servers)], secrets.randbelow(len(config.servers)))
         #: `ListeningClient.refused_bytes` of an earlier client; None when no client had a message refused.
         self._refused_bytes: int | None = None
         #: Messages sent and received by earlier clients; see `traffic`.
@@ -301,7 +302,7 @@ class Connection:
                     await self._proven(doubt)
                 return accepted[0] if accepted else first
         except FAILURES as e:
-            if isinstance(e, TimeoutError) and self._choice.count > 1:  # a node behind a single address says so
+            if isinstance(e, TimeoutError) and not self._choice.single:  # a node behind a single address says so
                 self._failed(asked_at)
             raise meaning(e, sent=sent, why=self._reason) from None
         finally:
@@ -379,28 +380,27 @@ class Connection:
 
     async def _connect(self) -> None:
         """Connect to the next server that accepts us. An error of one server says nothing about the others."""
-        errors: list[Exception] = []
-        for number in self._choice.order():
+        errors: dict[Server, Exception] = {}
+        for server in self._choice.round():
             try:
-                self._client = await self._connected_to(self._config.servers[number])
+                self._client = client = await self._connected_to(server)
             except Exception as e:
-                errors.append(e)
+                errors[server] = e
                 continue
-            self._choice.connected(number)
+            self._choice.connected(server, told_by(client))
             self._lives.made(_now())
             self._lost.clear()
             self._up.set()
             return
-        # An error that somebody has to fix says more than a server that is away.
-        raise next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
+        # What somebody has to fix says more than a server that is away, which says more than one that nobody has given.
+        raise next((e for e in errors.values() if isinstance(e, ConfigError)), errors[self._choice.given[-1]])
 
-    async def _connected_to(self, url: str) -> ListeningClient:
-        bare, user, password = split_url(url)
-        client = new_client(self._config, url)
+    async def _connected_to(self, server: Server) -> ListeningClient:
+        client = new_client(self._config, server.url)
         try:
             with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
-                    await client.connect(servers=[bare], **self._options(client, user, password))
+                    await client.connect(**self._options(client, server))
                 client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
                 self._inbox = client.new_inbox()
                 await client.listen(self._inbox + ".*", self._on_answer)
@@ -414,13 +414,16 @@ class Connection:
                 await check_room(client, 0, self._config.connect_timeout_s)
         except BaseException as e:
             await close_client(client)
-            if isinstance(e, Exception) and (reason := why(e, client, url)) is not e:
+            if isinstance(e, Exception) and (reason := why(e, client, server.url)) is not e:
                 raise reason from None
             raise
         return client
 
-    def _options(self, client: ListeningClient, user: str | None, password: str | None) -> dict[str, Any]:
-        """Return nats-py's options. The URL's `user` and `password` count when no other way to sign in is given."""
+    def _options(self, client: ListeningClient, server: Server) -> dict[str, Any]:
+        """Return nats-py's options."""
+
+        async def on_told() -> None:
+            self._choice.told(told_by(client))
 
         async def on_closed() -> None:
             self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")
@@ -435,11 +438,8 @@ class Connection:
                     self._drop(client, f"NATS took the subscription to {forbidden.subject!r} away")
             _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
 
-        return sign_in(self._config, user, password) | {
-            "name": self._name,
-            "closed_cb": on_closed,
-            "error_cb": on_error,
-        }
+        calls = {"closed_cb": on_closed, "error_cb": on_error, "discovered_server_cb": on_told}
+        return sign_in(self._config, server) | calls | {"name": self._name}
 
     async def _supervise(self) -> None:
         assert self._home is not None

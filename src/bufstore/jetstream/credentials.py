@@ -8,8 +8,9 @@ from typing import Any
 
 from nats.aio.client import RawCredentials
 
-from bufstore.config import NatsConfig
+from bufstore.config import NatsConfig, split_url
 from bufstore.errors import ConfigError
+from bufstore.jetstream.server_choice import Server
 
 _JWT = "BEGIN NATS USER JWT"
 _SEED = "BEGIN USER NKEY SEED"
@@ -38,15 +39,16 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
     return RawCredentials(text)
 
 
-def sign_in(config: NatsConfig, user: str | None, password: str | None) -> dict[str, Any]:
+def sign_in(config: NatsConfig, server: Server) -> dict[str, Any]:
     """Return nats-py's options to connect to one server, once, and to sign in.
 
-    `user` and `password` are from the server's URL, and count when no other way to sign in is configured. Raises as
-    `read_credentials`.
+    The login in the server's URL counts when no other way to sign in is configured. Raises as `read_credentials`.
     """
+    bare, user, password = split_url(server.url)
     explicit = any(way is not None for way in (config.credentials, config.user, config.token))
     token = config.token if explicit or password is not None else user
     options: dict[str, Any] = {
+        "servers": [bare],
         "allow_reconnect": False,
         # nats-py tries one server, and does not wait: `Connection` tries the next server, and waits in between.
         "max_reconnect_attempts": 1,
@@ -63,6 +65,6 @@ def sign_in(config: NatsConfig, user: str | None, password: str | None) -> dict[
         options["user_credentials"] = read_credentials(config.credentials)
     if config.tls is not None:
         options["tls"] = config.tls
-    if config.tls_hostname is not None:
-        options["tls_hostname"] = config.tls_hostname
+    if (name := config.tls_hostname or server.tls_name) is not None:
+        options["tls_hostname"] = name
     return options
