@@ -276,6 +276,8 @@ class Pool(AsyncConnectionPool[_Connection]):
                 if _is_read_only(e):
                     # A session may stay read-only when its server is not, and the address may lead to another by now.
                     await connection.close()
+                if alarm.rung and isinstance(e, psycopg.errors.QueryCanceled):
+                    raise _out_of_time(timeout_s) from e  # Postgres would say that the user asked for it
                 raise
             else:
                 if alarm.rung:
@@ -414,6 +416,13 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.max_size} connections>"
+
+
+def _out_of_time(timeout_s: float) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"Postgres needed longer than {timeout_s:.3g} s (it is busy, or another transaction holds a lock): the "
+        "statement was cancelled, and changed nothing (SQLSTATE 57014)"
+    )
 
 
 async def open_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
