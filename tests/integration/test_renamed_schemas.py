@@ -208,10 +208,10 @@ async def test_who_may_not_mend_a_renamed_schema_is_told_who_may_and_what_to_run
     await grant(dsn, app, old)
     await grant(dsn, app, new)
     for set_up in (True, False):
-        with pytest.raises(ConfigError, match=r"thread_row_v2 in schema .* `bufstore setup` with their owner's rights"):
+        with pytest.raises(ConfigError, match=r"thread_row_v2 in schema .* `bufstore setup --grant ROLE` with their"):
             async with a_store(app, new, set_up=set_up) as store:
                 await store.checkpoint("t", [said(3)], run_of("t"))
-    with pytest.raises(ConfigError, match="open it once with their owner's rights"):
+    with pytest.raises(ConfigError, match="`bufstore setup --mailbox --grant ROLE` with their owner's rights"):
         async with PostgresMailboxStore(app, schema=new):
             pass
     with pytest.raises(ConfigError, match="`bufstore setup`"):

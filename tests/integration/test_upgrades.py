@@ -21,6 +21,7 @@ from bufstore.postgres.connection.pool import new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from bufstore.testing.ledger import decides, moved, parked
+from command_line import Result, bufstore_cli
 from conftest import Deployment
 from helpers import fresh, run_of, said
 from unit.counters import CounterStore
@@ -242,7 +243,39 @@ async def test_who_may_not_migrate_a_mailbox_is_told_what_does(guarded: tuple[st
     owner, app = guarded
     schema = fresh("mbx").replace("-", "_")[:20]
     await _given(owner, app, schema, 4)
-    with pytest.raises(StoreMisconfigured, match="open it once with their owner's rights") as told:
+    role = str(conninfo_to_dict(app)["user"])
+
+    async def setup(*arguments: str) -> Result:
+        where = {"BUFSTORE_POSTGRES": owner, "BUFSTORE_SCHEMA": schema}
+        return await asyncio.to_thread(bufstore_cli, "setup", "--mailbox", *arguments, **where)
+
+    with pytest.raises(
+        StoreMisconfigured, match="run `bufstore setup --mailbox --grant ROLE` with their owner's rights"
+    ):
         async with PostgresMailboxStore(app, schema=schema):
             pass
-    assert "bufstore setup" not in str(told.value)
+    assert "mailbox 0005" in (await setup("--sql")).out
+    done = await setup("--grant", role, "--json")
+    assert (done.json["migrated"], done.json["granted"], done.json["log_made"]) == ({"mailbox": [5]}, [role], None)
+    assert "Nothing is missing" in (await setup("--sql")).out
+    assert "up to date" in (await setup()).out
+    for wrong in (["--own-store"], ["--partitions", "8"]):
+        assert "--mailbox goes with neither" in (await setup(*wrong)).err
+    async with PostgresMailboxStore(app, schema=schema) as mailbox:
+        await mailbox.enqueue("t", b"x")
+        assert await mailbox.claim("t", "me") is not None
+
+
+async def test_a_new_mailbox_is_set_up_beside_the_lanes_of_a_store(guarded: tuple[str, str]) -> None:
+    owner, app = guarded
+    schema = fresh("mbx").replace("-", "_")[:20]
+    where, role = {"BUFSTORE_POSTGRES": owner, "BUFSTORE_SCHEMA": schema}, str(conninfo_to_dict(app)["user"])
+    for arguments in (["--own-store", "--lanes", "2"], ["--mailbox", "--grant", role]):
+        done = await asyncio.to_thread(bufstore_cli, "setup", *arguments, "--json", **where)
+        assert done.code == 0, done.err
+    assert done.json["lanes"] == {}
+    async with PostgresMailboxStore(app, schema=schema) as mailbox:
+        await mailbox.enqueue("t", b"x")
+        claim = await mailbox.claim("t", "me")
+        assert claim is not None
+        await mailbox.ack(claim)

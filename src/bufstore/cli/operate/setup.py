@@ -23,8 +23,6 @@ from bufstore.threads.postgres import tables
 _CONNECT_S = 5.0
 #: How many seconds all migrations together may take: one may rewrite a table.
 _TIMEOUT_S = 3600.0
-#: How many of `tables.PARTS`, from the first on, are the ledger's.
-_LEDGER = 1
 
 
 class SetupReport(msgspec.Struct, kw_only=True):
@@ -59,6 +57,7 @@ class SetupReport(msgspec.Struct, kw_only=True):
 @click.option(
     "--own-store", is_flag=True, help="The app wraps a store of its own: make the buffer's tables only, and no log."
 )
+@click.option("--mailbox", is_flag=True, help="Make the tables of a mailbox in Postgres only, and no log.")
 @click.option("--partitions", type=int, help="LogConfig.partitions of a new log. [default: 8]")
 @click.option(
     "--lanes", type=int, help="LogConfig.lanes of a new log, each with a ledger in a schema of its own. [default: 1]"
@@ -71,25 +70,30 @@ class SetupReport(msgspec.Struct, kw_only=True):
 )
 @click.option("--archive", is_flag=True, default=None, help="LogConfig.archive of a new log.")
 @connects(nats_needed=False)
-def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, **log: Any) -> None:
+def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, mailbox: bool, **log: Any) -> None:
     """Make or migrate tables, stream and bucket, with an owner's rights, so that apps need none.
 
     May be repeated; run it before a new release starts, with --grant again: new tables need it. What stands there with
     other settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own gets
     its log by opening that once with the owner's rights.
     """
-    parts = tables.PARTS[:_LEDGER] if own_store else tables.PARTS
+    parts = tables.MAILBOX if mailbox else tables.LEDGER if own_store else tables.PARTS
     context = click.get_current_context()
     wanted = {name: value for name, value in log.items() if value is not None}
+    if mailbox and (own_store or wanted):
+        raise click.UsageError("--mailbox goes with neither --own-store nor what a log is to be like.")
     reporting_errors(LogConfig)(**wanted)
     if as_sql:
         if options.as_json:
             raise click.UsageError("--sql prints SQL: leave out --json.")
         click.echo(_sql(options, parts, roles, context.params["schema"], wanted.get("lanes")), nl=False)
         return
-    if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):
-        raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store do without it.")
-    lanes, made = wanted.get("lanes"), None if own_store else wanted
+    no_log = own_store or mailbox
+    if options.named and not (no_log or context.params["nats"] or context.params["embedded"]):
+        raise click.UsageError(
+            "--nats (or BUFSTORE_NATS) is missing; only --sql, --own-store and --mailbox do without."
+        )
+    lanes, made = wanted.get("lanes"), None if no_log else wanted
     options.answer(options.run(lambda target: _setup(target, parts, roles, made, lanes)), _show)
 
 
@@ -127,8 +131,8 @@ def _lanes(what: str, wanted: int | None, found: int | None) -> int:
 
 def _places(schema: str, parts: Sequence[str], lanes: int) -> list[tuple[str, Sequence[str]]]:
     """Return the schemas, with the parts of the tables in each: for every lane but the first, only the ledger."""
-    others = lane_logs(LogConfig(lanes=lanes))[1:]
-    return [(schema, parts), *((ledger_schema(schema, log), parts[:_LEDGER]) for log in others)]
+    others = lane_logs(LogConfig(lanes=lanes))[1:] if parts is not tables.MAILBOX else ()
+    return [(schema, parts), *((ledger_schema(schema, log), tables.LEDGER) for log in others)]
 
 
 async def _setup(

@@ -47,7 +47,11 @@ WHERE n.nspname = %s AND c.relname = ANY (%s) AND row_security_active(c.oid) AND
 """
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 #: What sets up a part for apps without the rights to do that.
-_SETS_UP = {"threads": "run `bufstore setup`", "buffer": "run `bufstore setup` (--own-store: for a store of your own)"}
+_SETS_UP = {
+    "threads": "run `bufstore setup --grant ROLE`",
+    "buffer": "run `bufstore setup --grant ROLE` (with --own-store for a store of your own)",
+    "mailbox": "run `bufstore setup --mailbox --grant ROLE`",
+}
 #: The same for other parts.
 _OPEN_ONCE = "open it once"
 #: Encloses the functions' bodies, so the schema's name must not hold it.
@@ -176,13 +180,12 @@ async def _patiently(
 
 def _refused(schema: str, part: str, lacking: _Lacking, why: str | None) -> BufstoreError:
     """Return the error for a role that may not make what is lacking."""
+    way_out = _SETS_UP.get(part, _OPEN_ONCE)
     if lacking.versions:
-        way_out = "run `bufstore setup --grant ROLE`" if part in _SETS_UP else _OPEN_ONCE
         return StoreMisconfigured(
             f"the {part} tables in schema {schema!r} are missing or were made by an older release, and this role may "
             f"not create them ({why}): {way_out} with their owner's rights"
         )
-    way_out = _SETS_UP.get(part, _OPEN_ONCE)
     return not_ours(
         schema, lacking.functions, f"This role may not replace them ({why}): {way_out} with their owner's rights"
     )

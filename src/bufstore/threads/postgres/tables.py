@@ -26,9 +26,15 @@ from bufstore.postgres.connection.migrate import (
 )
 
 #: Where the migrations of each part of the tables are, by the part's name in ``bufstore_migrations``.
-_PACKAGES = {"buffer": "bufstore.postgres.ledger", "threads": "bufstore.threads.postgres"}
-#: The parts that a buffered PostgresThreadStore needs. An app with a store of its own needs the first.
-PARTS = tuple(_PACKAGES)
+_PACKAGES = {
+    "buffer": "bufstore.postgres.ledger",
+    "threads": "bufstore.threads.postgres",
+    "mailbox": "bufstore.mailbox",
+}
+#: The parts that a buffered PostgresThreadStore needs, that the buffer of any other store needs, and a mailbox.
+LEDGER = ("buffer",)
+PARTS = (*LEDGER, "threads")
+MAILBOX = ("mailbox",)
 #: What `script` says when there is nothing to be run.
 NOTHING = "-- Nothing is missing.\n"
 
