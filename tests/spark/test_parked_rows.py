@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
 
+from bufstore import ProducerSequence
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
-from bufstore.spark.sink.parked_rows import ParkedRows
+from bufstore.spark.sink.parked_rows import PRODUCER, ParkedRows
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import Pass, RowCounts, write_rows
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
@@ -151,6 +153,29 @@ async def test_edits_and_whole_threads_come_back_once(deployment: Deployment) ->
         assert await store.load_thread(family) is None
         assert await store.load_messages(edited) == [{"id": "a"}]
         assert await store.load_messages(whole) == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"delta": ["1"]}, {"edit": '{"delete_messages": ["a"]}'}, {"edit": '{"delete_thread": "reject"}'}],
+    ids=["a checkpoint", "an edit", "a deletion"],
+)
+async def test_a_row_that_counts_as_written_because_the_clock_went_back_stays(
+    deployment: Deployment, what: dict[str, Any]
+) -> None:
+    await prepared(deployment)
+    thread, number = fresh(), time.time_ns() // 1000 + 3_600_000_000
+    bad = {"thread_id": thread, "run_id": f"run-{thread}", "delta": ["{"], "position": 0}
+    await parked(deployment, [bad])
+    async with deployment.store() as store, ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside:
+        await store.checkpoint(thread, [{"id": "a"}], run_of(thread), producer=ProducerSequence(PRODUCER, number))
+        (row,) = await inside.page(thread_id=thread)
+        good = {"thread_id": thread, "run_id": f"run-{thread}", "position": 0} | what
+        await inside.correct(row.id, json.dumps(good))
+        (replay,) = await inside.replay(store, thread, None)
+        assert "the clock went back" in (replay.refused or "")
+        assert await inside.count() == 1
+        assert await store.load_messages(thread) == [{"id": "a"}]
 
 
 async def test_an_apps_role_may_replay(deployment: Deployment) -> None:

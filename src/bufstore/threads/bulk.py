@@ -112,15 +112,15 @@ class BulkWriter:
         """
         return await self._edits.edit(wanted, mark=producers.item_of(producer))
 
-    async def delete(self, wanted: LineageChange, producer: ProducerSequence | None) -> bool:
-        """Delete a thread, once per `producer`. Returns True if that was done before, or there is no such thread.
+    async def delete(self, wanted: LineageChange, producer: ProducerSequence | None) -> bool | None:
+        """Delete a thread, once per `producer`. Returns True if that was done before, None if there is no such thread.
 
         `wanted`: what `bufstore.threads.lineage.deletion` returned. Raises what the store's `delete_thread` raises.
         """
         try:
             return (await self._lineage.change(wanted, producers.item_of(producer))).repeated
         except NotFound:
-            return True
+            return None
 
 
 class _Written:

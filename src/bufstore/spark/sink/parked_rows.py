@@ -161,7 +161,6 @@ async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence)
     if isinstance(wanted, WantedEdit):
         return (await store.bulk.edit(wanted, number)).repeated
     if isinstance(wanted, LineageChange):
-        await store.bulk.delete(wanted, number)
-        return False  # `delete` does not tell a repeat from a thread that is not there, as it should be
+        return bool(await store.bulk.delete(wanted, number))  # a thread that is not there is as it should be
     write = store.checkpoint if wanted.whole else store.checkpoint_append
     return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated

@@ -351,7 +351,7 @@ class _Task:
         bulk, mark = opened.store.bulk, self._mark(todo.lines[0].rank)
         try:
             if isinstance(wanted, LineageChange):
-                repeated = await bulk.delete(wanted, mark)
+                repeated = await bulk.delete(wanted, mark) is not False  # no such thread: somebody deleted it
             else:
                 repeated = (await bulk.edit(wanted, mark)).repeated
         except BufstoreError as e:
