@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import bufstore.at_exit  # noqa: F401 (its handler is to be registered before the app's)
 from bufstore import _lazy
 
 if TYPE_CHECKING:

@@ -7,13 +7,18 @@ frees what a connection is using, in the same way.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
-#: How long, in seconds, the interpreter waits for a loop that is busy.
+if TYPE_CHECKING:
+    import asyncio
+
+#: How long, in seconds, the interpreter waits for loops that are busy.
 _BUSY_S = 2.0
 
 #: The loops that run, each with the id of its process: a fork has its parent's loops, but not their threads.
@@ -21,15 +26,16 @@ _running: set[tuple[int, asyncio.AbstractEventLoop]] = set()
 _came = threading.Event()
 
 
-def run_until_exit(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop in this thread, a daemon, until the loop is stopped or the interpreter ends.
+@contextmanager
+def held_at_exit(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Run the loop in the block, in a daemon thread. It never returns once the interpreter ends.
 
-    In the second case this never returns, so that nothing of the loop is taken apart while it is in use.
+    So nothing of the loop is taken apart while it is in use.
     """
     running = (os.getpid(), loop)
     _running.add(running)
     try:
-        loop.run_forever()
+        yield
     finally:
         _running.discard(running)
 
@@ -48,8 +54,9 @@ def _hold() -> None:
                 stands = threading.Event()
                 loop.call_soon_threadsafe(_stand_still, stands)
                 held.append(stands)
+    until = time.monotonic() + _BUSY_S
     for stands in held:
-        stands.wait(_BUSY_S)
+        stands.wait(max(0.0, until - time.monotonic()))
 
 
 def _stand_still(stands: threading.Event) -> None:
@@ -59,6 +66,6 @@ def _stand_still(stands: threading.Event) -> None:
     never.acquire()
 
 
-# Handlers run in reverse order: what the app registers after its imports, such as a store's `close`, still finds the
-# loops running.
+# Handlers run in reverse order. So `bufstore` imports this module at once, and what the app registers later, such as a
+# store's `close`, still finds the loops running.
 atexit.register(_hold)

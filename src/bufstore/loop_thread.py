@@ -12,8 +12,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar, cast
 
-from bufstore.at_exit import exit_came, run_until_exit
+from bufstore.at_exit import exit_came, held_at_exit
 from bufstore.errors import CallTimeout, Closed, ConfigError
+from bufstore.lasting_executor import LastingExecutor
 from bufstore.tasks import spawn
 
 R = TypeVar("R")
@@ -105,6 +106,7 @@ class LoopThread:
         self._closing = self._stopped = False
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(LastingExecutor(thread_name_prefix="bufstore-blocking"))
         # A daemon: an interpreter that ends without `close` need not wait, because the log has what was acknowledged.
         self._thread = threading.Thread(target=self._serve, name="bufstore-blocking", daemon=True)
         self._thread.start()
@@ -137,16 +139,17 @@ class LoopThread:
 
     def _serve(self) -> None:
         loop = self._loop
-        try:
-            run_until_exit(loop)
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=5))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            loop.close()
+        with held_at_exit(loop):
+            try:
+                loop.run_forever()
+                tasks = asyncio.all_tasks(loop)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    loop.run_until_complete(asyncio.wait(tasks, timeout=5))
+                loop.run_until_complete(loop.shutdown_asyncgens())
+            finally:
+                loop.close()
 
     def _stop(self) -> None:
         with self._lock:
@@ -173,7 +176,7 @@ class LoopThread:
                     call.begin()
                 except RuntimeError:  # a signal handler has closed the loop since
                     raise Closed("the store is closed") from None
-            return call.result(lambda: not self._stopped, timeout_s)
+            return call.result(lambda: not (self._stopped or exit_came()), timeout_s)
         except asyncio.CancelledError:
             raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
         finally:

@@ -37,6 +37,36 @@ def test_a_busy_loop_of_another_thread_stands_still(opening: str) -> None:
     assert _ended(f"{_SLOW_END}\n{opening}\nsys.exit(1)") == (1, "", "")
 
 
+_CLOSING = """
+from bufstore.loop_thread import LoopThread
+async def lasting():
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        await asyncio.sleep(1)
+class Store:
+    async def aclose(self):
+        self.task = asyncio.create_task(lasting())
+        closing.set()
+async def opened():
+    return Store()
+import threading
+import uvloop
+asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+closing, store = threading.Event(), LoopThread(opened, call_timeout_s=5)
+threading.Thread(target=store.close, daemon=True).start()
+closing.wait()
+import time
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's C library has on_exit")
+def test_a_loop_that_is_being_closed_stands_still() -> None:
+    pytest.importorskip("uvloop", reason="only uvloop's loops end the process with SIGSEGV")
+    assert _ended(f"{_SLOW_END}\n{_CLOSING}\nsys.exit(1)") == (1, "", "")
+
+
 def test_what_an_app_registers_after_its_imports_uses_its_store() -> None:
     """What was registered before bufstore was imported comes too late; it is told at once."""
     program = """
@@ -50,16 +80,66 @@ def use(name):
     store.close()
 atexit.register(use, "late")
 import bufstore
-from bufstore.blocking import BlockingThreadStore
+atexit.register(use, "early")
 async def opened():
     return bufstore.MemoryThreadStore()
-atexit.register(use, "early")
-stores = {"late": BlockingThreadStore(opened), "early": BlockingThreadStore(opened)}
+stores = {"late": bufstore.BlockingThreadStore(opened), "early": bufstore.BlockingThreadStore(opened)}
 """
     code, out, err = _ended(program)
     assert (code, err) == (0, "")
     closed = "Closed('the interpreter ends: call the store, and close it, before that')"
     assert out.splitlines() == ["early None", f"late {closed}"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "from bufstore.loop_thread import LoopThread; call = LoopThread(opened, call_timeout_s=300)._call; wait = 300",
+        "from bufstore.spark.process_loop import loop; call = lambda work, _: loop().run(work()); wait = None",
+    ],
+    ids=["blocking", "spark"],
+)
+def test_a_call_on_its_way_ends(call: str) -> None:
+    """An app's handler may wait for a thread that makes it."""
+    program = f"""
+import asyncio, atexit, threading
+def join():
+    worker.join()
+    print(*said)
+atexit.register(join)
+import bufstore
+async def opened():
+    return None
+async def lasting():
+    begun.set()
+    await asyncio.sleep(3600)
+def work():
+    try:
+        call(lasting, wait)
+    except bufstore.Closed as e:
+        said.append("Closed")
+{call}
+begun, said, worker = threading.Event(), [], threading.Thread(target=work, daemon=True)
+worker.start()
+begun.wait()
+"""
+    assert _ended(program) == (0, "Closed\n", "")
+
+
+def test_host_names_are_looked_up_to_the_end() -> None:
+    program = """
+import atexit
+import asyncio
+import bufstore
+from bufstore.loop_thread import LoopThread
+async def opened():
+    return None
+async def found():
+    return bool(await asyncio.get_running_loop().getaddrinfo("localhost", 1))
+atexit.register(lambda: print(store._call(found, 30)))
+store = LoopThread(opened, call_timeout_s=5)
+"""
+    assert _ended(program) == (0, "True\n", "")
 
 
 def test_a_fork_waits_for_no_loop_of_its_parent() -> None:

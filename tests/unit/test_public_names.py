@@ -69,7 +69,7 @@ def test_the_package_itself_imports_no_driver_and_none_of_the_stores() -> None:
         [sys.executable, "-c", imported], capture_output=True, text=True, check=True
     ).stdout.split()
     ours = {m for m in modules if m.partition(".")[0] == bufstore.__name__}
-    assert ours == {*LAZY, "bufstore._lazy"}
+    assert ours == {*LAZY, "bufstore._lazy", "bufstore.at_exit"}
     assert not {"nats", "psycopg", "psycopg_pool", "redis", "msgspec", "langgraph"} & set(modules)
 
 

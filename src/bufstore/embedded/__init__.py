@@ -10,12 +10,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
 from bufstore.errors import EmbeddedError
+from bufstore.lasting_executor import LastingExecutor
 
 from ._base import START_SECONDS, FolderLock, make_folder, owners
 from ._nats import NatsServer
@@ -83,9 +83,9 @@ class Servers:
         """Stop both at the same time: gracefully, or at once if their folder is temporary and is removed with them."""
         if self._lock is None:
             return
-        pool = ThreadPoolExecutor(2)
+        pool = LastingExecutor(2)
         servers = (self.nats, self.postgres)
-        attempts = [_begun(pool, server.abandon if self._temporary else server.stop) for server in servers]
+        attempts = [pool.submit(server.abandon if self._temporary else server.stop) for server in servers]
         try:
             wait(attempts)
         finally:  # also when the wait is interrupted
@@ -101,17 +101,3 @@ class Servers:
         if self._lock is not None:
             self._lock.close()
         self._lock = None
-
-
-def _begun(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
-    """Begin the call in a thread of the pool, or make it here."""
-    try:
-        return pool.submit(call)
-    except RuntimeError:  # the process ends, and an atexit handler stops the servers: pools take no more work
-        done: Future[None] = Future()
-        try:
-            call()
-            done.set_result(None)
-        except Exception as e:
-            done.set_exception(e)
-        return done

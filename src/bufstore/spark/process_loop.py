@@ -13,14 +13,16 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar, cast
 
-from bufstore.at_exit import exit_came, run_until_exit
+from bufstore.at_exit import exit_came, held_at_exit
 from bufstore.errors import Closed
 from bufstore.tasks import spawn
 
 T = TypeVar("T")
+
+#: How often, in seconds, a waiting caller looks whether the interpreter ends.
+_LOOKS_S = 1.0
 
 
 class Loop:
@@ -33,12 +35,21 @@ class Loop:
     def __init__(self) -> None:
         self._loop = _new_loop()
         self._opened: dict[Hashable, asyncio.Task[Any]] = {}
-        target = partial(run_until_exit, self._loop)
-        threading.Thread(target=target, name="bufstore-spark", daemon=True).start()
+        threading.Thread(target=self._serve, name="bufstore-spark", daemon=True).start()
+
+    def _serve(self) -> None:
+        with held_at_exit(self._loop):
+            self._loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop, and return its result. Raises Closed when the interpreter ends."""
         running = self.start(work)
         try:
+            while not running.done():
+                with suppress(TimeoutError):
+                    running.exception(_LOOKS_S)
+                if exit_came() and not running.done():
+                    raise Closed("the interpreter ends")
             return cast(T, running.result())
         except BaseException:  # also Ctrl-C
             running.cancel()
@@ -62,7 +73,8 @@ class Loop:
                 while True:
                     yield self.run(next_())
         finally:
-            self.run(found.aclose())
+            with suppress(Closed):
+                self.run(found.aclose())
 
     async def opened(self, key: Hashable, open_: Callable[[], Awaitable[T]]) -> T:
         """Return the object that `open_` made for this key, now or for an earlier task of this process."""
