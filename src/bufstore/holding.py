@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from bufstore import elapsed
 from bufstore.tasks import end, spawn
 
 
 class Holding:
-    """Something that is ours for `for_s` seconds from each confirmed renewal on. The user of a Holding closes it."""
+    """Something that is ours for `for_s` seconds from each confirmed renewal on. The user of a Holding closes it.
+
+    All times are those of `bufstore.elapsed`: others take it also while this machine is suspended.
+    """
 
     def __init__(self, for_s: float, began: float, lost: Callable[[], object]) -> None:
-        """`began`: when the taking began, by the loop's clock. `lost` is called when no renewal came in time."""
+        """`began`: when the taking began. `lost` is called when no renewal came in time."""
         self._for_s, self._lost = for_s, lost
         self._timer: asyncio.TimerHandle | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -23,7 +27,12 @@ class Holding:
         self.stop()
         self.began, self.until = began, began + self._for_s
         # A timer decides, not a failed renewal: a renewal's answer may take longer than the time that is left.
-        self._timer = asyncio.get_running_loop().call_at(self.until, self._run_out)
+        self._timer = asyncio.get_running_loop().call_later(self.until - elapsed.now_s(), self._run_out)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its time is over, though the timer, which stands still in a suspension, may not have said so yet."""
+        return elapsed.now_s() >= self.until
 
     def stop(self) -> None:
         """Hold it no more: from now on it is not found lost."""
@@ -37,7 +46,7 @@ class Holding:
     async def _renew(self, renew: Callable[[], Awaitable[bool]], every_s: float) -> None:
         held = True
         while held:
-            due_s = self.began + every_s - asyncio.get_running_loop().time()
+            due_s = self.began + every_s - elapsed.now_s()
             await asyncio.sleep(max(due_s, min(every_s, self._for_s / 20)))
             held = await renew()
         self.stop()

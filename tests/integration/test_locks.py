@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bufstore import ConfigError
+from bufstore import ConfigError, elapsed
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
 from bufstore.tokens import Locks
@@ -111,6 +111,17 @@ async def test_too_late_when_nobody_took_it(locks: Locks) -> None:
     await asyncio.sleep(1.6)  # the lock expires by the server's clock, so the test must wait
     with pytest.raises(TokenLost):
         await lock.extend()
+
+
+async def test_a_check_after_a_suspension_says_that_another_may_have_it(
+    locks: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, before = await locks.acquire("a", ttl_s=30), elapsed.suspended_s()
+    lock.check()
+    monkeypatch.setattr(elapsed, "suspended_s", lambda: before + 30)
+    with pytest.raises(TokenLost):
+        lock.check()
+    assert lock.lost.is_set()
 
 
 async def test_extending_keeps_it_and_keeps_it_mortal(locks: Locks) -> None:

@@ -27,6 +27,7 @@ from bufstore.mailbox import (
     StepUnknown,
     Sweeper,
     Worker,
+    nats_sweeps,
 )
 from bufstore.mailbox.nats import NatsBackend, find_mailbox
 from bufstore.mailbox.postgres import PostgresBackend
@@ -485,6 +486,22 @@ async def test_a_clock_of_postgres_that_goes_back_stops_no_sweeps(on_postgres: M
             await connection.execute(f"UPDATE {table} SET swept_at = now() + interval '2 hours'")
         assert await store.backend.sweeps(1000)
         assert not await store.backend.sweeps(1000)
+
+
+async def test_a_clock_of_nats_that_goes_back_stops_no_sweeps(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server removes what has a time to live when its clock says so, which may be in hours."""
+    async with on_nats.open(2) as stores:
+        backend = _nats(stores[0])
+        await backend._bucket.put([Outgoing(backend._keys.prefix + "sweep", b"-", ttl_s=7200)])
+        monkeypatch.setattr(nats_sweeps, "_TURNS", 0.3)
+        began = time.monotonic()
+        while not await stores[0].backend.sweeps(0.1):
+            assert time.monotonic() - began < 20
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - began >= 0.3
+        assert not await stores[1].backend.sweeps(1000)
 
 
 async def test_a_listener_that_could_not_be_told_of_is_none(on_nats: Mailboxes) -> None:

@@ -299,6 +299,21 @@ async def test_a_retry_waits_and_keeps_the_key_busy(opened: Open) -> None:
     await again.done()
 
 
+async def test_a_retry_does_not_wait_for_a_clock_that_went_back(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody holds the item, and its record was stored in what is the future now."""
+    work = await opened()
+    await work.submit("a")
+    task, get = await took(work), work._register._get
+
+    async def in_the_future(which: dict[str, Any]) -> tuple[int, bytes, float]:
+        seq, body, stored_s = await get(which)
+        return seq, body, stored_s + 3600
+
+    monkeypatch.setattr(work._register, "_get", in_the_future)
+    await task.retry(0.5)
+    await (await took(work)).done()
+
+
 async def test_a_delay_that_is_none_is_refused_and_the_item_is_still_held(opened: Open) -> None:
     work = await opened()
     await work.submit("a")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bufstore.buffer import elapsed
+from bufstore import elapsed
 from bufstore.buffer.append import tip_finder
 from unit.write_world import Instance, World, test
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer import elapsed
+from bufstore import elapsed
 from bufstore.buffer.groups.choosing import Queued, choose, count_fitting
 from bufstore.buffer.groups.group import Group, decode_entry, decode_header, hash_of, size_of
 from bufstore.buffer.groups.heads import Heads

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from bufstore import elapsed
 from bufstore.holding import Holding
 from unit.fake_log import run
 
@@ -15,17 +18,16 @@ class Held:
         self.renewed: list[float] = []
         self.lost_at: list[float] = []
         self.answers: list[bool] = []
-        self._loop = asyncio.get_running_loop()
-        self.began = self._loop.time()
+        self.began = elapsed.now_s()
         self.holding = Holding(10.0, self.began, lambda: self.lost_at.append(self.age()))
 
     def age(self) -> float:
         """Seconds since it was taken."""
-        return round(self._loop.time() - self.began, 3)
+        return round(elapsed.now_s() - self.began, 3)
 
     async def renew(self) -> bool:
         """Answer as `answers` says; hang when none is left."""
-        began = self._loop.time()
+        began = elapsed.now_s()
         self.renewed.append(self.age())
         if not self.answers:
             await asyncio.sleep(3600)
@@ -95,5 +97,22 @@ def test_what_is_renewed_far_more_often_than_it_must_be_is_renewed_in_time() -> 
         held.holding.keep(held.renew, 0.1)
         await asyncio.sleep(1)
         assert held.renewed == [0.1, 0.2, 0.3, 0.4]
+
+    run(main())
+
+
+def test_the_time_in_which_the_machine_was_suspended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        before = elapsed.suspended_s()
+        held = Held()
+        await asyncio.sleep(2)
+        assert not held.holding.is_over
+        monkeypatch.setattr(elapsed, "suspended_s", lambda: before + 7.5)
+        assert not held.holding.is_over
+        monkeypatch.setattr(elapsed, "suspended_s", lambda: before + 8.5)
+        assert held.holding.is_over
+        held.holding.confirm(elapsed.now_s())
+        assert not held.holding.is_over
+        held.holding.stop()
 
     run(main())

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import BufferConfig, ConfigError, LogConfig
-from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore, memory_store
+from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import thin
 from bufstore.langgraph.model import CheckpointRow, Put
@@ -102,6 +103,25 @@ def test_a_thread_with_a_delta_channel_keeps_its_history() -> None:
         with pytest.raises(NotImplementedError, match="DeltaChannel"):
             await saver.aprune(["t"])
         assert await saver.aprune_idle(timedelta(days=-1)) == []
+        await saver.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("ahead", ["this machine", "the store"])
+def test_a_clock_that_is_ahead_makes_no_thread_idle(monkeypatch: pytest.MonkeyPatch, ahead: str) -> None:
+    class Years(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=2000)
+
+    async def main() -> None:
+        saver = await opened()
+        await put(saver, config("live"), 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine_of if ahead == "this machine" else memory_store, "datetime", Years)
+            assert await saver.aprune_idle(timedelta(days=1), strategy="delete") == []
+        assert len(await listed(saver, "live")) == 1
         await saver.aclose()
 
     run(main())

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer import elapsed, producers
+from bufstore import elapsed
+from bufstore.buffer import producers
 from bufstore.buffer.chain import plan
 from bufstore.errors import IdempotencyConflict, LogUnavailable, OutcomeUnknown, StoreUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage

@@ -18,6 +18,7 @@ from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.decisions import TRANSITIONS, Step
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants
+from bufstore.mailbox.nats_keys import Keys
 from bufstore.mailbox.worker import backoff_s
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -130,6 +131,21 @@ def test_whatever_happens_the_invariants_hold(steps: list[tuple[str, int]]) -> N
         # Tokens only grow.
         tokens = [c.token for c in model.claims]
         assert tokens == sorted(set(tokens))
+
+
+@given(st.integers(1, 10_000), st.integers(0, 10_000), st.integers(1, 10_000))
+def test_who_was_handed_back_without_a_delay_waits_for_no_clock(created_at_ms: int, delay_ms: int, now_ms: int) -> None:
+    """The server's clock may have been ahead when the dispatch came. It is returned, not new, in any case."""
+    fields = {"created_at_ms": created_at_ms, "available_at_ms": delay_ms and created_at_ms + delay_ms}
+    queued = Dispatch(thread_id="t", dispatch_id="d", max_attempts=1, **fields)
+    claim = decisions.claim(MailboxThread(thread_id="t"), queued, decisions.Claiming("w", now_ms + 50, now_ms))
+    active = replace(claim.thread.active, token=1)
+    (move,) = decisions.release(replace(claim.thread, active=active), active, now_ms).moves
+    after = move.after
+    assert after is not None
+    assert (after.status, after.attempts) == (Status.QUEUED, 0)
+    assert after.available_at_ms <= max(now_ms, queued.available_at_ms, queued.created_at_ms * bool(delay_ms) + 1)
+    assert Keys("m").is_returned(after)
 
 
 def test_the_table_says_what_leads_where() -> None:

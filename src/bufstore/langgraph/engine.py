@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import compress
 from typing import Self, TypeVar
@@ -170,9 +171,11 @@ class CheckpointEngine:
         """Delete the threads. Raises like `CheckpointLane.append`."""
         await _of_each(thread_ids, lambda thread_id: self.of(thread_id).delete(thread_id))
 
-    async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
-        """Prune or delete the threads whose last checkpoint is older than this time. Returns those changed."""
+    async def prune_idle(self, idle_for: timedelta, *, delete: bool) -> list[str]:
+        """Prune or delete the threads whose last checkpoint is older than `idle_for`. Returns those changed."""
         await self.flush(None)
+        # A clock that is ahead must not make live threads old.
+        before = (min(datetime.now(UTC), await self._store.now()) - idle_for).isoformat()
 
         async def changed(thread_id: str) -> bool:
             lane = self.of(thread_id)

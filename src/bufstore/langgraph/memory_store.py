@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from bufstore.buffer.domain import Backing
@@ -139,6 +140,10 @@ class MemoryCheckpointStore:
             outline_of(row, tables.blobs.keys(), parent_sends=(row.ns, row.parent) in sending)
             for row in tables.checkpoints.values()
         ]
+
+    async def now(self) -> datetime:
+        """See `CheckpointStore.now`."""
+        return datetime.now(UTC)
 
     async def idle(self, before: str) -> list[str]:
         """See `CheckpointStore.idle`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 import msgspec
@@ -110,6 +111,10 @@ class CheckpointStore(Protocol):
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """Return the outlines of all checkpoints of a thread."""
+        ...
+
+    async def now(self) -> datetime:
+        """Return the time by the store's clock, with its UTC offset."""
         ...
 
     async def idle(self, before: str) -> list[str]:

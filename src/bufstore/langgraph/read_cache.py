@@ -52,7 +52,7 @@ class ReadCache:
         return thread is not None and None in thread.reads
 
     def put(self, thread_id: str, asked: Asked, part: Part, at: float) -> None:
-        """Remember what a read has found that began at the time `at` (`bufstore.buffer.elapsed`)."""
+        """Remember what a read has found that began at the time `at` (`bufstore.elapsed`)."""
         thread = self._threads.setdefault(thread_id, _Thread({}))
         self._threads.move_to_end(thread_id)
         before = thread.reads.get(asked)

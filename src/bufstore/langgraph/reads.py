@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from bufstore import newest
-from bufstore.buffer import elapsed
+from bufstore import elapsed, newest
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader

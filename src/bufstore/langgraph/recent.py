@@ -47,7 +47,7 @@ class _Thread:
 
     def __init__(self, end: End) -> None:
         self.end = end
-        #: When the store last told of the thread (`bufstore.buffer.elapsed`).
+        #: When the store last told of the thread (`bufstore.elapsed`).
         self.at = 0.0
         self.tables = Tables()
         #: The namespaces whose newest checkpoint is here, with all that is written on top of it and of later ones.

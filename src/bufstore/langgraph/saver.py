@@ -8,7 +8,7 @@ import queue
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 from langchain_core.runnables import RunnableConfig
@@ -291,12 +291,15 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def aprune_idle(self, idle_for: timedelta, *, strategy: str = "keep_latest") -> list[str]:
         """Prune, as `aprune` does, the threads whose last checkpoint is older than `idle_for`. Returns those pruned.
 
+        A checkpoint's time is that of the process that made it; what time it is, is taken from this machine or from
+        Postgres, whichever is earlier.
+
         A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile;
         "keep_latest" leaves threads with a DeltaChannel or in quarantine alone. Raises like `aprune`.
         """
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")
-        return await self.engine.prune_idle((datetime.now(UTC) - idle_for).isoformat(), delete=strategy == "delete")
+        return await self.engine.prune_idle(idle_for, delete=strategy == "delete")
 
     async def aerase_thread(self, thread_id: str) -> None:
         """Delete the thread, and remove its content from the log and from quarantine for good.

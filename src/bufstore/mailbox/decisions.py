@@ -133,6 +133,8 @@ def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
     """Hand back a claim that nobody got, without counting an attempt. As after a nack, it is not new in the queue."""
     active = held(thread, claim)
+    # If the clock was ahead when it came, it came now: it must not wait until then.
+    active = replace(active, created_at_ms=min(active.created_at_ms, now_ms - 1))
     at_ms = max(active.available_at_ms, active.created_at_ms + 1)
     return _again(thread, active, active.attempts, at_ms, None, now_ms)
 

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import suppress
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from bufstore import elapsed
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.errors import ConsumerMissing, TooManyResults
 from bufstore.jetstream.fresh_reads import PAGE
@@ -23,6 +26,8 @@ from bufstore.mailbox.nats_signals import NatsSignals
 
 #: The age from which an entry of a lease is dropped although the state that was written with it is not seen.
 _FORGOTTEN_MS = 24 * 3600_000
+#: After how many intervals a turn to sweep that has not changed is taken over.
+_TURNS = 4
 _WALK_BYTES, _WALK_MAX = 512 << 10, 512
 _WINDOW = 3600_000 // SLOT_MS
 
@@ -41,6 +46,8 @@ class NatsSweeps:
         self._patience_s = patience_s
         self._leases, self._delays = (_Agenda(kind, bucket) for kind in "ld")
         self._walks = [_Walk(bucket, place) for place in self._keys.places()[:2]]
+        #: The turn to sweep that another instance has, by the sequence of its message, and since when we have seen it.
+        self._turn = (0, 0.0)
         #: The sequence up to which workers have had the signals, as of when answered ones were last removed.
         self._delivered = 0
 
@@ -48,10 +55,24 @@ class NatsSweeps:
         # An instance without the turn sets its clock, too.
         self._bucket.set_clock(await self._bucket.stream.info())
         turn = Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))
-        if await self._bucket.put_each([turn]):
+        if await self._bucket.put_each([turn]) and not await self._take_over(turn, interval_s):
             return False
         await self.forget_answered()
         return True
+
+    async def _take_over(self, turn: Outgoing, interval_s: float) -> bool:
+        """Take the turn if somebody has it for far too long; return whether we have it.
+
+        A server whose clock went back removes what has a time to live only when its clock is there again.
+        """
+        there = (await self._bucket.copy([turn.subject])).get(turn.subject)
+        now = elapsed.now_s()
+        if there is None or there.seq != self._turn[0]:
+            self._turn = (there.seq if there is not None else 0, now)
+            return False
+        if now - self._turn[1] < _TURNS * max(1.0, interval_s):
+            return False
+        return not await self._bucket.put_each([replace(turn, expected=there.seq)])
 
     async def forget_answered(self) -> None:
         """Remove the signals up to the consumer's ack floor, in one request."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 
+from bufstore import elapsed
 from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim, StepUnknown, Unavailable
 from bufstore.holding import Holding
 from bufstore.mailbox.model import Dispatch
@@ -146,7 +147,7 @@ class Worker:
         if self._stopped:
             task.cancel()  # the handler does not begin
         self._claims[claim.token] = claim, task
-        c, began = self._config, asyncio.get_running_loop().time()
+        c, began = self._config, elapsed.now_s()
         holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))
         holding.keep(lambda: self._renew(claim, signal, task, holding), min(c.lease_s, c.signal_ack_wait_s) / 3)
         try:
@@ -183,7 +184,7 @@ class Worker:
         await self._mailbox.nack(claim, retry_at_ms=retry_at, error=text)
 
     async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Task[None], holding: Holding) -> bool:
-        began = asyncio.get_running_loop().time()
+        began = elapsed.now_s()
         try:
             await self._mailbox.extend_lease(claim)
             holding.confirm(began)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import math
 import os
 import socket
 from collections.abc import Coroutine
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from bufstore import elapsed
 from bufstore.errors import ConfigError, LogFull, LogUnavailable, TokenBusy, TokenLost, Unavailable
 from bufstore.holding import Holding
 from bufstore.jetstream.connection import Connection
@@ -77,11 +79,19 @@ class Register:
         return (found.seq, decode(found.body)) if found is not None else (0, Record())
 
     async def seen(self, *which: dict[str, Any]) -> list[Seen]:
-        """Return what these requests (STREAM.MSG.GET) find, with their ages."""
+        """Return what these requests (STREAM.MSG.GET) find, with their ages.
+
+        What was stored in the future, by a clock that went back since, is new if somebody holds it, else it is old:
+        nobody knows for how long it is to wait.
+        """
         found = await asyncio.gather(*map(self._get, which))
         # Ask for the time afterwards, so that nothing seems younger than it is. Both times are by the server's clock.
         now = seconds((await self._stream.info(self._timeout_s))["ts"])
-        return [Seen(seq, decode(body), max(now - stored_s, 0.0)) for seq, body, stored_s in found]
+        ages = [(seq, decode(body), now - stored_s) for seq, body, stored_s in found]
+        return [
+            Seen(seq, record, age_s if age_s >= 0 else 0.0 if record.holder else math.inf)
+            for seq, record, age_s in ages
+        ]
 
     async def _get(self, which: dict[str, Any]) -> tuple[int, bytes, float]:
         """Return sequence, body and time; if there is no message, 0 and the record of a free key, infinitely old."""
@@ -122,7 +132,7 @@ class Register:
 
 
 class Hold(NamedTuple):
-    """A record that was written at sequence `seq`, and not before `began` by the loop's clock."""
+    """A record that was written at sequence `seq`, and not before `began` (`bufstore.elapsed`)."""
 
     key: str
     register: Register
@@ -154,7 +164,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise TokenLost if the key is lost, or may be. Call this before each step that cannot be undone."""
-        if asyncio.get_running_loop().time() >= self._holding.until:
+        if self._holding.is_over:
             self._lose(_UNRENEWED)
         if self.lost.is_set():
             raise TokenLost(self.key, self._reason)
@@ -163,7 +173,7 @@ class Lease:
         """Hold the key for its whole time from now on. Raises TokenLost, and LogUnavailable when that is not known."""
         if self.lost.is_set():
             raise TokenLost(self.key, self._reason)
-        began = asyncio.get_running_loop().time()
+        began = elapsed.now_s()
         await self._change(self._record)
         if not self.lost.is_set():
             self._holding.confirm(began)

@@ -6,12 +6,12 @@ told so, and does no harm.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from bufstore import elapsed
 from bufstore.config import ToNats, as_nats_config, check_name
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
 from bufstore.jetstream.connection import Connection
@@ -80,7 +80,7 @@ class Locks(Keyed):
         await held.release()
 
     async def _take(self, key: str, subject: str, ttl_s: int, holder: str) -> Lock:
-        began = asyncio.get_running_loop().time()
+        began = elapsed.now_s()
         record = Record(holder_name(holder), secrets.token_hex(8), lease_s=ttl_s)
         try:
             seq = await self._register.write(subject, record, 0, ttl_s)

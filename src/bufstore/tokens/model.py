@@ -177,6 +177,12 @@ def oldest_s(info: Mapping[str, Any]) -> float:
     return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
 
 
+def is_young(info: Mapping[str, Any], age_s: float) -> bool:
+    """Return whether a stream has nothing older than this. What the future holds is old: the clock went back since."""
+    state = info["state"]
+    return not state["messages"] or 0 <= seconds(info["ts"]) - seconds(state["first_ts"]) < age_s
+
+
 def items_config(config: TokensConfig) -> dict[str, Any]:
     """Return the stream of items that are not done, and of a message for each key that waits for its turn."""
     return last_values(

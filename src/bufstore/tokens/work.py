@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
+from bufstore import elapsed
 from bufstore.config import ToNats, as_nats_config
 from bufstore.errors import (
     ConfigError,
@@ -227,7 +228,7 @@ class ExclusiveWork(Keyed):
                 if (left := seen.record.lease_s - seen.age_s) > 0:
                     await self._pulls.hand_back(delivery, left + 0.001)
                     return None
-            began = asyncio.get_running_loop().time()
+            began = elapsed.now_s()
             item = items[0]
             attempt = model.attempt_of(record, item.seq)
             mark = secrets.token_hex(8)
@@ -284,7 +285,7 @@ class ExclusiveWork(Keyed):
         that the others had left answered. An item counts only after it and its key's record have stood for `ttl_s`.
         """
         c = self._config
-        if model.oldest_s(await self._items.info()) < c.ttl_s:
+        if model.is_young(await self._items.info(), c.ttl_s):
             return None
         page = await self._walk.next(_LOOKED_AT)
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}

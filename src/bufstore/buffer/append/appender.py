@@ -21,7 +21,8 @@ from typing import Any, Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type
 
-from bufstore.buffer import elapsed, recent_keys
+from bufstore import elapsed
+from bufstore.buffer import recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.lost_answer import PAUSE, resolve
 from bufstore.buffer.append.next_unit import Limits, Need, needs, next_unit, other_content

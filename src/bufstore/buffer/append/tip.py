@@ -35,7 +35,7 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     producers: bytes | None = None
     #: The position that a read must reach to see what this tip stands for; 0: that is `seq`, or there is nothing.
     flushed_seq: int = 0
-    #: When the log was asked (`bufstore.buffer.elapsed`) if it shows nothing of the thread; else 0.
+    #: When the log was asked (`bufstore.elapsed`) if it shows nothing of the thread; else 0.
     asked_at: float = 0.0
     #: True when everything up to this entry is applied, as Postgres has said, or will be, as the log shows: a draft
     #: that needs no more than the thread's version can follow.

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from bufstore.buffer import elapsed, producers, recent_keys
+from bufstore import elapsed
+from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append.lookups import Lookups
 from bufstore.buffer.append.tip import (
     Tip,
@@ -108,7 +109,7 @@ class TipFinder(Generic[S, M]):
         self._new = dict.fromkeys(found, (at, seen))
 
     def found_nowhere(self, thread_id: str, at: float) -> None:
-        """Note that a read which began at `at` (`bufstore.buffer.elapsed`) has found the thread nowhere.
+        """Note that a read which began at `at` (`bufstore.elapsed`) has found the thread nowhere.
 
         The thread's first write then need not look again, unless the end of the log was seen too long ago.
         """

@@ -34,7 +34,7 @@ class Queued(msgspec.Struct, frozen=True, eq=False):
     size: int
     #: The numbers of the entries that only say where their parts stand.
     elsewhere: frozenset[int] = frozenset()
-    #: A time before the first of their parts was stored (`bufstore.buffer.elapsed`); infinite: there are no parts.
+    #: A time before the first of their parts was stored (`bufstore.elapsed`); infinite: there are no parts.
     parts_at: float = float("inf")
 
 

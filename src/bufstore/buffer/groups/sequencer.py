@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
-from bufstore.buffer import elapsed
+from bufstore import elapsed
 from bufstore.buffer.groups.choosing import BYTES_MAX, Chosen, Queued, choose, count_fitting, too_large
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, Draft, hash_of, size_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads

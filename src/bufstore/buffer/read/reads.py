@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from bufstore.buffer import elapsed
+from bufstore import elapsed
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import S, State, StateReader
 from bufstore.buffer.entry import Item, items_of

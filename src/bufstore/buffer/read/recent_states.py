@@ -35,7 +35,7 @@ class Kept(NamedTuple, Generic[S]):
     state: S
     #: The position of the thread's last entry in the log; 0: the log shows none.
     last: int
-    #: When the store was asked, in seconds (`bufstore.buffer.elapsed`).
+    #: When the store was asked, in seconds (`bufstore.elapsed`).
     asked_at: float
     #: The position and the entry id of the store's watermark, at that time or later.
     anchor: tuple[int, int]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from bufstore.buffer import elapsed
+from bufstore import elapsed
 from bufstore.buffer.flush.takeover import mismatch, never_flushed
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, passed_by_all

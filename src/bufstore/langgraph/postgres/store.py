@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, LiteralString
 
@@ -253,6 +254,11 @@ class PostgresCheckpointStore:
             )
             for ns, id_, parent, checkpoint, metadata, sends in await self._sql.read("outlines", thread_id)
         ]
+
+    async def now(self) -> datetime:
+        """See `CheckpointStore.now`."""
+        ((epoch_s,),) = await self._sql.read("now")
+        return datetime.fromtimestamp(epoch_s, UTC)
 
     async def idle(self, before: str) -> list[str]:
         """See `CheckpointStore.idle`."""

@@ -261,7 +261,9 @@ def _typed(
         messages = messages.union(large.where((F.col("subject") == subjects.parts) & (F.col("position") < at)))
     pieces = pieces_of(messages, subjects)
     if parts:
-        since = datetime.fromtimestamp(max(p.newest_us for p in parts) / 1e6, UTC) - _LOOK_BACK
+        # The server's clock may have been ahead for a moment: one entry of then must not hide all the others.
+        newest_us = min(max(p.newest_us for p in parts), us_of(datetime.now(UTC)))
+        since = datetime.fromtimestamp(newest_us / 1e6, UTC) - _LOOK_BACK
         earlier = _table(spark, path, parts).where(F.col("stored_at") >= F.lit(since))
         of_last = F.when(F.col("effect") == APPLIED, F.col("position"))
         known = earlier.groupBy("thread_id").agg(

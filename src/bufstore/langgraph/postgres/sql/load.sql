@@ -252,6 +252,10 @@ SELECT c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id,
     )
 FROM {schema}.checkpoints AS c WHERE c.thread_id = $1::text;
 
+-- name: now
+-- The server's time, in seconds of Unix time.
+SELECT extract(epoch FROM clock_timestamp())::float8;
+
 -- name: idle
 -- The threads whose last checkpoint is older than this time. Reads the whole table.
 SELECT c.thread_id FROM {schema}.checkpoints AS c
