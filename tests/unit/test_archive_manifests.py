@@ -106,6 +106,9 @@ def test_a_range_within_a_larger_one_expires_before_it() -> None:
     larger, within = stored_by(manifest(1, 9), 5), stored_by(manifest(3, 5), 5)
     assert expired([larger, within], 6) == [within]
     assert expired([larger, within], 5) == []
+    read_later = msgspec.structs.replace(within, read_us=7)
+    assert expired([larger, read_later], 7) == []
+    assert expired([larger, read_later], 8) == [read_later]
     assert expired([stored_by(manifest(1, 9), 0), stored_by(manifest(9, 12), 1), manifest(12, 13)], 6) == []
 
 

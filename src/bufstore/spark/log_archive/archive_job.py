@@ -6,6 +6,7 @@ The manifest is written last; only then may the flushers purge the range.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ def archive(
         count=0,
         checksum="",
         attempt=secrets.token_hex(8),
+        read_us=time.time_ns() // 1000,
     )
     messages = _read(spark, deployment, found, earliest=not manifests, given=start is not None, tasks=tasks)
     with described(messages, f"bufstore: archive {deployment.stream} {found.name}"):

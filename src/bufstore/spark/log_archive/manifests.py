@@ -59,6 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str = ""
     #: When the newest of its messages was stored, in microseconds of Unix time; 0: not known, or there are none.
     newest_us: int = 0
+    #: When the reading began, in microseconds of Unix time; of a merged range, that of its last part; 0: not known.
+    read_us: int = 0
     #: The names of the ranges it was made of, and when, in microseconds of Unix time; a range of the log has neither.
     merged: tuple[str, ...] = ()
     merged_us: int = 0
@@ -136,10 +138,15 @@ def check_begin(manifests: Sequence[Manifest], created: str, begin: int) -> None
 def expired(manifests: Sequence[Manifest], before_us: int) -> list[Manifest]:
     """Return the ranges that may be removed: all their messages were stored before a time (microseconds of Unix time).
 
+    They were also read before it: the clock of the server that stored them may have been far behind.
+
     The range that ends last stays: the next run continues there. With overlaps, another range may begin last.
     """
-    by_end = sorted(manifests, key=lambda m: (m.end, m.start))
-    return list(takewhile(lambda m: not m.count or 0 < m.newest_us < before_us, by_end[:-1]))
+
+    def is_old(m: Manifest) -> bool:
+        return not m.count or (m.newest_us > 0 and max(m.newest_us, m.read_us) < before_us)
+
+    return list(takewhile(is_old, sorted(manifests, key=lambda m: (m.end, m.start))[:-1]))
 
 
 def overlapping(manifests: Sequence[Manifest]) -> bool:

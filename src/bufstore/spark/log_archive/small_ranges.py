@@ -76,6 +76,7 @@ def _merge(spark: SparkSession, path: str, run: Sequence[Manifest]) -> None:
         run[0],
         end=max(m.end for m in run),
         attempt=secrets.token_hex(8),
+        read_us=max(m.read_us for m in run),
         merged=tuple(m.name for m in run),
         merged_us=time.time_ns() // 1000,
     )
