@@ -37,6 +37,8 @@ from mailboxes import Mailboxes
 #: How long the queues may take to empty after all faults, beyond the time of the work itself. A signal that found its
 #: thread busy comes again after 30 s at most.
 SETTLE_S = 90.0
+#: A run in which nothing has happened for so long is stuck.
+_STUCK_S = SETTLE_S + 60
 #: Instances that enqueue, callers of each, and the largest number of dispatches that wait for the workers.
 _PRODUCERS, _CALLERS, _BACKLOG = 3, 24, 1500
 _THREADS = 200
@@ -167,6 +169,7 @@ class Run:
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             workers = [group.create_task(self._instance(n)) for n in range(self._workers)]
+            watching = group.create_task(self._watch())
             breaking = group.create_task(self._break(faults, hold_s))
             producers = [group.create_task(self._produce(n)) for n in range(_PRODUCERS)]
             producers.append(group.create_task(self._claim_impatiently()))
@@ -178,12 +181,25 @@ class Run:
             async with self._opened() as store:
                 await self._settle(store)
                 self.report.settled_s = time.monotonic() - quiet
-                for task in (idling, *workers):
+                for task in (idling, watching, *workers):
                     task.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
                 self.report.seconds = time.monotonic() - began
                 await self._judge(store)
         return self.report
+
+    async def _watch(self) -> None:
+        """End a run that is stuck, and print where everybody waits."""
+        before, since = None, time.monotonic()
+        while True:
+            await asyncio.sleep(5)
+            now = len(self._accepted), len(self.sink.effects), len(self._told), self.report.faults.total()
+            if now != before:
+                before, since = now, time.monotonic()
+            elif time.monotonic() - since > _STUCK_S:
+                for task in asyncio.all_tasks():
+                    task.print_stack()
+                raise AssertionError(f"nothing has happened for {_STUCK_S:.0f} s: {self.report.text()}")
 
     # The work.
 
