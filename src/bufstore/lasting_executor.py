@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,8 @@ class LastingExecutor(ThreadPoolExecutor):
         try:
             return super().submit(call, *args, **kwargs)
         except RuntimeError:
+            if threading.main_thread().is_alive():
+                raise  # the pool was shut down, or no thread could be started: its other threads may do the call, too
             done: Future[Any] = Future()
             try:
                 done.set_result(call(*args, **kwargs))

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from bufstore.lasting_executor import LastingExecutor
+
 #: A timer comes when Python has taken itself apart, and the C library takes a second longer than usual to end the
 #: process. (Its `sleep` gets the exit code, which is 1.)
 _SLOW_END = """
@@ -140,6 +142,14 @@ atexit.register(lambda: print(store._call(found, 30)))
 store = LoopThread(opened, call_timeout_s=5)
 """
     assert _ended(program) == (0, "True\n", "")
+
+
+def test_a_pool_that_was_shut_down_says_so_while_the_app_runs() -> None:
+    pool = LastingExecutor(1)
+    assert pool.submit(len, "abc").result() == 3
+    pool.shutdown()
+    with pytest.raises(RuntimeError):
+        pool.submit(len, "abc")
 
 
 def test_a_fork_waits_for_no_loop_of_its_parent() -> None:

@@ -38,7 +38,7 @@ from bufstore.jetstream.client import (
     violation,
 )
 from bufstore.jetstream.credentials import sign_in
-from bufstore.jetstream.failures import FAILURES, may_not_publish, meaning, why
+from bufstore.jetstream.failures import FAILURES, may_not_publish, meaning, most_telling, why
 from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -381,7 +381,7 @@ class Connection:
     async def _connect(self) -> None:
         """Connect to the next server that accepts us. An error of one server says nothing about the others."""
         errors: dict[Server, Exception] = {}
-        for server in self._choice.round():
+        for server in self._choice.round(_now()):
             try:
                 self._client = client = await self._connected_to(server)
             except Exception as e:
@@ -392,14 +392,13 @@ class Connection:
             self._lost.clear()
             self._up.set()
             return
-        # What somebody has to fix says more than a server that is away, which says more than one that nobody has given.
-        raise next((e for e in errors.values() if isinstance(e, ConfigError)), errors[self._choice.given[-1]])
+        raise most_telling([errors[server] for server in self._choice.given])  # others may be no good anyway
 
     async def _connected_to(self, server: Server) -> ListeningClient:
         client = new_client(self._config, server.url)
         try:
             with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
-                async with asyncio.timeout(2 * self._config.connect_timeout_s):
+                async with asyncio.timeout(self._config.connect_timeout_s * (1 + (server in self._choice.given))):
                     await client.connect(**self._options(client, server))
                 client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
                 self._inbox = client.new_inbox()
@@ -423,7 +422,8 @@ class Connection:
         """Return nats-py's options."""
 
         async def on_told() -> None:
-            self._choice.told(told_by(client))
+            if self._client is client:
+                self._choice.told(told_by(client))
 
         async def on_closed() -> None:
             self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import nats.errors
 
 from bufstore.config import mask_url
@@ -49,6 +51,11 @@ def why(error: Exception, client: ListeningClient, url: str) -> Exception:
     if isinstance(error, ValueError) and not isinstance(error, OSError):  # an SSLError is both
         return ConfigError(f"NATS configuration: {text_of(error)}")
     return error
+
+
+def most_telling(errors: Sequence[Exception]) -> Exception:
+    """Return one of the errors of connecting: what somebody has to mend says more than a server that is away."""
+    return next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
 
 
 def may_not_publish(subject: str, api: str) -> tuple[ConfigError, set[str]]:

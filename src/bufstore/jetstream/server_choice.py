@@ -5,9 +5,10 @@ requests get an error, or no answer. The other nodes may do well, so after some 
 tried. When no server does better, the cluster has no leaders; then each server gets more time than the one before.
 A single server is left, too: its address may stand for several nodes, and a new connection reaches another one.
 
-A server tells its clients the addresses of its cluster. They help where the given ones do not, so they come behind
-these. They may be good for nothing (a network that translates addresses, pods that are long gone), and each may cost a
-whole timeout: so at most one is tried before the given ones have their next turn.
+A server tells its clients the addresses of its cluster. They help where the given ones do not. But they may be good for
+nothing (a network that translates addresses, pods that are long gone), and each may cost a whole timeout. So they come
+behind the given ones, one at a time, and only after some seconds without a connection, or when the only address that
+was given is left again and again.
 """
 
 from __future__ import annotations
@@ -62,8 +63,13 @@ class ServerChoice:
     _last: Server | None = None
     #: The servers that others have told, in the order in which to try them.
     _told: list[Server] = field(default_factory=list)
-    #: Whether the last server was left, because it served nothing.
+    #: Whether the last server was left, because it served nothing; and how many were since a write was answered.
     _left: bool = False
+    _leaves: int = 0
+    #: Whether a server that was told has ever accepted us.
+    _reached: bool = False
+    #: When the first round since the last connection was made; None: not yet.
+    _away_since: float | None = None
     #: When it began to serve nothing, when that was last noticed, when it last took a write, when one was last left.
     _failing_since: float = _NEVER
     _failed_at: float = _NEVER
@@ -71,39 +77,47 @@ class ServerChoice:
     _left_at: float = float("inf")
     _patience_s: float = _PATIENCE_S
 
-    def round(self) -> list[Server]:
-        """Return the servers of the next round, in the order in which to try them: all given, and one that was told.
+    def round(self, now: float) -> list[Server]:
+        """Return the servers of the next round, in the order in which to try them.
 
-        Those given begin behind the one that was lost. One that was left comes last of all. Each round has another of
-        those told.
+        Those given begin behind the one that was lost. One that was told comes behind them, in each round another one,
+        if there has been no connection for some seconds. One that was left comes last of all; a single given one, whose
+        address may stand for several nodes, only from the second time on.
         """
+        if self._away_since is None:
+            self._away_since = now
         count = len(self.given)
-        tried = [self.given[(self._at + 1 + n) % count] for n in range(count)] + self._told[:1]
-        self._told = self._told[1:] + self._told[:1]
-        return sorted(tried, key=lambda server: self._left and server == self._last)
+        tried = [self.given[(self._at + 1 + n) % count] for n in range(count)]
+        left = self._left and self._leaves >= (1 if count > 1 else 2)
+        if left or now - self._away_since >= _PATIENCE_S:
+            tried += self._told[:1]
+            self._told = self._told[1:] + self._told[:1]
+        return sorted(tried, key=lambda server: left and server == self._last)
 
     @property
     def single(self) -> bool:
-        """Whether a single address is known."""
-        return len(self.given) == 1 and not self._told
+        """Whether a single address is known to be any good."""
+        return len(self.given) == 1 and not self._reached
 
     def connected(self, server: Server, told: Iterable[str] = ()) -> None:
         """Note that this server is the connected one from now on, and the addresses that it has told so far."""
-        self._last, self._left, self._failed_at = server, False, _NEVER
+        self._last, self._left, self._failed_at, self._away_since = server, False, _NEVER, None
         if server in self.given:
             self._at = self.given.index(server)
+        else:
+            self._reached = True
         self.told(told)
 
     def told(self, addresses: Iterable[str]) -> None:
         """Note addresses ("host:port") of the cluster, as the connected server tells them."""
         if self._last is not None:
-            known = (*self.given, *self._told)
-            new = [server for server in _servers_at(addresses, self._last) if server not in known]
+            known = {server.url for server in (*self.given, *self._told)}
+            new = [server for server in _servers_at(addresses, self._last) if server.url not in known]
             self._told = [*new, *self._told][:_TOLD_MAX]
 
     def wrote(self, now: float) -> None:
         """Note that a write was answered. A leader needs others for a write; one that was left answers reads, too."""
-        self._failed_at, self._wrote_at, self._patience_s = _NEVER, now, _PATIENCE_S
+        self._failed_at, self._wrote_at, self._patience_s, self._leaves = _NEVER, now, _PATIENCE_S, 0
 
     def failed(self, since: float, now: float) -> bool:
         """Note that the server did not serve a request that was sent at `since`; return whether to leave the server."""
@@ -117,6 +131,7 @@ class ServerChoice:
         if now - self._failing_since < self._patience_s:
             return False
         self._left, self._failed_at, self._left_at = True, _NEVER, now
+        self._leaves += 1
         self._patience_s = min(2 * self._patience_s, _PATIENCE_MAX_S)
         return True
 

@@ -421,7 +421,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 def _out_of_time(timeout_s: float) -> StoreUnavailable:
     return StoreUnavailable(
         f"Postgres needed longer than {timeout_s:.3g} s (it is busy, or another transaction holds a lock): the "
-        "statement was cancelled, and changed nothing (SQLSTATE 57014)"
+        "statement was cancelled (SQLSTATE 57014)"
     )
 
 

@@ -151,7 +151,8 @@ def expire(
     spark: SparkSession, path: str, *, before: datetime | None = None, ranges: bool = False, grace: timedelta = _GRACE
 ) -> int:
     """Remove parts and ranges of which others were made longer than `grace` ago, and parts whose entries were all
-    stored before `before`; with `ranges`, also ranges whose messages all were. Returns how many were removed.
+    stored before `before`; with `ranges`, also ranges whose messages all were, and were archived before it. Returns how
+    many were removed.
 
     The last part and the last range stay. Entries of removed ranges cannot be restored any more. Raises ConfigError
     when `before` has no offset, and on Spark Connect, which cannot remove files.
