@@ -168,6 +168,8 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
                     await store.backend._stream.purge(store.backend._keys.of("zz", ">"), 1 << 60)
                     break
             await asyncio.sleep(0.2)
+        else:
+            raise AssertionError("the bucket could not be emptied again")
 
 
 FAULTS = {

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bufstore import AlreadyExists, BufstoreError, LogFull
 from bufstore.embedded import RedisServer, Servers
@@ -181,9 +182,10 @@ class Run:
             async with self._opened() as store:
                 await self._settle(store)
                 self.report.settled_s = time.monotonic() - quiet
-                for task in (idling, watching, *workers):
+                for task in (idling, *workers):
                     task.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
+                watching.cancel()
                 self.report.seconds = time.monotonic() - began
                 await self._judge(store)
         return self.report
@@ -193,12 +195,12 @@ class Run:
         before, since = None, time.monotonic()
         while True:
             await asyncio.sleep(5)
-            now = len(self._accepted), len(self.sink.effects), len(self._told), self.report.faults.total()
+            now = len(self._accepted), len(self.sink.effects), len(self._told)
             if now != before:
                 before, since = now, time.monotonic()
             elif time.monotonic() - since > _STUCK_S:
                 for task in asyncio.all_tasks():
-                    task.print_stack()
+                    print(task.get_name(), *_frames(task), sep="\n    ", file=sys.stderr)
                 raise AssertionError(f"nothing has happened for {_STUCK_S:.0f} s: {self.report.text()}")
 
     # The work.
@@ -442,6 +444,15 @@ class Run:
             if epoch is not None and key[1] in before and d.status is Status.ACKED and (d.ended_by or 0) > epoch:
                 return f"{key} was claimed as {d.ended_by} behind the interrupt {epoch} that came after it"
         return None
+
+
+def _frames(task: asyncio.Task[Any]) -> Iterator[str]:
+    """Yield where a task waits, the outermost call first."""
+    waits: Any = task.get_coro()
+    while (frame := getattr(waits, "cr_frame", None)) is not None:
+        yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        waits = waits.cr_await
+    yield repr(waits)
 
 
 @asynccontextmanager

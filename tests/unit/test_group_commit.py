@@ -399,3 +399,22 @@ def test_what_is_large_goes_beside_the_groups_one_at_a_time() -> None:
         assert isinstance(waiting, Closed)
 
     run(main())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_close_leaves_no_writer_waiting(turns: int) -> None:
+    """It once cancelled a group's task before that had begun, and nobody told the group's writers."""
+
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        futures = [group.submit(unit("s", None, "x")), group.submit(unit("s", None, "x" * ((4 << 20) + 1)))]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await group.aclose()
+        done, _ = await asyncio.wait(futures, timeout=60)
+        assert len(done) == len(futures)
+        for future in futures:
+            assert isinstance(future.exception() or future.result(), int | Closed | AppendUnknown)
+
+    run(main())

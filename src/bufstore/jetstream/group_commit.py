@@ -29,6 +29,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -207,7 +208,7 @@ class GroupCommit:
             self._ahead, self._sent_at = group, self._now()
             task = spawn(self._guarded(group), name="bufstore-group")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._sent, group))
 
     def _send_large(self) -> None:
         while self._large and self._large_task is None and self._loop is not None and not self._closed:
@@ -215,12 +216,17 @@ class GroupCommit:
             if not unit.given_up:
                 self._large_task = spawn(self._guarded([unit], large=True), name="bufstore-large")
                 self._tasks.add(self._large_task)
-                self._large_task.add_done_callback(self._large_sent)
+                self._large_task.add_done_callback(partial(self._large_sent, [unit]))
 
-    def _large_sent(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _large_sent(self, units: list[AppendUnit], task: asyncio.Task[None]) -> None:
+        self._sent(units, task)
         self._large_task = None
         self._send_large()
+
+    def _sent(self, units: list[AppendUnit], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # perhaps before it began; then it could tell nobody
+            end_all(units, Closed("the store was closed before the entry was sent"))
 
     def _go_on(self, group: list[AppendUnit]) -> None:
         """Send what waits, now that nothing need wait for `group`."""
