@@ -33,7 +33,9 @@ def _ended(program: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's C library has on_exit")
-@pytest.mark.parametrize("opening", [_SPARK, _BLOCKING], ids=["spark", "blocking"])
+@pytest.mark.parametrize(
+    "opening", [pytest.param(_SPARK, id="spark"), pytest.param(_BLOCKING, id="blocking", marks=pytest.mark.long)]
+)
 def test_a_busy_loop_of_another_thread_stands_still(opening: str) -> None:
     pytest.importorskip("uvloop", reason="only uvloop's loops end the process with SIGSEGV")
     assert _ended(f"{_SLOW_END}\n{opening}\nsys.exit(1)") == (1, "", "")
@@ -63,6 +65,7 @@ time.sleep(0.2)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's C library has on_exit")
 def test_a_loop_that_is_being_closed_stands_still() -> None:
     pytest.importorskip("uvloop", reason="only uvloop's loops end the process with SIGSEGV")
