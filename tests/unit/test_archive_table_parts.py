@@ -11,13 +11,14 @@ import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bufstore import ConfigError, Run, RunStatus
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.log_archive.entry_table import APPLIED, PARKED, SCHEMA, SUPERSEDED, Known, known_of, thread_rows
-from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
+from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, newest_us, replaced, to_merge
 from bufstore.spark.log_archive.tables_job import expire
 from bufstore.spark.source.log_columns import LogItem, entry_rows
 from bufstore.threads.model import RunSave, encode_messages, encode_run
@@ -30,6 +31,12 @@ def part(start: int, end: int, n: int = 0, made: int = 0, count: int = 1) -> Par
     return Part(
         version=VERSION, start=start, end=end, count=count, checksum="", newest_us=0, made_us=made, attempt=f"{n:02d}"
     )  # fmt: skip
+
+
+def test_a_message_of_the_future_makes_nothing_look_old() -> None:
+    stored = [replace(part(1, 2), newest_us=at) for at in (5, 900, 7)]
+    assert newest_us(stored, 1000) == 900
+    assert newest_us(stored, 10) == 10
 
 
 SIZES = st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 9), st.integers(0, 9))

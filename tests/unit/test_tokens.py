@@ -27,7 +27,7 @@ from bufstore.jetstream.errors import (
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, items_config
+from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, is_young, items_config
 from unit.fake_log import run
 
 
@@ -56,6 +56,15 @@ def test_records() -> None:
     record = Record("me", "mark", 3, 7, 5, "s", 2, lease_s=30.0)
     assert decode(encode(record)) == record
     assert decode(b"") == decode(b"\x91\x01") == Record()
+
+
+@pytest.mark.parametrize(
+    ("first", "young"), [("12:00:00", True), ("11:59:51", True), ("11:59:49", False), ("13:00:00", False)]
+)
+def test_what_the_future_holds_is_old(first: str, young: bool) -> None:
+    info = {"ts": "2026-11-27T12:00:00Z", "state": {"messages": 1, "first_ts": f"2026-11-27T{first}Z"}}
+    assert is_young(info, 10.0) is young
+    assert is_young(info | {"state": {"messages": 0, "first_ts": "0001-01-01T00:00:00Z"}}, 10.0)
 
 
 def test_attempts_are_those_of_the_item() -> None:

@@ -58,6 +58,14 @@ def cover(parts: Sequence[Part]) -> list[Piece]:
     return found
 
 
+def newest_us(parts: Sequence[Part], now_us: int) -> int:
+    """Return when the newest message of the parts was stored, but no later than now (microseconds of Unix time).
+
+    The server's clock may have been ahead for a moment: what was stored then must not make all else look old.
+    """
+    return min(max(part.newest_us for part in parts), now_us)
+
+
 def replaced(parts: Sequence[Part], before_us: int) -> list[Part]:
     """Return the parts that do not count any more, because of others that were made before this time."""
     settled = cover([p for p in parts if p.made_us < before_us])

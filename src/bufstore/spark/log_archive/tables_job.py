@@ -42,7 +42,7 @@ from bufstore.spark.log_archive.manifests import (
     write_text,
 )
 from bufstore.spark.log_archive.small_ranges import RANGE_MESSAGES, merge_small, removable
-from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
+from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, newest_us, replaced, to_merge
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task
 from bufstore.unix_time import us_of
@@ -262,9 +262,7 @@ def _typed(
         messages = messages.union(large.where((F.col("subject") == subjects.parts) & (F.col("position") < at)))
     pieces = pieces_of(messages, subjects)
     if parts:
-        # The server's clock may have been ahead for a moment: one entry of then must not hide all the others.
-        newest_us = min(max(p.newest_us for p in parts), us_of(datetime.now(UTC)))
-        since = datetime.fromtimestamp(newest_us / 1e6, UTC) - _LOOK_BACK
+        since = datetime.fromtimestamp(newest_us(parts, us_of(datetime.now(UTC))) / 1e6, UTC) - _LOOK_BACK
         earlier = _table(spark, path, parts).where(F.col("stored_at") >= F.lit(since))
         of_last = F.when(F.col("effect") == APPLIED, F.col("position"))
         known = earlier.groupBy("thread_id").agg(
@@ -324,9 +322,9 @@ def _write(spark: SparkSession, path: str, rows: DataFrame, start: int, end: int
     )  # fmt: skip
     folder = f"{path}/tables/entries/part={part.name}"
     with described(rows, f"bufstore: table {part.name}"):
-        totals, newest_us = write_by_date(
+        totals, stored_us = write_by_date(
             rows, folder, lambda: spark.read.schema(_of_spark(SCHEMA)).parquet(folder), _HASHED
         )
-    part = msgspec.structs.replace(part, count=totals.rows, checksum=totals.checksum, newest_us=newest_us)
+    part = msgspec.structs.replace(part, count=totals.rows, checksum=totals.checksum, newest_us=stored_us)
     write_text(spark, f"{path}/tables/manifests/{part.name}", msgspec.json.encode(part).decode())
     return part
