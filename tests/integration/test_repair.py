@@ -148,7 +148,7 @@ async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
         await store.buffer.log.fill()
     backup.take()
     # The other thread's row is locked: its entries stay unflushed while Postgres moves past them.
-    async with deployment.store() as store, Held(deployment, unflushed):
+    async with Held(deployment, unflushed), deployment.store() as store:
         await append(store, both, 3)
         await append(store, new, "n")
         await store.force_flush(new)

@@ -35,9 +35,10 @@ async def set_standby(dsn: str, name: str) -> None:
 
 async def test_what_a_standby_has_not_got_is_not_acknowledged(own_servers: Servers) -> None:
     dsn, thread_id = own_servers.postgres.dsn, fresh()
-    mailbox = PostgresMailboxStore(dsn, config=MailboxConfig(timeout_s=1.0))
-    async with PostgresThreadStore(dsn, timeout_s=1.0) as store, mailbox:
+    async with PostgresThreadStore(dsn) as store:  # the others have little time
         await store.setup()
+    mailbox = PostgresMailboxStore(dsn, config=MailboxConfig(timeout_s=2.5))
+    async with PostgresThreadStore(dsn, timeout_s=2.5) as store, mailbox:
         await cut_off(dsn)
         with pytest.raises(OutcomeUnknown) as unknown:
             await store.checkpoint(thread_id, [said(1)], run_of(thread_id))
