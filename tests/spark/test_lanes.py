@@ -1,4 +1,4 @@
-"""Jobs on a store of several lanes: the sink and a drain use all lanes, readers of a log read one."""
+"""Jobs on a store of several lanes: the sink, a drain and tables use all lanes, readers of a log read one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from bufstore import ConfigError, Run, StoreUnavailable
+from bufstore import ConfigError, NatsConfig, Run, StoreUnavailable
 from bufstore.buffer.lanes import lane_logs, lane_of
-from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink, restore
+from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink, process_loop, restore
 from bufstore.spark.sink.backfill import BackfillWriter, Prepared
 from bufstore.spark.sink.row_writer import write_rows
+from bufstore.spark.tables.table_options import TableOptions
+from bufstore.spark.tables.table_scan import planned
 from conftest import Deployment
 from helpers import fresh, query
 from spark.jobs import frame, held, in_postgres, prepared, read_options, rows_of, settings_of, where, write
@@ -38,6 +40,10 @@ async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_al
         await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(3))), 0)
     await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(3, 5))), 1)
     assert await held(laned, threads) == {t: list(range(5)) for t in threads}
+    tables = spark.read.format("bufstore").options(**read_options(laned), table="threads")
+    tables = tables.options(postgresUrl=laned.servers.postgres.dsn, schema=laned.name)
+    shown = {row["thread_id"]: row["version"] for row in await asyncio.to_thread(lambda: tables.load().collect())}
+    assert shown == dict.fromkeys(threads, 5)
 
     report = await asyncio.to_thread(bulk_drain, spark, where(laned), tasks=2)
     assert report.parked == 0
@@ -88,11 +94,6 @@ async def test_what_needs_one_log_says_so(
     spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
     await prepared(laned)
-    options = {"natsUrl": laned.servers.nats.url, "postgresUrl": laned.servers.postgres.dsn, "schema": laned.name}
-    tables = spark.read.format("bufstore").options(stream=laned.log.stream, table="threads", **options)
-    with pytest.raises(Exception, match="one of 2 lanes"):
-        await asyncio.to_thread(lambda: tables.load().collect())
-    second = lane_logs(laned.log)[1]
     path, other = str(tmp_path / "archive"), deploy()
     await write(other, [fresh()], range(2))
     await asyncio.to_thread(archive, spark, where(other), path)
@@ -102,6 +103,24 @@ async def test_what_needs_one_log_says_so(
     # The error also comes when the log that would say so is gone.
     with pytest.raises(ConfigError, match="several lanes"):
         await asyncio.to_thread(restore, spark, path, replace(where(laned), stream="gone"))
+
+
+async def test_a_job_on_a_second_lane_says_which_stream_to_name(spark: Any, laned: Deployment) -> None:
+    await prepared(laned)
+    second = lane_logs(laned.log)[1]
+    tables = TableOptions(
+        nats=NatsConfig(servers=(laned.servers.nats.url,)),
+        postgres=laned.servers.postgres.dsn,
+        schema=laned.name,
+        stream=second.stream,
+        table="threads",
+        columns=("thread_id",),
+    )
+    with pytest.raises(ConfigError, match=r"lane 1 of 2, .*name the first one's stream"):
+        await asyncio.to_thread(process_loop.loop().run, planned(tables))
+    few = replace(tables, stream=laned.log.stream, ending_positions=[1])
+    with pytest.raises(ConfigError, match="endingPosition must have a position for each of the 2 lanes"):
+        await asyncio.to_thread(process_loop.loop().run, planned(few))
     one = SinkConfig(app_id="query", **(settings_of(laned) | {"stream": second.stream, "bucket": second.bucket}))
     with pytest.raises(Exception, match="lane 1 of 2"):
         await asyncio.to_thread(checkpoint_sink(one), frame(spark, rows_of([fresh()], range(2))), 0)

@@ -18,7 +18,9 @@ from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
 from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, StoreUnavailable, ThreadMetadata
+from bufstore.buffer.lanes import lane_logs, lane_of, ledger_schema
 from bufstore.buffer.places import group_of
+from bufstore.embedded import Servers
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
@@ -34,6 +36,12 @@ from helpers import eventually, fresh, query, run_of, said
 from hostile import publish_entry
 from spark.jobs import purge, settings_of, where
 from thorough import seldom
+
+
+@pytest.fixture
+def deployment(request: pytest.FixtureRequest, servers: Servers) -> Deployment:
+    """A deployment of this test only; a test's parameter says how many lanes it has."""
+    return Deployment(servers, lanes=getattr(request, "param", 1), max_bytes=64 << 20)
 
 
 def options(deployment: Deployment, table: str, **more: Any) -> dict[str, str]:
@@ -147,8 +155,11 @@ def _plain(run: Run) -> Any:
 
 
 @pytest.mark.parametrize("seed", [0, *seldom(1, 2, 3)])
-async def test_the_tables_say_what_the_store_says(deployment: Deployment, seed: int) -> None:
-    """Threads that are flushed, partly flushed, only in the log, removed or recreated: each as a read shows it."""
+@pytest.mark.parametrize("deployment", [1, 2], indirect=True)
+async def test_the_tables_say_what_the_store_says(
+    deployment: Deployment, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that are flushed, partly flushed, only in a log, removed or recreated: each as a read shows it."""
     history = History(seed)
     for steps in (30, 20):
         async with deployment.store() as store:
@@ -159,7 +170,10 @@ async def test_the_tables_say_what_the_store_says(deployment: Deployment, seed: 
             history.threads += [fresh(), fresh()]
             await history.go_on(store, steps)
             await check(deployment, store, history)
-            await check(deployment, store, history, numPartitions=1)
+            with monkeypatch.context() as patch:  # nothing is handed over, and each thread is a piece of its own
+                patch.setattr(tail, "_HANDED_BYTES", 0)
+                patch.setattr(tail, "_PIECE_BYTES", 100)
+                await check(deployment, store, history, numPartitions=1)
 
 
 async def test_threads_in_quarantine_are_shown_as_far_as_they_are_known(deployment: Deployment) -> None:
@@ -196,18 +210,19 @@ async def test_wide_messages_come_as_they_are(deployment: Deployment) -> None:
         await check(deployment, store, history)
 
 
+@pytest.mark.parametrize("deployment", [1, *seldom(2)], indirect=True)
 async def test_what_waits_in_postgres_is_shown(deployment: Deployment) -> None:
     """A thread's row is locked, so its entries wait in Postgres, and the cursor has passed them."""
     history = History(0, threads=0)
-    held, free = history.threads = [fresh(), fresh()]
+    last = lane_logs(deployment.log)[-1]
+    held, free = history.threads = [next(t for t in iter(fresh, "") if lane_of(t, last) == last.lane) for _ in range(2)]
     async with deployment.store() as store:
         await store.checkpoint(held, [said(0)], run_of(held))
         await store.force_flush_all()
         inner = deployment.inner()
         async with inner, inner.pool.lend(60) as connection, connection.transaction():
-            await connection.execute(
-                f'SELECT FROM "{deployment.name}".buffer_threads WHERE thread_id = %s FOR UPDATE', [held]
-            )
+            schema = ledger_schema(deployment.name, last)
+            await connection.execute(f'SELECT FROM "{schema}".buffer_threads WHERE thread_id = %s FOR UPDATE', [held])
             for n in range(1, 4):
                 await store.checkpoint_append(held, [said(n)], run_of(held, n))
                 await store.checkpoint_append(free, [said(n)], run_of(free, n))
@@ -218,9 +233,10 @@ async def test_what_waits_in_postgres_is_shown(deployment: Deployment) -> None:
 
 
 async def waits(store: BufferedThreadStore, thread_id: str) -> int:
-    return (await store.buffer.ledger.watermark(thread_id)).waits_to
+    return (await store.lanes.of(thread_id).ledger.watermark(thread_id)).waits_to
 
 
+@pytest.mark.parametrize("deployment", [1, 2], indirect=True)
 async def test_a_held_position_shows_one_moment_while_everything_goes_on(deployment: Deployment) -> None:
     """Without a held position, entries flushed behind it are refused, because Postgres has no earlier state."""
     history = History(5)
@@ -233,7 +249,8 @@ async def test_a_held_position_shows_one_moment_while_everything_goes_on(deploym
             asked = {name: held.options[name] for name in ("endingPosition", "postgresSnapshot")}
             before = {table: await everything(deployment, table, **asked) for table in TABLES}
             assert before == {
-                table: await everything(deployment, table, endingPosition=held.position) for table in TABLES
+                table: await everything(deployment, table, endingPosition=held.options["endingPosition"])
+                for table in TABLES
             }
             async with deployment.store() as other:
                 for thread_id in history.threads:
@@ -242,13 +259,14 @@ async def test_a_held_position_shows_one_moment_while_everything_goes_on(deploym
                 await other.force_flush_all()
                 await check(deployment, other, history)
             assert before == {table: await everything(deployment, table, **asked) for table in TABLES}
-            assert {json.loads(row)["as_of"] for row in before["threads"]} == {held.position}
+            assert {json.loads(row)["as_of"] for row in before["threads"]} == set(held.positions)
             with pytest.raises(PositionPassed, match="is flushed up to"):
-                await read(deployment, "threads", endingPosition=held.position)
+                await read(deployment, "threads", endingPosition=held.options["endingPosition"])
         with pytest.raises(Exception, match="the position is no longer held"):
             await read(deployment, "threads", **asked)
         with pytest.raises(Exception, match="the log ends before"):
-            await read(deployment, "threads", endingPosition=held.position << 1)
+            too_far = ",".join(str(position << 1) for position in held.positions)
+            await read(deployment, "threads", endingPosition=too_far)
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
@@ -266,7 +284,7 @@ async def test_a_position_that_is_held_longer_than_the_log_keeps_its_tail_is_a_l
         assert len(await read(deployment, "messages", **asked)) == 25
         async with deployment.store() as store:
             await store.force_flush_all()
-        await purge(deployment, group_of(held.position) if all_of_it else middle)
+        await purge(deployment, group_of(held.positions[0]) if all_of_it else middle)
         for table in TABLES:
             with pytest.raises(DataLoss):
                 await read(deployment, table, **asked)
@@ -339,7 +357,7 @@ async def test_a_tail_that_is_too_large_for_the_driver_is_read_once_by_each_task
             monkeypatch.setattr(LogState, "bytes_between", lambda *_: 499)
         source = BufstoreFormat(options(deployment, "threads"))
         parts = await asyncio.to_thread(source.reader(source.schema()).partitions)
-        assert [part.value.handed for part in parts] == [None] * 3
+        assert [part.value.handed for part in parts] == [{}] * 3
         for table in TABLES:
             ranges.clear()
             assert await everything(deployment, table) == found[table]
@@ -493,9 +511,9 @@ async def test_postgres_reads_no_more_than_is_asked_for(
 
     sent, stream = 0, Moment.stream
 
-    async def counted(self: Moment, *asked: Any) -> AsyncGenerator[tuple[Any, ...]]:
+    async def counted(self: Moment, *asked: Any, **lane: int) -> AsyncGenerator[tuple[Any, ...]]:
         nonlocal sent
-        async with aclosing(stream(self, *asked)) as rows:
+        async with aclosing(stream(self, *asked, **lane)) as rows:
             async for row in rows:
                 sent += 1
                 yield row

@@ -61,11 +61,6 @@ def lane_configs(config: BufferConfig) -> list[BufferConfig]:
     process's memory are divided among the lanes.
     """
     lanes = config.log.lanes
-    if config.log.lane:
-        raise ConfigError(
-            f"stream {config.log.stream} is lane {config.log.lane} of {lanes}, which are opened together: "
-            "name the first one's stream"
-        )
     return [
         replace(
             config,
@@ -79,6 +74,11 @@ def lane_configs(config: BufferConfig) -> list[BufferConfig]:
 
 def lane_logs(first: LogConfig) -> list[LogConfig]:
     """Return the configuration of each lane's log, the first lane's first. Raises ConfigError."""
+    if first.lane:
+        raise ConfigError(
+            f"stream {first.stream} is lane {first.lane} of {first.lanes}, which are opened together: "
+            "name the first one's stream"
+        )
     return [first, *(_numbered(first, lane) for lane in range(1, first.lanes))]
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from bufstore.config import Secretive
-from bufstore.nats.ranges import LogReader
 from bufstore.spark.config import Deployment
 from bufstore.spark.connection_options import connection_options
 from bufstore.spark.process_loop import loop
-from bufstore.spark.source.log_scan import patiently
+from bufstore.spark.tables.lane_logs import logs_at
 from bufstore.spark.tables.moment import Moment
-from bufstore.spark.tables.table_scan import end_behind
+from bufstore.spark.tables.table_options import TableOptions
 
 
 @dataclass(frozen=True, repr=False)
 class HeldPosition(Secretive):
     """What `hold_position` holds."""
 
-    #: The first position that is not read.
-    position: int
+    #: The first position that is not read, of each lane, the first lane's first.
+    positions: Sequence[int]
     #: The options for ``spark.read.format("bufstore").options(**held.options)``; they contain the logins.
     options: Mapping[str, str] = field(metadata={"secret": True})
 
@@ -38,26 +37,26 @@ def hold_position(deployment: Deployment) -> Iterator[HeldPosition]:
     stack = AsyncExitStack()
 
     async def begin() -> HeldPosition:
-        moment = await stack.enter_async_context(Moment(deployment.postgres, deployment.schema))
-        snapshot, ledger = await moment.export(), await moment.ledger()
-        reader = LogReader(deployment.server, deployment.stream)
-        await reader.open()
-        try:
-            log = await patiently(reader.look)  # after the snapshot was exported
-        finally:
-            await reader.aclose()
-        position = end_behind(ledger, log)
-        return HeldPosition(
-            position,
-            connection_options(deployment.server)
-            | {
-                "stream": deployment.stream,
-                "postgresUrl": deployment.postgres,
-                "schema": deployment.schema,
-                "endingPosition": str(position),
-                "postgresSnapshot": snapshot,
-            },
+        read = TableOptions(
+            nats=deployment.server,
+            postgres=deployment.postgres,
+            schema=deployment.schema,
+            stream=deployment.stream,
+            table="threads",
+            columns=(),
         )
+        moment = await stack.enter_async_context(Moment(read.postgres, read.schema))
+        snapshot = await moment.export()
+        logs = await logs_at(read, moment)  # after the snapshot was exported
+        positions = [one.until for one in logs.by_lane.values()]
+        options = connection_options(read.nats) | {
+            "stream": read.stream,
+            "postgresUrl": read.postgres,
+            "schema": read.schema,
+            "endingPosition": ",".join(map(str, positions)),
+            "postgresSnapshot": snapshot,
+        }
+        return HeldPosition(positions, options)
 
     try:
         yield loop().run(begin())

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, LiteralString, NamedTuple, Self
 
 import psycopg
 from psycopg import AsyncConnection, capabilities
 
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.target import Target
+from bufstore.config import LANES_MAX, LogConfig
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.alarm import in_time
@@ -35,7 +37,7 @@ _WAY_OUT = "Run `bufstore setup`, or open the store once, with their owner's rig
 
 
 class Ledger(NamedTuple):
-    """What the buffer's tables say."""
+    """What the buffer's tables of a lane say."""
 
     #: The cursor of each partition: everything up to it is in the threads' rows, or waits, or is in quarantine.
     cursors: Mapping[int, int]
@@ -47,7 +49,10 @@ class Moment:
 
     def __init__(self, conninfo: str, schema: str, snapshot: str | None = None) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
-        self._schema, self._sql = schema, queries(FOLDER, schema)
+        self._schema = schema
+        #: The statements for the tables of each lane that was asked for; the first one's have the store's, too.
+        self._sql: dict[int, Mapping[str, LiteralString]] = {}
+        self._watermarks: LiteralString = ""
         self._snapshot = snapshot
         self._connection: AsyncConnection[Any] | None = None
 
@@ -93,15 +98,25 @@ class Moment:
             await self._pool.putconn(self._connection)  # type: ignore[arg-type]
         await self._pool.close()
 
-    async def rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Return all rows of a statement that finds its few rows at once."""
+    def watermarks_of(self, lanes: int) -> None:
+        """Have the threads' rows show the watermarks of this many lanes."""
+        self._watermarks = " UNION ALL ".join(self._text("watermarks", lane) for lane in range(lanes))
+
+    def _text(self, name: str, lane: int) -> LiteralString:
+        if lane not in self._sql:
+            schema = ledger_schema(self._schema, LogConfig(lanes=LANES_MAX, lane=lane))
+            self._sql[lane] = queries(FOLDER, schema)
+        return self._sql[lane][name].replace("{watermarks}", self._watermarks)
+
+    async def rows(self, name: str, *parameters: Any, lane: int = 0) -> list[tuple[Any, ...]]:
+        """Return all rows of a statement that finds its few rows at once; `lane`: in whose tables."""
         assert self._connection is not None
         with map_errors():
             async with in_time(self._connection, _ANSWER_S):
-                return await arrays.rows_of(self._connection, self._sql[name], parameters)
+                return await arrays.rows_of(self._connection, self._text(name, lane), parameters)
 
-    async def stream(self, name: str, *parameters: Any) -> AsyncGenerator[tuple[Any, ...]]:
-        """Yield the rows of a statement that may read whole tables, some at a time.
+    async def stream(self, name: str, *parameters: Any, lane: int = 0) -> AsyncGenerator[tuple[Any, ...]]:
+        """Yield the rows of a statement that may read whole tables, some at a time; `lane`: in whose tables.
 
         Nothing limits the time until the first row, or the next one: a read may want few rows of a large table, and
         Spark takes rows when it wants them.
@@ -110,13 +125,13 @@ class Moment:
         size = _ROWS if capabilities.has_stream_chunked() else 1
         with map_errors():
             cursor = arrays.ArrayCursor(self._connection)
-            found = cursor.stream(self._sql[name], parameters, binary=True, size=size)
+            found = cursor.stream(self._text(name, lane), parameters, binary=True, size=size)
             async with aclosing(found) as rows:  # type: ignore[type-var]
                 async for row in rows:
                     yield row
 
-    async def ledger(self) -> Ledger:
-        partitions, cursors, domain, store, target = (await self.rows("cursors_and_target"))[0]
+    async def ledger(self, lane: int) -> Ledger:
+        partitions, cursors, domain, store, target = (await self.rows("cursors_and_target", lane=lane))[0]
         named = Target(domain, store, target) if target is not None else None
         return Ledger(dict(zip(partitions or (), cursors or (), strict=True)), named)
 

@@ -31,19 +31,18 @@ class TableOptions(Secretive):
     stream: str = LogConfig.stream
     table: str
     columns: Sequence[str]
-    #: The first position that is not read; None: where the log ends when a task begins.
-    ending_position: int | None = None
+    #: The first position that is not read, of each lane; empty: where the logs end when a task begins.
+    ending_positions: Sequence[int] = ()
     #: The moment of Postgres that is read (`bufstore.spark.hold_position`); None: the moment when a task begins.
     snapshot: str | None = None
     tasks: int | None = None
     min_tasks: int = os.cpu_count() or 2
     narrowing: Narrowing = ALL
 
-    @property
-    def log(self) -> ReadOptions:
-        """The options for reading the log."""
+    def log(self, stream: str) -> ReadOptions:
+        """Return the options for reading the log of a lane."""
         threads = self.narrowing.threads
-        return ReadOptions(nats=self.nats, stream=self.stream, threads=sorted(threads) if threads is not None else ())
+        return ReadOptions(nats=self.nats, stream=stream, threads=sorted(threads) if threads is not None else ())
 
 
 #: Option → what it says. These say what is read; they come beside the options of the connection.
@@ -57,7 +56,7 @@ NAMES = {
     "agents": "only of these agents, as a JSON list (threads: of the latest run; not of messages)",
     "changedFrom": "only what was changed then or later, as ISO 8601",
     "changedBefore": "only what was changed before, as ISO 8601",
-    "endingPosition": "the first position that is not read (default: where the log ends)",
+    "endingPosition": "the first position that is not read, or one for each lane (default: where the log ends)",
     "postgresSnapshot": "a snapshot of Postgres that is held at endingPosition: see hold_position",
     "numPartitions": "tasks that a read is divided into (default: minPartitions)",
     "minPartitions": "tasks, if numPartitions is not given (default: the driver's cores)",
@@ -79,6 +78,7 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
         raise ConfigError("option postgresSnapshot needs endingPosition: hold_position gives both")
     if not _SNAPSHOT.fullmatch(found.get("postgresSnapshot", "0")):
         raise ConfigError("option postgresSnapshot is not the name of a snapshot")
+    ending = found["endingPosition"].split(",") if "endingPosition" in found else ()
     return TableOptions(
         nats=connection(found),
         postgres=postgres_of(found),
@@ -86,7 +86,7 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
         stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
         table=table,
         columns=tuple(columns),
-        ending_position=number("endingPosition", found["endingPosition"]) if "endingPosition" in found else None,
+        ending_positions=[number("endingPosition", position.strip()) for position in ending],
         snapshot=found.get("postgresSnapshot"),
         tasks=count(found, "numPartitions"),
         min_tasks=count(found, "minPartitions") or TableOptions.min_tasks,

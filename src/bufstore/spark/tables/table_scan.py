@@ -1,7 +1,7 @@
-"""Reads threads, runs or messages in a Python worker: what Postgres has, with what the log holds above it.
+"""Reads threads, runs or messages in a Python worker: what Postgres has, with what the logs hold above it.
 
-A task sees one moment of Postgres, and reads the log up to a position that is not before that moment. So each of its
-rows shows its thread as a read of the store would have shown it then.
+A task sees one moment of Postgres, and reads each lane's log up to a position that is not before that moment. So each
+of its rows shows its thread as a read of the store would have shown it then.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ from typing import Any
 import msgspec
 import pyarrow
 
-from bufstore.buffer.places import first_place
-from bufstore.buffer.target import check_flushable, check_same
-from bufstore.errors import ConfigError, LogUnavailable, PositionPassed
-from bufstore.nats.ranges import LogState
+from bufstore.errors import PositionPassed
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.ledger.waiting import waiting_item
-from bufstore.spark.source.log_scan import patiently, reader_of
-from bufstore.spark.tables.moment import Ledger, Moment
+from bufstore.spark.tables.lane_logs import LaneLogs, logs_at
+from bufstore.spark.tables.moment import Moment
 from bufstore.spark.tables.narrowing import Narrowing
 from bufstore.spark.tables.overlaid import Late, Overlaid, overlaid
 from bufstore.spark.tables.shares import ALL_THREADS, Share
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.table_rows import batch_of, message_row, run_row, thread_row
-from bufstore.spark.tables.tail import Handed, lowest, span_of, tail_of, taken_apart
+from bufstore.spark.tables.tail import Handed, tail_of, taken_apart
 from bufstore.threads.model import Run, Thread, decode_run
 from bufstore.threads.postgres.rows import thread_of
-from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.protocol import kind_of
 from bufstore.threads.queries import prefix_end
 
 #: How many rows a batch of Arrow has at most, and about how many bytes.
@@ -46,32 +41,20 @@ class Task(msgspec.Struct, frozen=True):
     """What one task reads."""
 
     share: Share
-    #: What planning has read of the share's tail; None: nothing.
-    handed: Handed | None
+    #: What planning has read of the share's tail, by lane; empty: nothing.
+    handed: Mapping[int, Handed]
 
 
 async def planned(options: TableOptions) -> list[Task]:
     """Return the tasks of a read. Raises ConfigError, ConfigDrift, DataLoss, LogUnavailable, StoreUnavailable."""
-    reader = await reader_of(options.log)
     async with Moment(options.postgres, options.schema, options.snapshot) as moment:
-        ledger = await moment.ledger()
-        log = await patiently(reader.look)
-    check_flushable(options.stream, log.target, kind_of(PostgresThreadStore))
-    if log.config.lanes > 1:
-        raise ConfigError(
-            f"stream {options.stream} is one of {log.config.lanes} lanes: a read of these tables can use the tail of "
-            "one log only. Flush all lanes and read the tables with Spark's JDBC source, or read each lane with "
-            'format("threadlog")'
-        )
-    check_same(options.stream, log.target, ledger.target)
-    until = _until(options, log, ledger)
+        logs = await logs_at(options, moment)
     threads = options.narrowing.threads
-    span = span_of(log, lowest(options, log, ledger), until)
     # The number of tasks does not depend on the tail: if the tail is large, each task reads all of it.
     tasks = options.tasks or options.min_tasks
     found = ALL_THREADS.divided(tasks if threads is None else max(min(tasks, len(threads)), 1))
-    handed = await taken_apart(options, reader, log, span, until, found)
-    return [Task(share, handed[n] if handed is not None else None) for n, share in enumerate(found)]
+    handed = await taken_apart(options, logs, found)
+    return [Task(share, handed[n] if handed is not None else {}) for n, share in enumerate(found)]
 
 
 async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.RecordBatch]:
@@ -80,21 +63,18 @@ async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.R
     Raises PositionPassed when Postgres has entries at or behind the position that is asked for, DataLoss when the log
     has lost what Postgres does not have, LogUnavailable, StoreUnavailable.
     """
-    reader = await reader_of(options.log)
     async with Moment(options.postgres, options.schema, options.snapshot) as moment:
-        ledger = await moment.ledger()
-        log = await patiently(reader.look)  # after the moment began: the log lacks nothing that Postgres has
-        until = _until(options, log, ledger)
-        if options.ending_position is not None:
-            await _Scan(options, task.share, moment, until).check_not_passed()
+        logs = await logs_at(options, moment)
+        if options.ending_positions:
+            await _Scan(options, task.share, moment, logs).check_not_passed()
         found: list[dict[str, Any]] = []
         size = 0
-        tail = tail_of(options, task.share, reader, log, ledger, until, task.handed)
-        async with aclosing(_rows(options, moment, until, tail)) as rows:
+        tail = tail_of(options, task.share, logs, task.handed)
+        async with aclosing(_rows(options, moment, logs, tail)) as rows:
             async for row, bytes_ in rows:
                 if not options.narrowing.has(row):
                     continue
-                found.append(row | {"as_of": until})
+                found.append(row | {"as_of": logs.of(row["thread_id"]).until})
                 size += bytes_
                 if len(found) >= _ROWS or size >= _BYTES:
                     yield batch_of(options.table, options.columns, found)
@@ -103,46 +83,22 @@ async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.R
 
 
 async def _rows(
-    options: TableOptions, moment: Moment, until: int, tail: AsyncGenerator[tuple[Share, dict[str, list[Late]]]]
+    options: TableOptions, moment: Moment, logs: LaneLogs, tail: AsyncGenerator[tuple[Share, dict[str, list[Late]]]]
 ) -> AsyncGenerator[Sized]:
     """Yield the rows of the threads, piece by piece of the tail."""
     async with aclosing(tail) as pieces:
         async for piece, late in pieces:
-            scan = _Scan(options, piece, moment, until)
+            scan = _Scan(options, piece, moment, logs)
             async with aclosing(scan.rows(await scan.overlay(late))) as rows:
                 async for sized in rows:
                     yield sized
 
 
-def end_behind(ledger: Ledger, log: LogState) -> int:
-    """Return where the log ends; `log` was looked at after `ledger`. Raises LogUnavailable when Postgres has more."""
-    end, flushed = first_place(log.end), max(ledger.cursors.values(), default=0)
-    if flushed > end:
-        raise LogUnavailable(
-            f"Postgres has entries up to {flushed}, but the log ends before {end}: the server that answered does not "
-            "have all of it (or the log went back, see `bufstore verify`)"
-        )
-    return end
-
-
-def _until(options: TableOptions, log: LogState, ledger: Ledger) -> int:
-    """Return the first position that is not read. Raises ConfigError, LogUnavailable, PositionPassed."""
-    end = first_place(log.end)
-    if options.ending_position is None:
-        return end_behind(ledger, log)
-    if options.ending_position > end:
-        raise ConfigError(f"option endingPosition: the log ends before {end}")
-    # Postgres knows when a thread was deleted only as long as the log goes back to its deletion.
-    if options.snapshot is None and options.ending_position < first_place(log.first):
-        raise PositionPassed(options.ending_position, f"the log begins at {first_place(log.first)}")
-    return options.ending_position
-
-
 class _Scan:
-    """One share of the threads, at one moment of Postgres, up to one position of the log."""
+    """One share of the threads, at one moment of Postgres, up to one position of each log."""
 
-    def __init__(self, options: TableOptions, share: Share, moment: Moment, until: int) -> None:
-        self._options, self._moment, self._until = options, moment, until
+    def __init__(self, options: TableOptions, share: Share, moment: Moment, logs: LaneLogs) -> None:
+        self._options, self._moment, self._logs = options, moment, logs
         narrowing = options.narrowing
         prefix = narrowing.thread_prefix
         self._hashes = (share.low, share.high - 1)
@@ -153,27 +109,37 @@ class _Scan:
         )
 
     async def check_not_passed(self) -> None:
-        """Raise PositionPassed when an entry at or behind the position is flushed."""
-        asked = ("flushed_beyond", *self._hashes, self._until, *self._ids)
-        async with aclosing(self._moment.stream(*asked)) as found:
-            async for thread_id, flushed in found:
-                raise PositionPassed(self._until, f"thread {thread_id!r} is flushed up to {flushed}")
+        """Raise PositionPassed when an entry at or behind the position of its thread's lane is flushed."""
+        for lane, one in self._logs.by_lane.items():
+            asked = ("flushed_beyond", *self._hashes, one.until, *self._ids)
+            async with aclosing(self._moment.stream(*asked, lane=lane)) as found:
+                async for thread_id, flushed in found:
+                    raise PositionPassed(one.until, f"thread {thread_id!r} is flushed up to {flushed}")
 
     async def overlay(self, tail: MutableMapping[str, list[Late]]) -> dict[str, Overlaid]:
         """Return the threads with entries that are not flushed. Empties `tail`."""
         waiting: dict[str, list[Late]] = {}
-        asked = ("waiting_of_share", *self._hashes, self._until, *self._ids)
-        async with aclosing(self._moment.stream(*asked)) as rows_waiting:
-            async for thread_id, seq, blob, since in rows_waiting:
-                waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
+        for lane, one in self._logs.by_lane.items():
+            asked = ("waiting_of_share", *self._hashes, one.until, *self._ids)
+            async with aclosing(self._moment.stream(*asked, lane=lane)) as rows_waiting:
+                async for thread_id, seq, blob, since in rows_waiting:
+                    waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
         threads = sorted(waiting.keys() | tail.keys())
         found: dict[str, Overlaid] = {}
         for at in range(0, len(threads), _THREADS):
-            rows = await self._moment.rows("thread_rows", arrays.texts(threads[at : at + _THREADS]))
-            for thread_id, *row in rows:
-                one = overlaid(thread_id, row, waiting.pop(thread_id, ()), tail.pop(thread_id, ()))
-                if one is not None:
-                    found[thread_id] = one
+            for thread_id, row in (await self._stored(threads[at : at + _THREADS])).items():
+                late = overlaid(thread_id, row, waiting.pop(thread_id, ()), tail.pop(thread_id, ()))
+                if late is not None:
+                    found[thread_id] = late
+        return found
+
+    async def _stored(self, threads: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+        """Return the row of each of these threads, with its watermark."""
+        found = {row[0]: row[1:] for row in await self._moment.rows("thread_rows", arrays.texts(threads))}
+        for lane in self._logs.by_lane:
+            mine = arrays.texts(t for t in threads if self._logs.lane_of(t) == lane)
+            for thread_id, *watermark in await self._moment.rows("thread_watermarks", mine, lane=lane):
+                found[thread_id] += tuple(watermark)
         return found
 
     async def rows(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
