@@ -242,12 +242,13 @@ async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
     assert [len(found) for found in of_thread.values()] == [8, 8]
     if lost is not None:
         del of_thread[threads[0]][lost]
-    elsewhere = where(Deployment(deployment.servers))
+    other = Deployment(deployment.servers)
+    elsewhere = where(other)
     stays = 8 if lost is None else lost
     for dry_run, present in ((True, 0), (False, 0), (False, stays + 8)):
-        async with restore_job._restoring(elsewhere, "postgres", dry_run=dry_run) as restoring:
+        async with restore_job._restoring(elsewhere, "postgres", other.log, dry_run=dry_run) as restoring:
             await restoring.setup(1, None)
-        counts = await restore_job._restore(elsewhere, "postgres", items_of(of_thread), dry_run=dry_run)
+        counts = await restore_job._restore(elsewhere, "postgres", other.log, items_of(of_thread), dry_run=dry_run)
         applied = 0 if present else stays + 8
         refused = 0 if lost is None else 7 - lost
         assert (counts.threads, counts.applied, counts.present, counts.refused) == (2, applied, present, refused)
@@ -271,7 +272,7 @@ async def test_a_restore_into_a_log_tells_its_other_attempt_from_somebody_else(
 
     async def restored(of: str, count: int = 8) -> tuple[int, int, int]:
         items = items_of({of: of_thread[of][:count]})
-        found = await restore_job._restore(where(elsewhere), "log", items, dry_run=False)
+        found = await restore_job._restore(where(elsewhere), "log", elsewhere.log, items, dry_run=False)
         assert bool(found.reasons) == bool(found.refused), found.reasons
         return found.applied, found.present, found.refused
 
@@ -315,7 +316,7 @@ async def test_two_attempts_at_a_restore_into_a_log_at_once_write_each_entry_onc
 
     def attempt(backwards: bool) -> Any:
         rows = dict(reversed(of_thread.items())) if backwards else of_thread
-        return restore_job._restore(where(elsewhere), "log", items_of(rows), dry_run=False)
+        return restore_job._restore(where(elsewhere), "log", elsewhere.log, items_of(rows), dry_run=False)
 
     found = await asyncio.gather(attempt(False), attempt(True))
     assert sum(one.applied for one in found) == sum(one.present for one in found) == 480

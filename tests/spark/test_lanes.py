@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import ConfigError, NatsConfig, Run, StoreUnavailable
+from bufstore import ConfigDrift, ConfigError, NatsConfig, Run, StoreUnavailable
 from bufstore.buffer.lanes import lane_logs, lane_of
 from bufstore.spark import SinkConfig, archive, bulk_drain, checkpoint_sink, process_loop, restore
 from bufstore.spark.sink.backfill import BackfillWriter, Prepared
@@ -89,20 +89,67 @@ async def test_a_backfill_past_the_logs_writes_each_row_once(
     assert await held(laned, threads) == {t: [0, 1, 2, 3] for t in threads}
 
 
+@pytest.mark.parametrize("log_is_there", [True, False])
+async def test_the_archives_of_all_lanes_come_back_into_postgres(
+    spark: Any, laned: Deployment, tmp_path: Path, log_is_there: bool
+) -> None:
+    threads = [fresh() for _ in range(12)]
+    await write(laned, threads, range(3))
+    for log in lane_logs(laned.log):
+        of_lane = replace(where(laned), stream=log.stream, bucket=log.bucket)
+        await asyncio.to_thread(archive, spark, of_lane, str(tmp_path / log.stream))
+    other = laned
+    if log_is_there:  # and Postgres is gone
+        dsn = laned.servers.postgres.dsn
+        await query(dsn, f'DROP SCHEMA "{laned.name}" CASCADE')
+        await query(dsn, f'DROP SCHEMA "{laned.name}_lane1" CASCADE')
+    else:
+        other = Deployment(laned.servers, lanes=2, max_bytes=64 << 20)
+    for _ in range(2):  # the second time all is there
+        reports = [
+            await asyncio.to_thread(restore, spark, str(tmp_path / log.stream), where(other))
+            for log in lane_logs(laned.log)
+        ]
+        assert [report.refused for report in reports] == [0, 0], [report.reasons for report in reports]
+        assert all(report.threads for report in reports)
+    assert sum(report.present for report in reports) == 36
+    assert await in_postgres(other, threads) == {t: [0, 1, 2] for t in threads}
+    if not log_is_there:  # whoever makes the logs must have as many
+        fewer = replace(other.log, lanes=1)
+        other_lanes = Deployment(laned.servers)
+        other_lanes.name, other_lanes.log = other.name, fewer
+        with pytest.raises(ConfigDrift, match="lanes"):
+            await prepared(other_lanes)
+    await write(other, threads, range(3, 5))
+    assert await held(other, threads) == {t: list(range(5)) for t in threads}
+
+
 @pytest.mark.long
-async def test_what_needs_one_log_says_so(
+async def test_an_archive_comes_back_into_the_logs_of_as_many_lanes_as_there_are(
     spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
+    """Each thread comes into its lane, wherever it was before."""
+    one, path, threads = deploy(), str(tmp_path / "one"), [fresh() for _ in range(12)]
+    await write(one, threads, range(3))
+    await asyncio.to_thread(archive, spark, where(one), path)
     await prepared(laned)
-    path, other = str(tmp_path / "archive"), deploy()
-    await write(other, [fresh()], range(2))
-    await asyncio.to_thread(archive, spark, where(other), path)
-    for into in ("log", "postgres"):
-        with pytest.raises(ConfigError, match="several lanes"):
-            await asyncio.to_thread(restore, spark, path, where(laned), into=into)
-    # The error also comes when the log that would say so is gone.
-    with pytest.raises(ConfigError, match="several lanes"):
+    with pytest.raises(ConfigError, match=r"1 lanes and .*, this one has 2 and .*into the logs"):
+        await asyncio.to_thread(restore, spark, path, where(laned))
+    with pytest.raises(ConfigError, match="several lanes"):  # also when the log that would say so is gone
         await asyncio.to_thread(restore, spark, path, replace(where(laned), stream="gone"))
+    for applied, present in ((36, 0), (0, 36)):
+        report = await asyncio.to_thread(restore, spark, path, where(laned), into="log")
+        assert (report.applied, report.present, report.refused, report.threads) == (applied, present, 0, 12)
+    assert await held(laned, threads) == {t: [0, 1, 2] for t in threads}
+
+    back = deploy()
+    await prepared(back)
+    for log in lane_logs(laned.log):
+        path = str(tmp_path / log.stream)
+        await asyncio.to_thread(archive, spark, replace(where(laned), stream=log.stream, bucket=log.bucket), path)
+        report = await asyncio.to_thread(restore, spark, path, where(back), into="log")
+        assert (report.refused, report.applied > 0) == (0, True)
+    assert await held(back, threads) == {t: [0, 1, 2] for t in threads}
 
 
 async def test_a_job_on_a_second_lane_says_which_stream_to_name(spark: Any, laned: Deployment) -> None:

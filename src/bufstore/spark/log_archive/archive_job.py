@@ -76,6 +76,8 @@ def archive(
         epoch=log.epoch,
         subject=log.config.subject,
         partitions=log.config.partitions,
+        lanes=log.config.lanes,
+        lane=log.config.lane,
         start=begin,
         end=log.end,
         count=0,

@@ -1,5 +1,5 @@
-"""Restores an archive into a log, from which flushers move it on: for a deployment with a store of its own, or to
-replay elsewhere what happened.
+"""Restores an archive into a log, or into the lanes' logs, from which flushers move it on: for a deployment with a
+store of its own, or to replay elsewhere what happened.
 
 A thread continues behind the last entry that the log, or else Postgres, has of it: that entry is found in the archive
 by its id, and the entries behind it are written. So you may repeat a restore, or stop it and continue later.
@@ -14,18 +14,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_id, id_of, items_of
-from bufstore.buffer.target import Target, check_proof, check_same
-from bufstore.config import BufferConfig
+from bufstore.buffer.lanes import lane_logs, lane_of
+from bufstore.buffer.target import check_proof, check_same
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.messages import HEADER_BYTES_MAX, AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable, is_removal
+from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.threads.behind import buffer_of
 
 _TIMEOUT_S = 30.0
@@ -98,14 +101,51 @@ def _chained(entries: Sequence[Entry], last: int, in_log: bool, seen: int) -> li
 
 
 class IntoLog:
-    """Writes into one deployment's log, which a BufferedThreadStore has made."""
+    """Writes into one deployment's logs, which a BufferedThreadStore has made: each thread into its lane."""
+
+    def __init__(self, deployment: Deployment, log: LogConfig, *, dry_run: bool) -> None:
+        """`log`: the settings of the first lane's log."""
+        self._first = log
+        deployments = [replace(deployment, stream=one.stream, bucket=one.bucket) for one in lane_logs(log)]
+        self._lanes = [_IntoLane(of_lane, dry_run=dry_run) for of_lane in deployments]
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> IntoLog:
+        async with AsyncExitStack() as stack:
+            for lane in self._lanes:
+                await stack.enter_async_context(lane)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def setup(self) -> None:
+        """Raise ConfigError unless Postgres and each of the logs go together."""
+        for lane in self._lanes:
+            await lane.check()
+
+    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
+        """Write what these threads lack. Returns the counts: threads; entries written, present and refused, and why."""
+        counts = RestoreCounts()
+        of_lanes: list[dict[str, Sequence[Item]]] = [{} for _ in self._lanes]
+        for thread_id, items in threads.items():
+            of_lanes[lane_of(thread_id, self._first)][thread_id] = items
+        for lane, mine in zip(self._lanes, of_lanes, strict=True):
+            if mine:
+                counts.add(await lane.apply(mine))
+        return counts
+
+
+class _IntoLane:
+    """Writes into the log of one lane."""
 
     def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
         self._deployment = deployment
         self._dry_run = dry_run
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> IntoLog:
+    async def __aenter__(self) -> _IntoLane:
         log, named = await self._deployment.look()
         store = self._deployment.store(pool_size=1)
         config = BufferConfig.fitting(log, flusher=False)
@@ -125,21 +165,21 @@ class IntoLog:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def setup(self, epoch: int, named: Target | None) -> None:
-        """Raise ConfigError unless Postgres and the log (whose generation is `epoch`) go together."""
-        noted = await self._ledger.target()
-        check_same(self._deployment.stream, named, noted)
-        if named is not None and noted is None:
-            check_proof(self._deployment.stream, named, proven=False)
+    async def check(self) -> None:
+        """Raise ConfigError unless Postgres and the log go together."""
+        log, noted = await log_of(self._deployment), await self._ledger.target()
+        check_same(self._deployment.stream, log.target, noted)
+        if log.target is not None and noted is None:
+            check_proof(self._deployment.stream, log.target, proven=False)
         known = await self._ledger.epoch()
-        if known is not None and known != epoch:
+        if known is not None and known != log.epoch:
             raise ConfigError(
-                f"the log has epoch {epoch}, but Postgres belongs to epoch {known}: open a BufferedThreadStore, whose "
-                "error says what happened to them"
+                f"the log has epoch {log.epoch}, but Postgres belongs to epoch {known}: open a BufferedThreadStore, "
+                "whose error says what happened to them"
             )
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
-        """Write what these threads lack. Returns the counts: threads; entries written, present and refused, and why."""
+        """See `IntoLog.apply`."""
         shown = await self._look(list(threads))
         counts = RestoreCounts(threads=len(threads))
 

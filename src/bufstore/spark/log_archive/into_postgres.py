@@ -8,7 +8,7 @@ from typing import Any
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Item
-from bufstore.buffer.lanes import ledger_schema
+from bufstore.buffer.lanes import check_layout, layout_of, ledger_schema
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
 from bufstore.config import LogConfig
@@ -20,32 +20,23 @@ from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 _TIMEOUT_S = 30.0
 
 
-class NoLanes(ConfigError):
-    """The store has several lanes: a restore has one log, and would write threads into the wrong lane or its ledger."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a restore into a store with several lanes is not possible: restore the archives of its lanes into a "
-            "schema of their own, or into the log of a store that has one lane"
-        )
-
-
 class _RollBack(Exception):
     """Ends the transaction of a dry run."""
 
 
 class IntoPostgres:
-    """Applies entries to one database."""
+    """Applies entries to one database, and to the ledger of their lane."""
 
-    def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: Deployment, log: LogConfig, *, dry_run: bool) -> None:
+        """`log`: the settings of the log that the entries are of, whether it exists or not."""
+        self._deployment, self._log = deployment, log
         self._dry_run = dry_run
         self._stack = AsyncExitStack()
         #: In a dry run, the watermarks as they would be after the last transaction.
         self._would_be: Mapping[str, Watermark] = {}
 
     async def __aenter__(self) -> IntoPostgres:
-        self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database(LogConfig()))
+        self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database(self._log))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -56,17 +47,32 @@ class IntoPostgres:
 
         `named`: the target that the log says it is flushed into. A database that is restored takes that one's place.
         """
+        await self._check_lanes()
+        await self._store.setup()
+        await self._ledger.setup()
+        check_layout(self._log, await self._ledger.layout())
+        check_same(self._log.stream, named, await self._ledger.target())
+        if self._dry_run:
+            return
+        if named is not None:
+            await self._ledger.claim(epoch, named)
+        else:
+            await self._ledger.set_epoch(epoch)
+        # The threads that come back are in this lane of so many: a log that is made later must agree.
+        await self._ledger.set_layout(layout_of(self._log))
+
+    async def _check_lanes(self) -> None:
+        """Raise ConfigError when the store has several lanes but the archive does not say which one it is of."""
+        if self._log.lanes > 1:
+            return
         async with self._store.pool.lend(_TIMEOUT_S) as connection:
             # The log may be gone, and with it the number of lanes: so a second lane's schema is looked for.
             if await has_schema(connection, ledger_schema(self._store.schema, LogConfig(lanes=2, lane=1))):
-                raise NoLanes
-        await self._store.setup()
-        await self._ledger.setup()
-        check_same(self._deployment.stream, named, await self._ledger.target())
-        if not self._dry_run and named is not None:
-            await self._ledger.claim(epoch, named)
-        elif not self._dry_run:
-            await self._ledger.set_epoch(epoch)
+                raise ConfigError(
+                    f"the store of schema {self._store.schema} has several lanes, and the archive is of a log that has "
+                    "all threads, or does not say which lane it is of: restore it into a schema of its own, or into "
+                    "the logs (into='log')"
+                )
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         """Apply entries in one transaction. Returns the counts: threads; entries applied, present, refused, and why."""

@@ -49,6 +49,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     #: First word of the subjects, and the number of partitions.
     subject: str
     partitions: int
+    #: The number of lanes, and which of them it is; 0 lanes: not known.
+    lanes: int = 0
+    lane: int = 0
     #: Sequences of the stream from `start` to before `end`, and how many messages have them.
     start: int
     end: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import groupby
@@ -17,14 +18,17 @@ from typing import TYPE_CHECKING, Literal
 from bufstore.buffer.entry import Item
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import check_kind
+from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, NoLog
+from bufstore.nats.ranges import LogState
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import described
 from bufstore.spark.log_archive.applicable import RestoreCounts
 from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
+from bufstore.spark.log_archive.archived_lane import archived_log
 from bufstore.spark.log_archive.into_log import IntoLog
-from bufstore.spark.log_archive.into_postgres import IntoPostgres, NoLanes
+from bufstore.spark.log_archive.into_postgres import IntoPostgres
 from bufstore.spark.log_archive.manifests import Manifest, check_numbers, check_ranges, manifests_of, whole
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
@@ -64,15 +68,16 @@ def restore(
 ) -> RestoreReport:
     """Bring the entries of the archive at `path` back, where the deployment does not have them.
 
-    `into` "postgres": for a Postgres that was lost, or is older than it should be; no flusher may run meanwhile.
-    "log": behind what the deployment's log or Postgres has of each thread, for the flushers to move on; see
-    `bufstore.spark.log_archive.into_log`. `threads`: only these. `until`: only what was stored before this time (with
-    its offset), and so each thread as it was then. `dry_run`: say what would be done, and do nothing (except to make
-    the tables).
+    `into` "postgres": for a Postgres that was lost, or is older than it should be; no flusher may run meanwhile. A
+    store of several lanes has several archives: restore one after the other. "log": behind what the deployment's log or
+    Postgres has of each thread, for the flushers to move on; see `bufstore.spark.log_archive.into_log`. `threads`: only
+    these. `until`: only what was stored before this time (with its offset), and so each thread as it was then.
+    `dry_run`: say what would be done, and do nothing (except to make the tables).
 
     Raises DataLoss when the archive has a gap, was changed, or has two streams with the same numbers, NoLog when there
-    is no log to write into, ConfigError when there is no archive, when Postgres and log do not go together, or when the
-    log has positions that the archive has too and the restore is into Postgres, Unavailable errors.
+    is no log to write into, ConfigError when there is no archive, when Postgres and log do not go together, or, into
+    Postgres, when the log has positions that the archive has too, or the archive is of a log that the store does not
+    have; ConfigDrift when the database's ledger knows other lanes, Unavailable errors.
     """
     from pyspark.sql import functions as F
 
@@ -87,7 +92,7 @@ def restore(
     whole(manifests)
     check_numbers(manifests)
     report = RestoreReport(dry_run=dry_run)
-    loop().run(_setup(deployment, manifests, into, dry_run=dry_run))
+    log = loop().run(_setup(deployment, manifests, into, dry_run=dry_run))
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     # One job for all ranges with the same subjects: so a thread's entries are in order, whatever range they are in.
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
@@ -100,7 +105,7 @@ def restore(
         owned = pieces.repartition(tasks, "subject")
         ordered = owned.sortWithinPartitions("subject", "position", "number")
         with described(ordered, f"bufstore: restore {path} into {into}"):
-            for found in outcomes(ordered, partial(_task, deployment, subjects, into, dry_run), RestoreCounts):
+            for found in outcomes(ordered, partial(_task, deployment, subjects, into, log, dry_run), RestoreCounts):
                 report.add(found)
     report.seconds = round(time.perf_counter() - began, 3)
     return report
@@ -115,28 +120,37 @@ def _stored_before(messages: DataFrame, until: datetime) -> DataFrame:
     return messages if row[0] is None else messages.where(F.col("position") < row[0])
 
 
-async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: Into, *, dry_run: bool) -> None:
-    named = None
-    try:
-        log = await log_of(deployment)
-    except NoLog:
-        if into == "log":
-            raise
-        epoch = epoch_after(manifests, None, 0)
+async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: Into, *, dry_run: bool) -> LogConfig:
+    """Return the settings of the log that is restored into, or that the archive is of; check that all go together."""
+    first = await _found(deployment)
+    if into == "log":
+        if first is None:
+            raise NoLog(deployment.stream)
+        async with IntoLog(deployment, first.config, dry_run=dry_run) as restoring:
+            await restoring.setup()
+        return first.config
+    config = archived_log(manifests, deployment.stream, deployment.bucket, first.config if first is not None else None)
+    log = await _found(replace(deployment, stream=config.stream, bucket=config.bucket)) if config.lane else first
+    if log is None:
+        epoch, named = epoch_after(manifests, None, 0), None
     else:
-        if log.config.lanes > 1:
-            raise NoLanes
-        named = log.target
-        epoch = log.epoch if into == "log" else epoch_after(manifests, log.created, log.epoch)
-    if into == "postgres":
-        check_kind(f"stream {deployment.stream}", named, kind_of(PostgresThreadStore), _OTHER_STORE)
-    async with _restoring(deployment, into, dry_run=dry_run) as restoring:
-        await restoring.setup(epoch, named)
+        epoch, named = epoch_after(manifests, log.created, log.epoch), log.target
+    check_kind(f"stream {config.stream}", named, kind_of(PostgresThreadStore), _OTHER_STORE)
+    async with IntoPostgres(deployment, config, dry_run=dry_run) as database:
+        await database.setup(epoch, named)
+    return config
 
 
-def _restoring(deployment: Deployment, into: Into, *, dry_run: bool) -> IntoPostgres | IntoLog:
+async def _found(deployment: Deployment) -> LogState | None:
+    try:
+        return await log_of(deployment)
+    except NoLog:
+        return None
+
+
+def _restoring(deployment: Deployment, into: Into, log: LogConfig, *, dry_run: bool) -> IntoPostgres | IntoLog:
     kind = IntoLog if into == "log" else IntoPostgres
-    return kind(deployment, dry_run=dry_run)
+    return kind(deployment, log, dry_run=dry_run)
 
 
 def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) -> int:
@@ -158,17 +172,27 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
 
 
 def _task(
-    deployment: Deployment, subjects: Subjects, into: Into, dry_run: bool, batches: Iterator[pyarrow.RecordBatch]
+    deployment: Deployment,
+    subjects: Subjects,
+    into: Into,
+    log: LogConfig,
+    dry_run: bool,
+    batches: Iterator[pyarrow.RecordBatch],
 ) -> Iterator[RestoreCounts]:
-    yield loop().run(_restore(deployment, into, threads_of(subjects, batches), dry_run=dry_run))
+    yield loop().run(_restore(deployment, into, log, threads_of(subjects, batches), dry_run=dry_run))
 
 
 async def _restore(
-    deployment: Deployment, into: Into, threads: Iterator[tuple[str, Iterator[Item]]], *, dry_run: bool
+    deployment: Deployment,
+    into: Into,
+    log: LogConfig,
+    threads: Iterator[tuple[str, Iterator[Item]]],
+    *,
+    dry_run: bool,
 ) -> RestoreCounts:
     report = RestoreCounts()
     refused = False
-    async with _restoring(deployment, into, dry_run=dry_run) as restoring:
+    async with _restoring(deployment, into, log, dry_run=dry_run) as restoring:
         # A log takes each thread as a whole, because the place in the archive where it goes on must be found first.
         for portion, goes_on in portions(threads, whole=into == "log"):
             if goes_on and refused:  # nothing is applied behind an entry of the thread that could not be applied

@@ -75,6 +75,8 @@ def _merge(spark: SparkSession, path: str, run: Sequence[Manifest]) -> None:
     found = msgspec.structs.replace(
         run[0],
         end=max(m.end for m in run),
+        lanes=max(m.lanes for m in run),
+        lane=max(m.lane for m in run),
         attempt=secrets.token_hex(8),
         read_us=max(m.read_us for m in run),
         merged=tuple(m.name for m in run),
