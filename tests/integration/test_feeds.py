@@ -124,7 +124,8 @@ async def test_a_paused_consumer_is_replaced(deployment: Deployment) -> None:
         client, stream = store.buffer.session.connection.client(), deployment.log.stream
 
         async def api(verb: str, body: object = None) -> Any:
-            return json.loads((await client.request(f"$JS.API.{verb}", json.dumps(body or {}).encode())).data)
+            answer = await client.request(f"$JS.API.{verb}", json.dumps(body or {}).encode(), timeout=10)
+            return json.loads(answer.data)
 
         paused = (await api(f"CONSUMER.NAMES.{stream}"))["consumers"]
         for name in paused:

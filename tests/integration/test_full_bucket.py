@@ -31,7 +31,8 @@ class Bucket:
 
     async def ask(self, verb: str, body: Any = None) -> Any:
         """Send a request to the JetStream API."""
-        answer = await self._client.request(f"$JS.API.STREAM.{verb}.{self._name}", json.dumps(body).encode())
+        subject = f"$JS.API.STREAM.{verb}.{self._name}"
+        answer = await self._client.request(subject, json.dumps(body).encode(), timeout=10)
         return json.loads(answer.data)
 
     async def held(self) -> int:
@@ -45,7 +46,7 @@ class Bucket:
 
     async def put(self, size: int) -> bool:
         """Store a run of another process, of this size; False if there is no room for it."""
-        answer = await self._client.request(self._keys + fresh(), b"x" * size)
+        answer = await self._client.request(self._keys + fresh(), b"x" * size, timeout=10)
         return b"error" not in answer.data
 
 

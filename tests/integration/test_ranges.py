@@ -42,7 +42,8 @@ async def written(deployment: Deployment, groups: int) -> AsyncIterator[tuple[Lo
 
 
 async def ask(client: Client, verb: str, body: object = None) -> dict[str, object]:
-    answer = json.loads((await client.request(f"$JS.API.{verb}", json.dumps(body).encode() if body else b"")).data)
+    request = json.dumps(body).encode() if body else b""
+    answer = json.loads((await client.request(f"$JS.API.{verb}", request, timeout=10)).data)
     assert "error" not in answer, answer
     return answer
 

@@ -125,7 +125,7 @@ async def test_an_account_that_requires_max_bytes_has_a_bucket_made_by_hand(serv
         with pytest.raises(ConfigError, match="max bytes"):
             await works(deployment, url)
         client = await nats.connect(url)
-        answer = await client.request(f"$JS.API.STREAM.CREATE.KV_{deployment.log.bucket}", made.encode())
+        answer = await client.request(f"$JS.API.STREAM.CREATE.KV_{deployment.log.bucket}", made.encode(), timeout=10)
         assert "error" not in json.loads(answer.data)
         await client.close()
         await works(deployment, url)

@@ -91,9 +91,9 @@ async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
         async with Deployment(servers, max_bytes=15 << 20).store(nats=server.url, append_timeout_s=5.0) as store:
             await store.checkpoint("t", [said(0)], run_of("t"))
             hog = json.dumps({"name": "HOG", "subjects": ["hog"], "storage": "file"}).encode()
-            await client.request("$JS.API.STREAM.CREATE.HOG", hog)
+            await client.request("$JS.API.STREAM.CREATE.HOG", hog, timeout=10)
             for _ in range(80):
-                if b"insufficient resources" in (await client.request("hog", b"x" * 500_000)).data:
+                if b"insufficient resources" in (await client.request("hog", b"x" * 500_000, timeout=10)).data:
                     break
             with pytest.raises(LogFull, match="NATS has no storage left") as caught:
                 await store.checkpoint("t", [said(0), said(1)], run_of("t"))
@@ -103,7 +103,7 @@ async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
             assert (health.can_write, health.write_trouble) == (False, str(caught.value))
             with pytest.raises(LogFull, match="NATS has no storage left"):  # the bucket has no storage either
                 await store.delete_thread("t")
-            await client.request("$JS.API.STREAM.DELETE.HOG")
+            await client.request("$JS.API.STREAM.DELETE.HOG", timeout=10)
 
             async def written() -> bool:
                 with contextlib.suppress(LogFull):
