@@ -36,7 +36,8 @@ def soon_s(store: MailboxStore) -> float:
     c = store.config
     late_s = max(c.signal_ack_wait_s, c.signal_nack_max_delay_s) + 2 * c.sweep_interval_s
     # 15 s more for elections, on a machine that others use too.
-    return late_s + 15 if isinstance(store, Unsteady) else 5.0
+    # Otherwise a machine may pause, and this is below a third of the lease.
+    return late_s + 15 if isinstance(store, Unsteady) else 9.0
 
 
 def now() -> int:

@@ -289,7 +289,9 @@ async def what_becomes_due_is_signalled_by_the_sweeper(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, t = fresh(), int(a.backend.now_ms())  # type: ignore[attr-defined]
     await a.enqueue(thread_id, available_at_ms=t + 700, now_ms=t)
-    assert await _signal(b, thread_id, 0.3) is None
+    early = await _signal(b, thread_id, 0.3)
+    # The machine may have paused until it was due, and some stores tell of it then without a sweeper.
+    assert early is None or int(b.backend.now_ms()) >= t + 700  # type: ignore[attr-defined]
     sweepers = [Sweeper(a), Sweeper(b)]  # type: ignore[arg-type]
 
     async def signalled() -> Signal | None:
@@ -297,7 +299,7 @@ async def what_becomes_due_is_signalled_by_the_sweeper(stores: Stores) -> None:
             await sweeper.sweep()
         return await _signal(b, thread_id, 0.1)
 
-    signal = await _eventually(signalled)
+    signal = early or await _eventually(signalled)
     assert (await claimed(b, thread_id)).thread_id == signal.thread_id
 
 
@@ -358,7 +360,8 @@ async def a_worker_stops_when_it_is_interrupted_or_loses_its_claim(stores: Store
                     ended.set()
 
         worker = Worker(a, "a", handle)  # type: ignore[arg-type]
-        worker._config = MailboxConfig(lease_s=0.6, signal_fetch_expires_s=0.1)
+        # It looks after its claim every 0.2 s, and no pause of the machine outlasts the lease.
+        worker._config = MailboxConfig(lease_s=30, signal_ack_wait_s=0.6, signal_fetch_expires_s=0.1)
         async with worker:
             await b.enqueue(thread_id)
             async with asyncio.timeout(10 + soon_s(a)):
