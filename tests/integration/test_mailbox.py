@@ -79,7 +79,7 @@ async def test_an_instance_that_starts_again_finds_everything(mailboxes: Mailbox
         assert (await store.ack(claim)).status is Status.ACKED
         assert len(await store.list_dispatches(hot, limit=1000)) == 200
         assert await store.queued_thread_ids() == sorted([thread_id, hot])
-        assert {s.thread_id for s in await store.pull_signals(timeout_s=2)} >= {hot}
+        assert {s.thread_id for s in await store.pull_signals(timeout_s=10)} >= {hot}
 
 
 @pytest.mark.long

@@ -177,7 +177,7 @@ async def test_a_record_that_nobody_can_read_is_set_aside_on_postgres(on_postgre
 
 
 async def test_a_plain_enqueue_whose_answer_is_lost_is_done_once(mailboxes: Mailboxes) -> None:
-    async with mailboxes.open(1, timeout_s=5.0) as (store,):
+    async with mailboxes.open(1, timeout_s=30.0) as (store,):
         thread_id, add = fresh(), store.backend.add
 
         async def lost(*args: Any, **options: Any) -> Any:
@@ -219,7 +219,7 @@ async def test_an_enqueue_of_unknown_end_names_whom_to_ask_for(servers: Servers)
 
 
 async def test_an_interrupt_ends_in_time_and_says_how_far_it_came(mailboxes: Mailboxes) -> None:
-    async with mailboxes.open(2, timeout_s=2.0) as (store, other):
+    async with mailboxes.open(2, timeout_s=5.0) as (store, other):
         thread_id = fresh()
         await asyncio.gather(*(store.enqueue(thread_id) for _ in range(250)))
         queued, calls = store.backend.queued, 0
@@ -441,7 +441,7 @@ async def test_a_copy_that_does_not_know_of_a_claim_yet_ends_no_work(
 
 async def test_a_signal_that_nobody_answers_is_followed_by_a_new_one(on_nats: Mailboxes) -> None:
     """A signal may go astray several times, and each time it would come again only after 30 s."""
-    config = {"signal_ack_wait_s": 1.0, "signal_nack_max_delay_s": 1.0, "sweep_interval_s": 0.5}
+    config = {"signal_ack_wait_s": 1.0, "signal_nack_max_delay_s": 5.0, "sweep_interval_s": 0.5}
     async with on_nats.open(1, **config) as (store,):
         free, busy = fresh(), fresh()
         for thread_id in (free, busy):
@@ -495,9 +495,9 @@ async def test_a_clock_of_nats_that_goes_back_stops_no_sweeps(
     async with on_nats.open(2) as stores:
         backend = _nats(stores[0])
         await backend._bucket.put([Outgoing(backend._keys.prefix + "sweep", b"-", ttl_s=7200)])
-        monkeypatch.setattr(nats_sweeps, "_TURNS", 0.3)
+        monkeypatch.setattr(nats_sweeps, "_TURNS", 0.01)
         began = time.monotonic()
-        while not await stores[0].backend.sweeps(0.1):
+        while not await stores[0].backend.sweeps(30):  # so long that the turn is not over before the end of the test
             assert time.monotonic() - began < 20
             await asyncio.sleep(0.05)
         assert time.monotonic() - began >= 0.3
