@@ -125,9 +125,9 @@ async def test_a_check_after_a_suspension_says_that_another_may_have_it(
 
 
 async def test_extending_keeps_it_and_keeps_it_mortal(locks: Locks) -> None:
-    lock = await locks.acquire("a", ttl_s=1)
+    lock = await locks.acquire("a", ttl_s=5)
     for _ in range(4):
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.5)
         await lock.extend()
     lock.check()
     with pytest.raises(TokenBusy):
@@ -136,8 +136,8 @@ async def test_extending_keeps_it_and_keeps_it_mortal(locks: Locks) -> None:
 
 
 async def test_the_block_renews_by_itself(locks: Locks) -> None:
-    async with await locks.acquire("a", ttl_s=1) as lock:
-        await asyncio.sleep(2.2)
+    async with await locks.acquire("a", ttl_s=5) as lock:  # renewed every 1.7 s
+        await asyncio.sleep(6)
         lock.check()
         with pytest.raises(TokenBusy):
             await locks.acquire("a")
@@ -164,8 +164,8 @@ async def test_locks_outlive_a_killed_server(tmp_path: Path) -> None:
     server.start()
     try:
         async with (
-            await Locks.open(server.url, timeout_s=1) as mine,
-            await Locks.open(server.url, timeout_s=1) as others,
+            await Locks.open(server.url, timeout_s=4) as mine,
+            await Locks.open(server.url, timeout_s=4) as others,
         ):
             lock = await mine.acquire("a", ttl_s=30)
             await asyncio.to_thread(server.kill)

@@ -86,11 +86,11 @@ async def test_a_holder_that_pauses_before_its_ack_keeps_no_item_from_others(
 
 async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     """The delivery went to a worker that acknowledged it and did nothing."""
-    work, other = await opened(ttl_s=1), await opened(ttl_s=1)
+    work, other = await opened(ttl_s=4), await opened(ttl_s=4)
     await work.submit("a", b"1")
     delivery = await work._pulls.next(5)
     await work._pulls.answer(delivery, b"+ACK")
-    async with await took(other, 5) as task:
+    async with await took(other) as task:
         assert (task.payload, task.attempt) == (b"1", 1)
         await task.done()
     assert (await other.statistics()).found == 1
@@ -98,7 +98,7 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
 
 
 async def test_a_turn_that_could_not_be_removed_goes_later(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = await opened(ttl_s=1)
+    work = await opened(ttl_s=4)
     await work.submit("a")
     await work.submit("a")
     async with await took(work) as task:
@@ -117,12 +117,12 @@ async def test_a_turn_that_could_not_be_removed_goes_later(opened: Open, monkeyp
         monkeypatch.setattr(work, "_remove", fails_once)
         await task.done()
     assert failed
-    assert await work.take(3) is None
+    assert await work.take(6) is None
     assert await nothing_left(work)
 
 
 async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
-    work = await opened(ttl_s=1)
+    work = await opened(ttl_s=4)
     for i in range(30):
         await work.submit(f"key {i}", b"x" * 100_000)
     for _ in range(30):
@@ -135,7 +135,7 @@ async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
 
 
 async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -> None:
-    work, other = await opened(ttl_s=1), await opened(ttl_s=1)
+    work, other = await opened(ttl_s=4), await opened(ttl_s=4)
     await work.submit("a", b"1")
     task = await took(work)
     stall(task)
@@ -148,13 +148,13 @@ async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -
 
 
 async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened: Open, name: str) -> None:
-    work = await opened(ttl_s=1)
+    work = await opened(ttl_s=4)
     for key in ("a", "a", "b"):
         await work.submit(key)
     first = await took(work)
     stall(first)
     await work._items.api(f"CONSUMER.DELETE.{name}-items.workers")
-    other = await opened(ttl_s=1)
+    other = await opened(ttl_s=4)
     for _ in range(3):
         async with await took(other) as task:
             await task.done()
@@ -280,7 +280,7 @@ async def test_a_cancelled_take_is_no_attempt(opened: Open) -> None:
 
 
 async def test_poison_goes_to_the_dead_letters_and_blocks_its_key_no_longer(opened: Open) -> None:
-    work = await opened(max_attempts=3, ttl_s=1)
+    work = await opened(max_attempts=3, ttl_s=4)
     dead, worked, stopping = list[tuple[bytes, int]](), list[bytes](), asyncio.Event()
 
     async def handler(task: Task) -> None:
@@ -304,7 +304,7 @@ async def test_poison_goes_to_the_dead_letters_and_blocks_its_key_no_longer(open
 
 async def test_a_delay_without_end_that_is_stored_stops_no_worker(opened: Open) -> None:
     """An older release stored such delays, and each worker that met the item ended with an OverflowError."""
-    work = await opened(ttl_s=1)
+    work = await opened(ttl_s=4)
     await work.submit("a", b"1")
     task = await took(work)
     await task._holding.aclose()
