@@ -283,7 +283,7 @@ async def test_headers_that_are_none_are_quarantined_and_nothing_else_stops(depl
             before = await store.quarantined()
             await publish_raw(store, head, b"body")
             receipt = await store.checkpoint(other, [said(0)], run_of(other))
-            await store.force_flush_all(timeout_s=5)
+            await store.force_flush_all(timeout_s=20)
             assert await eventually(lambda n=before: _parked(store, n + 1)), head  # type: ignore[misc]
             assert await store.load_messages(thread_id) == [said(0)], "it is no thread's"
             assert await store.load_messages(other, at_least=receipt) == [said(0)]

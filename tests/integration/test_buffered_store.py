@@ -23,6 +23,7 @@ from bufstore import (
     StoreUnavailable,
     ThreadQuarantined,
     TooLarge,
+    Unavailable,
     VersionConflict,
 )
 from bufstore.embedded import Servers
@@ -128,7 +129,11 @@ async def test_all_three_levels_show_what_they_promise(deployment: Deployment) -
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) is None
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(0), said(1)]
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
-        assert (await store.statistics()).flusher.transactions == 1
+        await eventually(lambda: _transactions(store, 1))
+
+
+async def _transactions(store: BufferedThreadStore, count: int) -> bool:
+    return (await store.statistics()).flusher.transactions == count
 
 
 async def test_what_is_written_is_flushed_by_itself_in_time(deployment: Deployment) -> None:
@@ -139,7 +144,7 @@ async def test_what_is_written_is_flushed_by_itself_in_time(deployment: Deployme
         async def there() -> bool:
             return await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
 
-        await eventually(there, 3)
+        await eventually(there, 15)
 
 
 async def test_a_tail_in_the_middle_of_a_thread_is_overlaid(deployment: Deployment) -> None:
@@ -183,7 +188,16 @@ async def test_a_read_that_cannot_be_fresh_says_so(deployment: Deployment) -> No
             await reader.load_messages(thread_id, consistency=Consistency.STRONG)
         with pytest.raises(ReadNotFresh):
             await reader.load_messages(thread_id, consistency=Consistency.EVENTUAL, at_least=receipt)
-        assert await reader.load_messages(thread_id, at_least=receipt) == [said(0)]
+        # The log can be read, but 0.3 s may be too short while the machine pauses.
+        assert await eventually(lambda: _read_in_time(reader, thread_id, at_least=receipt)) == [said(0)]
+
+
+async def _read_in_time(store: BufferedThreadStore, thread_id: str, **how: Any) -> Any:
+    """Return the messages, or None when a store with a short time could not read them in it."""
+    try:
+        return await store.load_messages(thread_id, **how)
+    except (ReadNotFresh, Unavailable):
+        return None
 
 
 async def test_force_flush_reaches_the_owner_on_another_instance(deployment: Deployment) -> None:
@@ -194,9 +208,13 @@ async def test_force_flush_reaches_the_owner_on_another_instance(deployment: Dep
         thread_ids = [fresh() for _ in range(20)]
         for thread_id in thread_ids:
             await other.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        await other.force_flush(thread_ids[0], timeout_s=5)
-        await other.force_flush_all(timeout_s=5)
-        assert (await owner.statistics()).flusher.entries == 20
+        await other.force_flush(thread_ids[0], timeout_s=20)
+        await other.force_flush_all(timeout_s=20)
+
+        async def counted() -> bool:  # the owner may hear of its commit after the other has seen it
+            return (await owner.statistics()).flusher.entries == 20
+
+        await eventually(counted)
         for thread_id in thread_ids:
             assert await other.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
 
@@ -206,7 +224,7 @@ async def test_force_flush_ends_at_its_deadline(deployment: Deployment) -> None:
         thread_id = fresh()
         receipt = await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         with pytest.raises(FlushTimeout) as caught:
-            await store.force_flush(thread_id, timeout_s=1)
+            await store.force_flush(thread_id, timeout_s=4)
         assert (caught.value.target, caught.value.flushed) == (receipt.thread_seq, 0)
 
 
@@ -409,8 +427,8 @@ async def test_an_app_whose_code_fails_on_one_thread_delays_only_that(deployment
 
 
 async def test_it_goes_on_after_the_log_was_purged(deploy: Callable[..., Deployment]) -> None:
-    deployment = deploy(failover_window_s=1.0)
-    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "retain_after_flush_s": 1.0}
+    deployment = deploy(failover_window_s=8.0)
+    short = {"append_timeout_s": 4.0, "read_timeout_s": 4.0, "retain_after_flush_s": 8.0}
     thread_id = fresh()
 
     async def log_is_short(store: Any) -> bool:
@@ -422,14 +440,14 @@ async def test_it_goes_on_after_the_log_was_purged(deploy: Callable[..., Deploym
     async with deployment.store(**short) as store:
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id), idempotency_key="first")
         await store.force_flush(thread_id)
-        await eventually(lambda: log_is_short(store))
+        await eventually(lambda: log_is_short(store), 60)
         assert await store.load_messages(thread_id) == [said(0)]
     async with deployment.store(**short) as store:  # a new process, which must learn the key from Postgres
         again = await store.checkpoint(thread_id, [said(0)], run_of(thread_id), idempotency_key="first")
         assert again.repeated
         await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id), expected_version=1)
         await store.force_flush(thread_id)
-        await eventually(lambda: log_is_short(store))
+        await eventually(lambda: log_is_short(store), 60)
     async with deployment.store(**short) as store:
         await store.checkpoint(thread_id, [said(0), said(1), said(2)], run_of(thread_id))
         assert await store.load_messages(thread_id) == [said(0), said(1), said(2)]
@@ -544,7 +562,7 @@ async def test_it_works_behind_a_transaction_pooler(deployment: Deployment) -> N
 
 async def test_an_append_to_an_unknown_thread_needs_postgres(own_servers: Servers) -> None:
     deployment = Deployment(own_servers)
-    async with deployment.store(read_timeout_s=1.0) as store:
+    async with deployment.store(read_timeout_s=4.0) as store:
         known, purged = fresh(), fresh()
         await store.checkpoint(known, [said(0)], run_of(known))
         await store.checkpoint(purged, [said(0)], run_of(purged))

@@ -83,7 +83,11 @@ async def test_a_flush_writes_one_record_for_each_partition_and_none_for_a_threa
         async with deployment.store() as flusher:
             await flusher.force_flush_all()
             state = (await flusher.statistics()).flusher
-            assert state.entries == len(threads)
+
+            async def counted() -> bool:
+                return state.entries == len(threads)
+
+            await eventually(counted)
             written = (await _bucket(writer, deployment))["last_seq"] - before
         # The rest are renewals of the lease.
         assert written <= state.transactions * deployment.log.partitions + 20

@@ -97,11 +97,11 @@ async def test_a_store_on_a_leaf_node_writes_flushes_and_deletes(
     ):
         t = fresh()
         await store.checkpoint(t, [said(0)], run_of(t))
-        await store.force_flush(t, timeout_s=5)
+        await store.force_flush(t, timeout_s=20)
         await other.checkpoint(t, [said(0), said(1)], run_of(t))
         assert await store.load_messages(t) == [said(0), said(1)]
         assert await store.load_messages(t, consistency=Consistency.STRONG) == [said(0), said(1)]
-        await store.force_flush_all(timeout_s=5)
+        await store.force_flush_all(timeout_s=20)
         await store.delete_thread(t)
         assert await store.load_messages(t) is None
         # Flushers share state in the bucket, whichever server they use.
