@@ -211,7 +211,7 @@ async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers
 
 async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Servers) -> None:
     deployment = Deployment(own_servers)
-    async with deployment.store(append_timeout_s=1.0, flusher=False) as store:
+    async with deployment.store(append_timeout_s=4.0, flusher=False) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         own_servers.nats.pause()
@@ -264,8 +264,8 @@ async def _healthy(store: Any) -> bool:
 
 @pytest.mark.alone
 async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) -> None:
-    deployment = Deployment(own_servers, max_bytes=1 << 20, failover_window_s=1.0)
-    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "retain_after_flush_s": 1.0}
+    deployment = Deployment(own_servers, max_bytes=1 << 20, failover_window_s=8.0)
+    short = {"append_timeout_s": 4.0, "read_timeout_s": 4.0, "retain_after_flush_s": 8.0}
     async with deployment.store(**short) as store:
         own_servers.postgres.stop()
         thread_id, kept = fresh(), 0
@@ -289,7 +289,7 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
                 return False
             return True
 
-        await eventually(room, 30)
+        await eventually(room, 60)
         await store.force_flush(thread_id)
         found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
         assert found == [*(said(n, 20_000) for n in range(kept)), "more"]

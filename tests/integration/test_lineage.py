@@ -155,8 +155,8 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
 
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable[..., Deployment]) -> None:
     """A tombstone stays before that, and when its thread is written again or named in quarantine."""
-    deployment = deploy(failover_window_s=1.0)
-    short = {"retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    deployment = deploy(failover_window_s=8.0)
+    short = {"retain_after_flush_s": 8, "append_timeout_s": 4.0, "read_timeout_s": 4.0}
     names = f"SELECT thread_id FROM {deployment.name}.buffer_threads ORDER BY thread_id"
 
     async def rows() -> list[str]:
@@ -182,7 +182,7 @@ async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable
         async def buried() -> bool:
             return dead not in await rows()
 
-        await eventually(buried)
+        await eventually(buried, 60)
         assert (await rows())[:2] == [parked, back]
         await store.checkpoint(dead, [3], run_of(dead))
         await store.force_flush_all()
@@ -315,7 +315,7 @@ async def test_a_store_for_checkpoints_refuses_what_it_would_leave_out(deploymen
 
 async def test_a_list_without_postgres_says_so(own_servers: Servers) -> None:
     deployment = Deployment(own_servers)
-    async with deployment.store(read_timeout_s=2) as store:
+    async with deployment.store(read_timeout_s=5) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.query_threads(ThreadQuery(id_prefix=thread_id))

@@ -185,7 +185,7 @@ async def test_a_repeat_of_what_was_held_up_is_written_once(
     producer = ProducerSequence("q", 1) if how == "source" else None
     async with (
         opened() as flusher,
-        opened(flusher=False, append_timeout_s=1.0) as one,
+        opened(flusher=False, append_timeout_s=4.0) as one,
         opened(flusher=False) as two,
     ):
         await flusher.checkpoint("t", ["m0"], run_of("t"))

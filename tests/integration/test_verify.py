@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import LogUnavailable, OutcomeUnknown
+from bufstore import OutcomeUnknown, ReadNotFresh, Unavailable
 from bufstore.buffer.flush import idle, retention
 from bufstore.buffer.places import group_of
 from command_line import bufstore_cli, where
@@ -212,14 +212,14 @@ async def test_a_busy_system_shows_nothing_wrong(deploy: Callable[..., Deploymen
         async def write(store: Any) -> None:
             while not stop.is_set():
                 thread_id = chance.choice(threads)
-                with contextlib.suppress(LogUnavailable, OutcomeUnknown):
+                with contextlib.suppress(Unavailable, ReadNotFresh, OutcomeUnknown):
                     await store.checkpoint(thread_id, [said(i) for i in range(chance.randint(1, 9))], run_of(thread_id))
 
         async def look() -> None:
             began = asyncio.get_running_loop().time()
             looks = 0
             while looks < 2 or asyncio.get_running_loop().time() - began < 4:
-                with contextlib.suppress(LogUnavailable):
+                with contextlib.suppress(Unavailable, ReadNotFresh):
                     report = await one.verify()
                     assert report.ok, report.findings
                     looks += 1
@@ -232,7 +232,9 @@ async def test_a_busy_system_shows_nothing_wrong(deploy: Callable[..., Deploymen
             tasks.create_task(look())
 
         async def quiet() -> bool:
-            return (await one.verify()).unflushed_entries == 0
+            with contextlib.suppress(Unavailable, ReadNotFresh):
+                return (await one.verify()).unflushed_entries == 0
+            return False
 
         await eventually(quiet)
     result = await asyncio.to_thread(bufstore_cli, "verify", "--json", **where(deployment))
