@@ -103,9 +103,12 @@ class Cluster:
             return {str(route["remote_name"]) for route in json.load(answer)["routes"]}
 
     def meta_leader(self) -> int | None:
-        """Return the cluster's leader according to node 0; None while there is none."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[0]}/jsz", timeout=2) as answer:
-            name = json.load(answer)["meta_cluster"].get("leader")
+        """Return the cluster's leader according to node 0; None while there is none, or while the node is busy."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[0]}/jsz", timeout=2) as answer:
+                name = json.load(answer)["meta_cluster"].get("leader")
+        except OSError:
+            return None
         return int(name[1:]) if name else None
 
     def wipe(self, node: int) -> None:

@@ -108,7 +108,7 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
     deployment: Deployment, pooled: bool
 ) -> None:
     """This also works behind a pooler in transaction mode: settings end with their transaction."""
-    dsn, schema, lease_s = deployment.servers.postgres.dsn, deployment.name, 3
+    dsn, schema, lease_s = deployment.servers.postgres.dsn, deployment.name, 9
     async with TransactionPooler(dsn, servers=4) as pooler:
         where = pooler.dsn if pooled else dsn
         store, plain = Slow(where, schema=schema, pool_size=2), PostgresThreadStore(where, schema=schema, pool_size=2)
@@ -127,7 +127,7 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
             (taken,) = await eventually(lambda: other.take([0], "b"))
             seconds = time.monotonic() - began
             print(f"the locks were back after {seconds:.1f} s")
-            assert 1.5 < seconds < lease_s + 3
+            assert lease_s / 2 < seconds < lease_s + 3
             store.go.set()
             with pytest.raises((StoreUnavailable, FlushFailed)):
                 await flushing
@@ -312,4 +312,4 @@ async def test_a_flush_waits_no_longer_than_it_is_told(deployment: Deployment, t
             await store.force_flush(thread_id, timeout_s=timeout_s)
         with pytest.raises(FlushTimeout):
             await store.force_flush_all(timeout_s=timeout_s)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15  # half of what it waits if it is told nothing

@@ -111,8 +111,8 @@ async def test_what_has_come_of_an_answer_when_the_time_is_over_counts(deploymen
             assert some == messages[: len(some)]
             assert sum(len(m.body) for m in some[:-1]) < 300 << 10 <= sum(len(m.body) for m in some)
             assert left == len(messages) - len(some)
-            proxy.to_client.bytes_per_s = 400 << 10
-            came, left = await stream.part(groups, 0, 2.0, 1000)
+            proxy.to_client.bytes_per_s = 150 << 10
+            came, left = await stream.part(groups, 0, 6.0, 1000)
             assert 0 < len(came) < len(messages)
             assert (came, left) == (messages[: len(came)], len(messages) - len(came))
             proxy.to_client.heal()
