@@ -46,7 +46,7 @@ async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
     """Unflushed entries may be lost with their file. Then it is reported, and a beginning of each thread is left."""
     deployment = Deployment(own_servers)
     deployment.verified = False
-    async with deployment.store(flusher=False, read_timeout_s=3) as writer:
+    async with deployment.store(flusher=False) as writer:
         for n in range(_LENGTH):
             for thread_id in _THREADS:
                 await writer.checkpoint_append(thread_id, [n], run_of(thread_id))
@@ -57,7 +57,7 @@ async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
         own_servers.nats.start()
         await eventually(lambda: connected(writer))
         said = await noticed(writer)
-        async with deployment.store(flush_timeout_s=3, read_timeout_s=3) as store:
+        async with deployment.store(flush_timeout_s=6, read_timeout_s=6) as store:
             wrong = [t for t in _THREADS if await flushed(store, t) != list(range(_LENGTH))]
             for thread_id in wrong:
                 known = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) or []

@@ -155,7 +155,7 @@ async def _nothing_left(before: set[Any], step: int) -> None:
         return _there() <= before | {asyncio.current_task()}
 
     try:
-        await eventually(gone, 5.0)
+        await eventually(gone)
     except TimeoutError:
         pytest.fail(f"cancelled at step {step}, it left {_there() - before}")
 

@@ -27,6 +27,9 @@ from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query, run_of
 from load import PATIENCE, Load
 
+#: For calls that are not repeated: longer than the machine may pause.
+_CALLS = PATIENCE | {"append_timeout_s": 5.0, "read_timeout_s": 5.0}
+
 
 def _copy(folder: Path, to: Path) -> None:
     """Copy a folder with owners and modes, which Postgres checks."""
@@ -267,7 +270,7 @@ async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Se
     deployment = Deployment(own_servers)
     deployment.verified = False
     old, new = fresh("old"), fresh("new")
-    async with deployment.store(**PATIENCE) as store:
+    async with deployment.store(**_CALLS) as store:
         await store.checkpoint(old, ["a"], run_of(old))
         await store.force_flush(old)
         restore = await asyncio.to_thread(_copy_of_nats, own_servers, tmp_path / "copy")
@@ -287,7 +290,7 @@ async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Se
 
         await eventually(refused)
     with pytest.raises(LogRolledBack, match=" ends at "):
-        async with deployment.store(**PATIENCE) as store:
+        async with deployment.store(**_CALLS) as store:
             await store.checkpoint(new, ["b"], run_of(new))
 
 
@@ -301,13 +304,13 @@ async def test_a_log_that_went_back_and_grew_again_is_refused_by_who_has_seen_mo
     server = own_servers.nats
     async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
         url = server.url.replace(f":{server.port}", f":{proxy.port}")
-        async with deployment.store(nats=url, flusher=False, **PATIENCE) as store:
+        async with deployment.store(nats=url, flusher=False, **_CALLS) as store:
             await store.checkpoint(mine, ["a"], run_of(mine))
             restore = await asyncio.to_thread(_copy_of_nats, own_servers, tmp_path / "copy")
             await eventually(lambda: _appended(store, mine, "lost"))
             proxy.refuse = True
             await asyncio.to_thread(restore)
-            async with deployment.store(flusher=False, **PATIENCE) as faster:
+            async with deployment.store(flusher=False, **_CALLS) as faster:
                 end = await store_end(faster)
                 await faster.checkpoint(other, ["b"], run_of(other))
                 proxy.refuse = False
@@ -332,7 +335,7 @@ async def store_end(store: BufferedThreadStore) -> int:
 async def test_writers_go_on_when_the_log_was_purged_by_hand(deployment: Deployment) -> None:
     deployment.verified = False
     thread_id = fresh()
-    async with deployment.store(**PATIENCE) as store, deployment.store(flusher=False, **PATIENCE) as app:
+    async with deployment.store(**_CALLS) as store, deployment.store(flusher=False, **_CALLS) as app:
         await store.checkpoint(thread_id, ["a"], run_of(thread_id))
         await app.checkpoint(thread_id, ["a", "b"], run_of(thread_id))
         await store.force_flush(thread_id)

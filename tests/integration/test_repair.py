@@ -244,10 +244,10 @@ async def _mended(deployment: Deployment) -> Repaired | None:
 
 async def test_a_postgres_restored_from_a_copy_older_than_the_log_reaches(deploy: Callable[..., Deployment]) -> None:
     """The loss is reported: deltas without a base go to quarantine, a full checkpoint is applied."""
-    deployment = deploy(failover_window_s=2.0)
+    deployment = deploy(failover_window_s=8.0)
     snapshot = Snapshot(deployment)
     delta, whole = fresh("delta"), fresh("whole")
-    short = {"retain_after_flush_s": 2.0}
+    short = {"retain_after_flush_s": 8.0}
     async with deployment.store() as store:
         await append(store, delta, 1)
         await append(store, whole, 1)
@@ -257,7 +257,7 @@ async def test_a_postgres_restored_from_a_copy_older_than_the_log_reaches(deploy
         await append(store, delta, 2, 3)
         await append(store, whole, 2, 3)
         await store.force_flush_all()
-        await eventually(lambda: _purged(store, delta, whole))
+        await eventually(lambda: _purged(store, delta, whole), 60)
     deployment.verified = False
     async with deployment.store(flusher=False) as store:
         await append(store, delta, 4)
