@@ -137,10 +137,10 @@ async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
     deploy: Callable[..., Deployment],
 ) -> None:
     """One thread of each kind: new, in the log, flushed and purged, deleted, and written by another one meanwhile."""
-    deployment = deploy(failover_window_s=1.0)
+    deployment = deploy(failover_window_s=8.0)
     deployment.verified = False
     kinds = ("new", "logged", "flushed", "deleted", "raced")
-    async with deployment.store(retain_after_flush_s=1.0) as store:
+    async with deployment.store(retain_after_flush_s=8.0) as store:
         for t in ("flushed", "deleted", "later"):
             await store.checkpoint_append(t, ["before"], run_of(t), idempotency_key=t)
         await store.delete_thread("deleted")
