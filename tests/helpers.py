@@ -70,6 +70,15 @@ async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.
             await asyncio.sleep(0.02)
 
 
+async def healthy(store: Any) -> None:
+    """Wait until nothing is wrong with a store. It asks the servers for two seconds, and the machine may pause."""
+
+    async def well() -> bool:
+        return bool((await store.health()).ok)
+
+    await eventually(well)
+
+
 async def cancel_as_anyio(task: asyncio.Task[Any]) -> None:
     """Cancel the task at every turn of the loop until it has ended, as anyio does."""
     async with asyncio.timeout(10):

@@ -30,7 +30,7 @@ from bufstore.embedded import Servers
 from bufstore.threads.model import encode_run
 from bufstore.threads.payload import Payload, encode_payload
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, healthy, query, run_of, said
 from hostile import RUN, forged, publish_entry, publish_raw, saved, sealed
 
 LONGEST = "é" * 512
@@ -417,7 +417,7 @@ async def test_garbage_in_the_hot_bucket_and_on_its_subjects_makes_nothing_wrong
         other = fresh()
         await store.checkpoint(other, [said(0)], run_of(other))
         await store.force_flush_all()
-        assert (await store.health()).ok
+        await healthy(store)
 
 
 async def test_a_message_that_postgres_would_not_take_is_refused_by_the_direct_store(deployment: Deployment) -> None:

@@ -18,7 +18,7 @@ from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.testing.applying import change
 from bufstore.threads.model import ThreadChange
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, healthy, query, run_of, said
 from transaction_pooler import TransactionPooler
 
 #: These tests measure time or wait for timeouts.
@@ -275,7 +275,7 @@ async def test_a_new_column_that_refuses_everything_parks_nothing(deployment: De
         await query(dsn, f"ALTER TABLE {table} ALTER COLUMN tenant SET DEFAULT 'x'")
         await store.force_flush_all(timeout_s=20)
         assert await store.quarantined() == 0
-        assert (await store.health()).ok
+        await healthy(store)
 
 
 # --- too much ---------------------------------------------------------------------------------------------------

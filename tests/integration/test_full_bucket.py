@@ -16,7 +16,7 @@ from bufstore import AlreadyExists, Consistency, LogFull, Run
 from bufstore.nats.setup import bucket_stream
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, run_of, said
+from helpers import eventually, fresh, healthy, run_of, said
 
 LIMIT = 256 << 10
 
@@ -85,7 +85,7 @@ async def test_runs_leave_room_for_flushers_and_go_on_unregistered(
                 for thread_id in threads:
                     assert await flusher.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
                 await flusher.delete_thread("t1")
-                assert (await flusher.health()).ok
+                await healthy(flusher)
                 # A run that is not registered is known only to Postgres, so the conflict is found at the flush.
                 await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t398").run_id, thread_id="another"))
                 await flusher.force_flush_all()
@@ -112,4 +112,4 @@ async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployme
             assert room["level"] == "warning"
             await bucket.limit(2 * LIMIT)
             await flusher.force_flush_all()
-            assert (await flusher.health()).ok
+            await healthy(flusher)

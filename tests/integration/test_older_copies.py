@@ -24,7 +24,7 @@ from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
-from helpers import eventually, fresh, query, run_of
+from helpers import eventually, fresh, healthy, query, run_of
 from load import PATIENCE, Load
 
 #: For calls that are not repeated: longer than the machine may pause.
@@ -80,7 +80,7 @@ async def test_a_failover_to_a_copy_that_misses_commits_loses_nothing(own_server
         await load.acknowledged(100)
         await load.end()
         await load.check(one)
-        assert (await one.health()).ok
+        await healthy(one)
 
 
 async def _cursors(deployment: Deployment) -> dict[int, int]:

@@ -14,7 +14,7 @@ from bufstore import ConfigError, Consistency, FlushTimeout, LogFull
 from bufstore.embedded import NatsServer, Servers
 from bufstore.mailbox import NatsMailboxNames, NatsMailboxStore
 from conftest import Deployment
-from helpers import eventually, run_of, said
+from helpers import eventually, healthy, run_of, said
 from rights import guarded
 
 #: These tests run servers of their own.
@@ -113,7 +113,7 @@ async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(
 
             await eventually(written, 10)
             await store.force_flush_all()
-            assert (await store.health()).ok
+            await healthy(store)
     finally:
         await client.close()
         await asyncio.to_thread(server.stop)
