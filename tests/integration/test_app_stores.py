@@ -29,7 +29,7 @@ from bufstore.embedded import Servers
 from bufstore.testing import APPLY_CHECKS, CHECKS, EVERYTHING, Applier, Capability, Check
 from conftest import Deployment
 from helpdesk_store import TABLES, HelpdeskStore
-from helpers import fresh, run_of, said
+from helpers import eventually, fresh, run_of, said
 
 
 class NotesStore:
@@ -220,7 +220,11 @@ async def test_a_fault_of_an_apps_store_in_one_thread_delays_that_thread_only(
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         for thread_id in good:
             await store.force_flush(thread_id, timeout_s=20)
-        assert name in (await store.health()).flusher
+
+        async def named() -> bool:
+            return name in (await store.health()).flusher
+
+        await eventually(named)
         mine.thread_id = ""
         await store.force_flush(bad, timeout_s=20)
         assert await store.quarantined() == 0

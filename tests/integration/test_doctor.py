@@ -233,7 +233,7 @@ class WithAccounts(NatsServer):
 
 
 ACCOUNTS = """
-authorization { timeout: 2 }
+authorization { timeout: 10 }
 accounts {
     APP { jetstream: enabled, users: [
         { user: app, password: app }

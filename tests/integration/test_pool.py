@@ -92,7 +92,7 @@ async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -
         await eventually(lambda: query(servers.postgres.dsn, asleep, before))
         proxy.to_client.hold()
         call.cancel()
-        ended, _ = await asyncio.wait([call], timeout=5)
+        ended, _ = await asyncio.wait([call], timeout=8)
         assert ended, "psycopg waits for ten seconds"
         assert call.cancelled()
         proxy.heal()
@@ -133,12 +133,12 @@ async def test_what_has_been_answered_is_done_however_late_the_loop_reads_it(ser
     pid = await backend(pool)
 
     async def call() -> None:
-        async with pool.lend(4) as connection:
+        async with pool.lend(8) as connection:
             await connection.execute("SELECT pg_advisory_xact_lock(%s)", [lock])
 
     with psycopg.connect(servers.postgres.dsn, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [lock])
-        called, over = asyncio.create_task(call()), time.monotonic() + 4
+        called, over = asyncio.create_task(call()), time.monotonic() + 8
         await eventually(lambda: query(servers.postgres.dsn, waits, pid))
         # From here on the event loop is blocked.
         other.execute("SELECT pg_advisory_unlock(%s)", [lock])

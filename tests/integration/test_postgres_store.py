@@ -480,11 +480,11 @@ async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStor
 async def test_a_statement_out_of_time_is_cancelled(shared: PostgresThreadStore) -> None:
     thread_id = fresh()
     await shared.checkpoint(thread_id, [1], run_of(thread_id))
-    hasty = PostgresThreadStore(pool=shared.pool, timeout_s=0.3)
+    hasty = PostgresThreadStore(pool=shared.pool, timeout_s=2)
     async with shared.pool.lend(10) as connection, connection.transaction():
         await connection.execute("SELECT FROM bufstore.threads WHERE thread_id = %s FOR UPDATE", [thread_id])
         # The server confirms the cancellation, so it is known that nothing was stored.
-        with pytest.raises(StoreUnavailable, match=r"longer than 0\.3 s.*was cancelled"):
+        with pytest.raises(StoreUnavailable, match=r"longer than 2 s.*was cancelled"):
             await hasty.checkpoint(thread_id, [2], run_of(thread_id))
     assert await shared.load_messages(thread_id) == [1]
 
@@ -516,7 +516,7 @@ async def test_a_store_opens_while_postgres_is_down(server: PostgresServer) -> N
                 begin = time.monotonic()
                 with pytest.raises(StoreUnavailable, match="refused"):
                     await store.load_checkpoint("t")
-                assert time.monotonic() - begin < 2
+                assert time.monotonic() - begin < 8
             with pytest.raises(StoreUnavailable):
                 await store.checkpoint("t", [], run_of("t"))
             patient = PostgresThreadStore(server.dsn, timeout_s=30)
@@ -553,7 +553,7 @@ async def test_a_lost_reply_is_found_out(server: PostgresServer) -> None:
 
 @pytest.mark.alone
 async def test_calls_end_in_time_when_postgres_hangs(server: PostgresServer) -> None:
-    async with ready(server.dsn, timeout_s=1) as store:
+    async with ready(server.dsn, timeout_s=3) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [1], run_of(thread_id))
         server.pause()
@@ -563,7 +563,7 @@ async def test_calls_end_in_time_when_postgres_hangs(server: PostgresServer) -> 
                 await store.checkpoint(thread_id, [2], run_of(thread_id))
             with pytest.raises(StoreUnavailable):
                 await store.load_thread(thread_id)
-            assert time.monotonic() - begin < 3.5
+            assert time.monotonic() - begin < 12
         finally:
             server.resume()
         async with ready(server.dsn) as patient:

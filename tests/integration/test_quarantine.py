@@ -212,11 +212,11 @@ async def test_a_thread_of_which_nothing_could_be_applied_is_marked_too(deployme
 
 
 async def test_poison_delays_no_list_no_deletion_and_no_end(deployment: Deployment) -> None:
-    async with deployment.store(picky(deployment), flush_timeout_s=10) as store:
+    async with deployment.store(picky(deployment), flush_timeout_s=30) as store:
         bad, good = fresh(), fresh()
         await store.checkpoint(good, [said(0)], run_of(good))
         await poisoned(store, bad)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             assert good in {t.thread_id for t in (await store.query_threads()).threads}
             assert good in {r.thread_id for r in (await store.query_runs()).runs}
             await store.force_flush_all()
@@ -360,7 +360,10 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         async def trouble() -> str:
             return (await store.health()).flusher
 
-        assert "quarantine is full" in await eventually(trouble)
+        async def full() -> bool:
+            return "quarantine is full" in await trouble()
+
+        await eventually(full)
         assert await store.quarantined() == 2
         await store.checkpoint(good[0], [said(1)], run_of(good[0]))
         await store.force_flush(good[0])

@@ -306,7 +306,7 @@ async def test_tls(servers: Servers, tmp_path: Path) -> None:
     cert.write_bytes(b"".join(c.bytes() for c in certificate.cert_chain_pems))
     trusting = ssl.create_default_context()
     ca.configure_trust(trusting)
-    server = NatsByHand(tmp_path / "nats", f'tls {{ cert_file: "{cert}", key_file: "{key}", timeout: 2 }}')
+    server = NatsByHand(tmp_path / "nats", f'tls {{ cert_file: "{cert}", key_file: "{key}", timeout: 10 }}')
     async with server:
         await works(Deployment(servers), NatsConfig(servers=server.url, tls=trusting))
         with pytest.raises(LogUnavailable, match=r"(?i)certificate"):
