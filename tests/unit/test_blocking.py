@@ -124,11 +124,13 @@ def test_many_threads_call_at_once() -> None:
 
 def test_calls_are_bounded_in_time() -> None:
     slow = Slow()
-    with facade(slow, call_timeout_s=0.1) as store:
+    with facade(slow, call_timeout_s=60) as store:
+        store._timeout_s = 0.1
         began = time.monotonic()
         with pytest.raises(CallTimeout):
             store.load_messages("t")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15, "half of what the read takes"
+        store._timeout_s = 60.0
         assert store.load_thread("t") is None
         assert slow.cancelled == 1
     assert slow.closed == 1
@@ -150,16 +152,21 @@ def test_a_time_for_calls_may_be_without_end(call_timeout_s: float) -> None:
 
 
 def test_a_flush_has_the_time_it_was_given() -> None:
+    lasts_s = 0.3
+
     class Lasting(BufferedThreadStore):
         async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(lasts_s)
 
     open_store = partial(Lasting.open, MemoryThreadStore(), nats=MemoryNats())
-    with BlockingBufferedStore(open_store, call_timeout_s=0.2) as store:
+    with BlockingBufferedStore(open_store, call_timeout_s=60) as store:
+        store._timeout_s = 0.2
         for given_s in (60, 1e11, float("inf")):
             store.force_flush_all(timeout_s=given_s)
+        lasts_s = 3600.0
         with pytest.raises(CallTimeout):
             store.force_flush_all(timeout_s=0.01)
+        store._timeout_s = 60.0
 
 
 def test_close_ends_the_calls_on_their_way() -> None:
@@ -211,7 +218,7 @@ def in_a_call(store: BlockingThreadStore, handler: Callable[[], None]) -> None:
 def test_a_signal_handlers_error_at_any_moment_of_a_call_stops_nobody_else(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with facade(MemoryThreadStore(), call_timeout_s=3) as store, ThreadPoolExecutor(1) as other:
+    with facade(MemoryThreadStore(), call_timeout_s=30) as store, ThreadPoolExecutor(1) as other:
 
         def fail() -> None:
             with contextlib.suppress(TypeError):
