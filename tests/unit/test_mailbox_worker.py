@@ -39,7 +39,7 @@ async def test_a_claim_that_is_lost_and_still_ends_takes_nothing_from_the_next_o
             await ends[dispatch.payload].wait()  # it takes its time
             raise
 
-    async with MemoryMailboxStore(config=MailboxConfig(lease_s=1.0)) as mailbox:
+    async with MemoryMailboxStore() as mailbox:
         async with Worker(mailbox, "w", handle):
             first, second = [await mailbox.enqueue("t", payload) for payload in began]
             await began[b"first"].wait()
