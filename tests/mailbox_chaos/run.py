@@ -48,6 +48,8 @@ _CANCELLED, _INTERRUPTED = 0.02, 0.004
 #: One claim is cancelled per this many dispatches.
 _IMPATIENT = 100
 _LEASE_S, _SWEEP_S = 3.0, 1.0
+#: The lease where no claim may be lost: still shorter than `SETTLE_S`, in which one that is lost is found.
+_LONG_LEASE_S = 30.0
 #: docs/MAILBOX.md promises 30 s and two sweep intervals; the rest is for elections and a busy machine.
 WAIT_S = 30 + 2 * _SWEEP_S + 10
 
@@ -143,10 +145,11 @@ class Run:
             with suppress(BufstoreError):
                 if self._place.redis is not None:
                     notifier = await RedisNotifier.open(self._place.redis.url, prefix=self._boxes.name)
+                # In normal life nothing runs out, though the machine may stand still for some seconds.
                 store = self._boxes.store(
                     notifier,
-                    lease_s=_LEASE_S,
-                    timeout_s=3.0,
+                    lease_s=_LEASE_S if self._mortal else _LONG_LEASE_S,
+                    timeout_s=3.0 if self._mortal else 30.0,
                     sweep_interval_s=_SWEEP_S,
                     # With a notifier a worker need not poll.
                     signal_fetch_expires_s=0.2 if notifier is None else 5.0,
