@@ -123,6 +123,7 @@ async def test_a_log_that_goes_away_ends_every_call_in_time(servers: Servers, pr
         proxy.heal()
         assert all(isinstance(error, BufstoreError) for error in ended), ended
         assert max(seen) < _MAX + 2 * _BYTES
-        assert timeout_s <= longest < 2 * timeout_s + 2, "its own time, behind that of waiting for room"
+        # Its own time, behind that of waiting for room; the rest is for a machine that stands still.
+        assert timeout_s <= longest < 2 * timeout_s + 10
         assert saver.engine.all[0].backlog.bytes == 0
         assert not saver.engine.all[0].backlog.full
