@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -17,6 +16,7 @@ from bufstore.errors import ConcurrentWriter
 from bufstore.langgraph import AsyncBufferedSaver
 from helpers import fresh
 from langgraph_savers import Place, checkpoint, config
+from unit.fake_log import run
 
 META: Any = {"source": "loop", "step": 1, "parents": {}}
 
@@ -34,8 +34,6 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 async def two(stack: AsyncExitStack, **options: Any) -> tuple[AsyncBufferedSaver, AsyncBufferedSaver]:
     """Open two processes that flush nothing by themselves."""
     place = Place(None)
-    place.log = dataclasses.replace(place.log, failover_window_s=2.0)  # an erasure waits for it
-    options = {"retain_after_flush_s": 2.0} | options
     return tuple([await stack.enter_async_context(place.saver(flush=0, **options)) for _ in range(2)])  # type: ignore[return-value]
 
 
@@ -105,9 +103,18 @@ async def test_a_worker_whose_graph_lacks_a_channel_hides_its_value_from_nobody(
         await other.engine.buffer.force_flush(t)
 
 
-async def test_a_worker_that_has_read_nothing_keeps_house_all_the_same(stack: AsyncExitStack) -> None:
-    """Two workers may not write to a thread here, but no other writes meanwhile."""
-    (one, other), threads = await two(stack, on_conflict="reject"), [fresh() for _ in range(5)]
+def test_a_worker_that_has_read_nothing_keeps_house_all_the_same() -> None:
+    """Two workers may not write to a thread here, but no other writes meanwhile. In virtual time: an erasure waits."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            await _keeps_house(*await two(stack, on_conflict="reject"))
+
+    run(main())
+
+
+async def _keeps_house(one: AsyncBufferedSaver, other: AsyncBufferedSaver) -> None:
+    threads = [fresh() for _ in range(5)]
     for t in threads:
         first = await put(one, config(t), {"a": "1"}, {"a": [1]}, {"a": "1"}, run_id=f"{t}1")
         await put(one, first, {"a": "2"}, {"a": [2]}, {"a": "2"}, run_id=f"{t}2")
