@@ -416,7 +416,7 @@ async def test_who_says_where_to_go_on_takes_what_is_left(spark: Any, deployment
 
 async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[..., Deployment]) -> None:
     """Drains run when a log is full, and then flushed entries are not retained, but unarchived entries still are."""
-    deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0, archive=True)
+    deployment = deploy(max_bytes=1 << 20, archive=True)
     deployment.verified = False
     threads = [fresh() for _ in range(32)]
     async with deployment.store(flusher=False) as store:
@@ -425,6 +425,7 @@ async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[...,
                 message = said(n) | {"more": secrets.token_hex(6000)}  # random, so that it cannot be compressed
                 await store.checkpoint_append(thread, [message], run_of(thread))
         assert (await store.statistics()).log_bytes > 0.7 * deployment.log.max_bytes
+    await deployment.change(failover_window_s=1.0)  # only now, because a write may then take half a second only
     settings = where(deployment)
     reader = LogReader(settings.server, settings.stream)
     await reader.open()

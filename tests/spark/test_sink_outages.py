@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pyarrow
 import pytest
 from pyspark import TaskContext
 
-from bufstore import LogFull, LogUnavailable, StoreUnavailable
+from bufstore import LogFull, LogUnavailable, OutcomeUnknown, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.progress import ProgressListener, QueryProgress
@@ -33,8 +34,8 @@ from thorough import seldom
 
 
 def sink(deployment: Deployment, **options: Any) -> SinkConfig:
-    # Shorter than the default, so that a failing test ends.
-    return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **({"outage_timeout_s": 20.0} | options))
+    # Shorter than the default, so that a failing test ends; a try may take ten seconds, and servers some to start.
+    return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **({"outage_timeout_s": 60.0} | options))
 
 
 async def it_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,14 +50,15 @@ async def it_waits(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.long
 async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bufstore.spark")
-    deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0)
+    deployment = deploy(max_bytes=1 << 20, failover_window_s=8.0)
     async with deployment.store(flusher=False, append_timeout_s=0.5) as store:
         for size in (20_000, 2_000, 100):  # fill the log to the last byte
             with pytest.raises(LogFull):
                 for n in range(200):
-                    await store.checkpoint("full", [said(n, size)], run_of("full"))
+                    with suppress(OutcomeUnknown, LogUnavailable):  # the server stood still
+                        await store.checkpoint("full", [said(n, size)], run_of("full"))
     threads = [fresh() for _ in range(3)]
-    config, rows = sink(deployment, append_timeout_s=0.5), sorted_rows(threads, range(4))
+    config, rows = sink(deployment, append_timeout_s=4.0), sorted_rows(threads, range(4))
     with pytest.raises(LogFull) as over:
         await asyncio.to_thread(write_rows, replace(config, outage_timeout_s=0.5), 0, [rows])
     assert "outage_timeout_s" in over.value.__notes__[0]
@@ -64,7 +66,7 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
     writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 0, [rows]))
 
     await it_waits(caplog)
-    async with deployment.store(retain_after_flush_s=1.0):
+    async with deployment.store(retain_after_flush_s=8.0):
         found = (await writing).counts
     assert (found.written + found.repeated, found.bad) == (12, 0)
     assert found.waited_ms > 0
@@ -112,7 +114,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
     async with deployment.store(flusher=False) as store:
         log, subjects = store.buffer.log, [store.buffer.subjects.of(t) for t in known]
         own_servers.postgres.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(50):  # nothing of this waits until `outage_timeout_s` is over
             await asyncio.to_thread(app.begin, of, 1)
             assert app.away
             found = await asyncio.to_thread(write_rows, config, 1, [sorted_rows(known, range(2, 4))])

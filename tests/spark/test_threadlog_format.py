@@ -266,7 +266,7 @@ async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
 async def test_what_was_erased_on_purpose_is_no_loss(
     spark: Any, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
-    deployment = deploy(failover_window_s=4.0)
+    deployment = deploy(failover_window_s=8.0)
     gone, kept = fresh(), fresh()
     await written(deployment, [gone], range(2))
     await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
