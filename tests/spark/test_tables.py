@@ -493,6 +493,12 @@ async def test_postgres_reads_no_more_than_is_asked_for(
             await store.checkpoint(f"t-{n:03}", [said(i) for i in range(50)], run)
         await store.force_flush_all()
     dsn, name = deployment.servers.postgres.dsn, deployment.name
+
+    async def alone() -> bool:
+        """True when the store's sessions have ended: each reports what it has read when it ends."""
+        return not await query(dsn, "SELECT FROM pg_stat_activity WHERE application_name = 'bufstore'")
+
+    await eventually(alone)
     await query(dsn, f'ANALYZE "{name}".messages')
 
     async def fetched() -> int:
