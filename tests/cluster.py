@@ -54,7 +54,7 @@ class Cluster:
             await asyncio.to_thread(server.stop)
             password = server.url.partition("bufstore:")[2].partition("@")[0]
             server.extra_config += (
-                f'authorization {{ users: [ {{ user: bufstore, password: "{password}" }}, '
+                f'authorization {{ timeout: 10, users: [ {{ user: bufstore, password: "{password}" }}, '
                 "{ user: all, password: all } ] }\n"
             )
             self.servers.append(server)

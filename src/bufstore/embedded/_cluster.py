@@ -37,7 +37,7 @@ def three_servers(
         make_folder(server.data)
         server.extra_config = (
             f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
-            f'authorization {{ users: [ {{ user: {USER}, password: "{server._password}" }}, '
+            f'authorization {{ timeout: 10, users: [ {{ user: {USER}, password: "{server._password}" }}, '
             f"{{ user: all, password: all }}\n{more_users} ] }}\n"
         )
         if monitors:

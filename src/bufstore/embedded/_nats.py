@@ -48,7 +48,8 @@ class NatsServer(Server):
         lines = [
             f'listen: "127.0.0.1:{port}"',
             # A list of users, because a single one excludes the `accounts` that may follow.
-            f"authorization {{ users: [ {{ user: {USER}, password: {quoted(self._password)} }} ] }}",
+            # The server's own two seconds for a login would refuse whoever connects while the machine stands still.
+            f"authorization {{ timeout: 10, users: [ {{ user: {USER}, password: {quoted(self._password)} }} ] }}",
             f"jetstream {{ store_dir: {quoted(self.data)}, sync_interval: {quoted(self.sync_interval)} }}",
             self.extra_config,
         ]
