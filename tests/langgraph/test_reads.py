@@ -89,7 +89,7 @@ async def test_what_waits_in_postgres_is_read(servers: Servers) -> None:
                 return not await log.last([subjects.of(thread_id)])
 
             await eventually(waits, 30)
-            await eventually(forgotten, 30)
+            await eventually(forgotten, 90)
             async with place.saver(flusher=False, retain_after_flush_s=8.0) as other:
                 for reader in (saver, other):
                     for named in (config(thread_id), at):
