@@ -12,11 +12,20 @@ import asyncio
 import sys
 import time
 
+#: Clocks that are read within so many seconds are read at one moment.
+_SAME_MOMENT_S = 0.01
+
 if sys.platform == "linux":
 
     def suspended_s() -> float:
         """Return how many seconds the machine has been suspended since it was started."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+        while True:
+            before = time.clock_gettime(time.CLOCK_MONOTONIC)
+            since_start = time.clock_gettime(time.CLOCK_BOOTTIME)
+            after = time.clock_gettime(time.CLOCK_MONOTONIC)
+            # This process may stand still between two of these: then it would seem as if less time had passed.
+            if after - before < _SAME_MOMENT_S:
+                return since_start - after
 
 else:
 
