@@ -98,13 +98,16 @@ async def test_the_archives_of_all_lanes_come_back_into_postgres(
     for log in lane_logs(laned.log):
         of_lane = replace(where(laned), stream=log.stream, bucket=log.bucket)
         await asyncio.to_thread(archive, spark, of_lane, str(tmp_path / log.stream))
-    other = laned
+    other, dsn = laned, laned.servers.postgres.dsn
     if log_is_there:  # and Postgres is gone
-        dsn = laned.servers.postgres.dsn
         await query(dsn, f'DROP SCHEMA "{laned.name}" CASCADE')
         await query(dsn, f'DROP SCHEMA "{laned.name}_lane1" CASCADE')
     else:
         other = Deployment(laned.servers, lanes=2, max_bytes=64 << 20)
+    second = str(tmp_path / lane_logs(laned.log)[1].stream)
+    with pytest.raises(ConfigError, match="restore the first lane's archive first"):
+        await asyncio.to_thread(restore, spark, second, where(other), dry_run=True)
+    assert not await query(dsn, "SELECT FROM pg_namespace WHERE nspname = %s", f"{other.name}_lane1")
     for _ in range(2):  # the second time all is there
         reports = [
             await asyncio.to_thread(restore, spark, str(tmp_path / log.stream), where(other))
@@ -122,6 +125,26 @@ async def test_the_archives_of_all_lanes_come_back_into_postgres(
             await prepared(other_lanes)
     await write(other, threads, range(3, 5))
     assert await held(other, threads) == {t: list(range(5)) for t in threads}
+
+
+@pytest.mark.long
+async def test_a_lanes_archive_does_not_come_into_a_store_with_other_lanes(
+    spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
+) -> None:
+    """Its ledger would be a new one, which knows no thread, so what the threads have since would be replaced."""
+    one, threads = deploy(), [fresh() for _ in range(6)]
+    for deployment, steps in ((laned, range(3)), (one, range(10, 15))):
+        await write(deployment, threads, steps)
+    assert await held(one, threads) == {t: list(range(10, 15)) for t in threads}
+    second = lane_logs(laned.log)[1]
+    path = str(tmp_path / "second")
+    await asyncio.to_thread(archive, spark, replace(where(laned), stream=second.stream, bucket=second.bucket), path)
+    for stream in (one.log.stream, "forgotten"):
+        with pytest.raises((ConfigError, ConfigDrift), match="lanes"):
+            await asyncio.to_thread(restore, spark, path, replace(where(one), stream=stream))
+    assert await in_postgres(one, threads) == {t: list(range(10, 15)) for t in threads}
+    dsn = laned.servers.postgres.dsn
+    assert not await query(dsn, "SELECT FROM pg_namespace WHERE nspname = %s", f"{one.name}_lane1")
 
 
 @pytest.mark.long

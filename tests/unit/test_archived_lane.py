@@ -38,6 +38,8 @@ def test_of_an_archive_that_does_not_say_its_lane_the_stream_does() -> None:
     assert found([manifest(stream="another")], ONE) == found([manifest(stream="another")], None) == ONE
     with pytest.raises(ConfigError, match="does not say which of the store's lanes"):
         found([manifest(stream="another")], TWO)
+    with pytest.raises(ConfigError, match="seems to be of one of several lanes"):
+        found([manifest(stream="LOG-1")], None)
 
 
 def test_a_log_that_has_no_lanes_may_have_other_partitions() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bufstore.buffer.lanes import lane_logs, layout_of
-from bufstore.config import LogConfig
+from bufstore.config import LANES_MAX, LogConfig
 from bufstore.errors import ConfigError
 from bufstore.spark.log_archive.manifests import Manifest
 
@@ -25,6 +25,8 @@ def archived_log(manifests: Sequence[Manifest], stream: str, bucket: str, first:
         raise ConfigError(f"the archive holds ranges of several lanes ({sorted(found)}): each lane has its own archive")
     lanes, lane = next(iter(found), (0, 0))
     if first is None:
+        if not lanes and newest.stream in _streams_of_lanes(stream):
+            raise ConfigError(f"the archive (stream {newest.stream}) seems to be of one of several lanes: {_WAY_OUT}")
         first = LogConfig(stream=stream, bucket=bucket, lanes=max(lanes, 1), partitions=newest.partitions)
     logs = lane_logs(first)
     if not lanes:  # an earlier release wrote it: only the name tells
@@ -41,3 +43,7 @@ def archived_log(manifests: Sequence[Manifest], stream: str, bucket: str, first:
             f"{first.lanes} and {first.partitions}, so its threads are in other lanes: {_WAY_OUT}"
         )
     return logs[lane]
+
+
+def _streams_of_lanes(first: str) -> list[str]:
+    return [log.stream for log in lane_logs(LogConfig(stream=first, lanes=LANES_MAX))[1:]]

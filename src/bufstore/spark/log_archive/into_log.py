@@ -30,6 +30,7 @@ from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable, is_removal
 from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.threads.behind import buffer_of
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 _TIMEOUT_S = 30.0
 #: How many bytes a unit has at most. A unit goes into one group and does not fill it, so that many threads share one.
@@ -106,11 +107,14 @@ class IntoLog:
     def __init__(self, deployment: Deployment, log: LogConfig, *, dry_run: bool) -> None:
         """`log`: the settings of the first lane's log."""
         self._first = log
+        store = deployment.store(pool_size=1)
         deployments = [replace(deployment, stream=one.stream, bucket=one.bucket) for one in lane_logs(log)]
-        self._lanes = [_IntoLane(of_lane, dry_run=dry_run) for of_lane in deployments]
+        self._lanes = [_IntoLane(of_lane, store, dry_run=dry_run) for of_lane in deployments]
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> IntoLog:
+        for lane in self._lanes:  # an open store takes no further buffers
+            await lane.find()
         async with AsyncExitStack() as stack:
             for lane in self._lanes:
                 await stack.enter_async_context(lane)
@@ -140,23 +144,27 @@ class IntoLog:
 class _IntoLane:
     """Writes into the log of one lane."""
 
-    def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
-        self._deployment = deployment
+    def __init__(self, deployment: Deployment, store: PostgresThreadStore, *, dry_run: bool) -> None:
+        """`store`: the threads' tables, which the first lane opens and closes."""
+        self._deployment, self._store = deployment, store
         self._dry_run = dry_run
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> _IntoLane:
+    async def find(self) -> None:
+        """Find the log. Raises NoLog, LogUnavailable."""
         log, named = await self._deployment.look()
-        store = self._deployment.store(pool_size=1)
-        config = BufferConfig.fitting(log, flusher=False)
-        buffer = buffer_of(store, self._deployment.server, config, name="bufstore-restore")
+        config, store = BufferConfig.fitting(log, flusher=False), self._store
+        name, server = "bufstore-restore", self._deployment.server
+        buffer = buffer_of(store, server, config, name=name, opens_store=not log.lane)
         # If the app has a store of its own, only that store's watermark of a thread is known.
         self._held = store.versions if named is None or named.kind == buffer.backing.kind else None
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
-        self._writer = self._log.writer
+        self._writer, self._buffer = self._log.writer, buffer
         self._at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def __aenter__(self) -> _IntoLane:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(buffer.connected())
+            await stack.enter_async_context(self._buffer.connected())
             self._writer.start()
             stack.push_async_callback(self._writer.aclose)
             self._stack = stack.pop_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from bufstore.buffer.chain import Watermark
@@ -13,11 +14,20 @@ from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, StoreUnavailable
-from bufstore.postgres.connection.migrate import has_schema
+from bufstore.postgres.connection.migrate import has_schema, has_table
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 
 _TIMEOUT_S = 30.0
+
+
+_SECOND = LogConfig(lanes=2, lane=1)
+
+
+def _first_lane_first(schema: str) -> ConfigError:
+    return ConfigError(
+        f"the tables of schema {schema} do not say how many lanes the store has: restore the first lane's archive first"
+    )
 
 
 class _RollBack(Exception):
@@ -62,17 +72,27 @@ class IntoPostgres:
         await self._ledger.set_layout(layout_of(self._log))
 
     async def _check_lanes(self) -> None:
-        """Raise ConfigError when the store has several lanes but the archive does not say which one it is of."""
-        if self._log.lanes > 1:
-            return
+        """Raise ConfigError when the store has other lanes than the archive, as far as Postgres knows.
+
+        The log that would say so may be gone. Each lane's ledger has watermarks of its own, so an entry in the wrong
+        one would be applied over what a thread has.
+        """
         async with self._store.pool.lend(_TIMEOUT_S) as connection:
-            # The log may be gone, and with it the number of lanes: so a second lane's schema is looked for.
-            if await has_schema(connection, ledger_schema(self._store.schema, LogConfig(lanes=2, lane=1))):
+            schema = self._store.schema
+            if self._log.lane and not await has_table(connection, schema, "buffer_log"):
+                raise _first_lane_first(schema)
+            if self._log.lanes == 1 and await has_schema(connection, ledger_schema(schema, _SECOND)):
                 raise ConfigError(
-                    f"the store of schema {self._store.schema} has several lanes, and the archive is of a log that has "
-                    "all threads, or does not say which lane it is of: restore it into a schema of its own, or into "
-                    "the logs (into='log')"
+                    f"the store of schema {schema} has several lanes, and the archive is of a log that has all "
+                    "threads, or does not say which lane it is of: restore it into a schema of its own, or into the "
+                    "logs (into='log')"
                 )
+        if self._log.lane:
+            async with self._deployment.database(replace(self._log, lane=0)) as (_, ledger):
+                noted = await ledger.layout()
+            if noted is None:
+                raise _first_lane_first(schema)
+            check_layout(self._log, noted)
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         """Apply entries in one transaction. Returns the counts: threads; entries applied, present, refused, and why."""

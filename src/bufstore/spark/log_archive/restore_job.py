@@ -135,7 +135,9 @@ async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: In
         epoch, named = epoch_after(manifests, None, 0), None
     else:
         epoch, named = epoch_after(manifests, log.created, log.epoch), log.target
-    check_kind(f"stream {config.stream}", named, kind_of(PostgresThreadStore), _OTHER_STORE)
+    for found in (first, log):
+        target = found.target if found is not None else None
+        check_kind(f"stream {config.stream}", target, kind_of(PostgresThreadStore), _OTHER_STORE)
     async with IntoPostgres(deployment, config, dry_run=dry_run) as database:
         await database.setup(epoch, named)
     return config
@@ -166,7 +168,7 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
         raise ConfigError(
             f"the deployment has a log (epoch {epoch}) whose positions the archive (epoch {newest.epoch}) has too: its "
             "entries would be taken for applied. Restore into a deployment that has no log yet, or whose log has a "
-            "later epoch"
+            "later epoch, or into the log (into='log')"
         )
     return epoch
 

@@ -28,7 +28,8 @@ class HeldPosition(Secretive):
 @contextmanager
 def hold_position(deployment: Deployment) -> Iterator[HeldPosition]:
     """Hold the position at which the log ends now: in the block, each read with the options shows threads, runs and
-    messages as they were at that position, whatever is written and flushed meanwhile.
+    messages as they were at that position, whatever is written and flushed meanwhile. With several lanes it is one
+    position of each lane, and these are no common moment.
 
     A transaction of Postgres holds the position, and keeps what it sees from being cleaned up: hold it no longer than
     you need it. Also hold it for less than `retain_after_flush_s`, because what the log holds above Postgres must stay
