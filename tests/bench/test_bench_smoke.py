@@ -147,7 +147,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return SmallRun(request.param, folder, small_run(folder, _RUNS[request.param]))
 
 
-# This test comes first, so that each run has a test's whole timeout.
+# This test comes first, so that each run has a test's whole timeout: a little more than its process has.
+@pytest.mark.timeout(590)
 def test_the_rows_run(run: SmallRun) -> None:
     assert "targets met" in run.printed
 

@@ -365,13 +365,14 @@ class Site:
         """Publish and record a malformed entry on the thread's log."""
         lane = self.lanes[lane_of(thread, self.config.log)]
         async with lane.log() as log:
-            seq = await log.publish(Outgoing(lane.subjects.of(thread), body, header), 3.0)
+            # Long, because poison of which nobody knows whether it is there could not be judged.
+            seq = await log.publish(Outgoing(lane.subjects.of(thread), body, header), 15.0)
         self.recorder.write(Poison(time.monotonic(), thread, lane.position(seq), body))
 
     async def publish_among_groups(self, lane: Lane, body: bytes) -> None:
         """Publish and record a malformed group."""
         client = await self.client()
-        ack = json.loads((await client.request(lane.subjects.groups, body, timeout=3)).data)
+        ack = json.loads((await client.request(lane.subjects.groups, body, timeout=15)).data)
         if ack.get("seq"):
             self.recorder.write(Poison(time.monotonic(), None, lane.position(first_place(ack["seq"])), body))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from bufstore import LogConfig
+from bufstore.buffer.lanes import lane_logs
 from bufstore.cli.app import app as command_line
 from bufstore.nats.permissions import Role, permissions
 
@@ -49,3 +51,10 @@ def test_the_command_prints_just_these(role: Role) -> None:
     as_json = CliRunner().invoke(command_line, ["permissions", role.value, *names, "--json"])
     assert json.loads(as_json.output) == {"publish": wanted.publish, "subscribe": wanted.subscribe}
     assert CliRunner().invoke(command_line, ["permissions", role.value, "--stream", "a b"]).exit_code == 2
+
+
+def test_a_lane_that_is_not_the_first_is_meant_alone() -> None:
+    first, second = lane_logs(replace(_LOG, lanes=2))
+    both, alone = permissions(Role.APP, first), permissions(Role.APP, second)
+    assert set(alone.publish) < set(both.publish)
+    assert not [s for s in alone.publish if s.endswith(f".{first.stream}")]

@@ -82,6 +82,11 @@ def lane_logs(first: LogConfig) -> list[LogConfig]:
     return [first, *(_numbered(first, lane) for lane in range(1, first.lanes))]
 
 
+def named_logs(log: LogConfig) -> list[LogConfig]:
+    """Return the logs that are meant by this one: of the first lane's all lanes', of any other only itself."""
+    return [log] if log.lane else lane_logs(log)
+
+
 def _numbered(first: LogConfig, lane: int) -> LogConfig:
     stream, bucket, subject = (f"{name}-{lane}" for name in (first.stream, first.bucket, first.subject))
     return replace(first, stream=stream, bucket=bucket, subject=subject, lane=lane)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bufstore.buffer.lanes import lane_logs
+from bufstore.buffer.lanes import named_logs
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
 
@@ -35,12 +35,12 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions:
-    """Return what the role needs for this log, or for all of its lanes.
+    """Return what the role needs for this log; of the first lane's, for all lanes.
 
     `api`: the prefix of the JetStream API, without a trailing dot; ``$JS.<domain>.API`` for users of a leaf node (a
     server of the domain checks the subject that this prefix stands for there).
     """
-    lanes = [_of_one(role, lane, api) for lane in lane_logs(log)]
+    lanes = [_of_one(role, lane, api) for lane in named_logs(log)]
     return Permissions(
         publish=list(dict.fromkeys(subject for lane in lanes for subject in lane.publish)),
         subscribe=list(dict.fromkeys(subject for lane in lanes for subject in lane.subscribe)),

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.append.lookups import Lookups
-from bufstore.buffer.lanes import lane_logs
+from bufstore.buffer.lanes import named_logs
 from bufstore.buffer.ports.log import Floor
 from bufstore.buffer.ports.shared_state import RUN_TTL_S
 from bufstore.config import LogConfig
@@ -78,7 +78,7 @@ class NatsSharedState:
         self._renewed: dict[str, int] = {}
 
     async def check(self) -> None:
-        for log in lane_logs(self._config) if not self._config.lane else [self._config]:
+        for log in named_logs(self._config):
             with contextlib.suppress(StreamMissing):
                 check_owner(log, await found_bucket(self._stream, log))
 
