@@ -426,6 +426,7 @@ async def test_an_app_whose_code_fails_on_one_thread_delays_only_that(deployment
         assert await store.load_messages(bad, consistency=Consistency.EVENTUAL) == [said(0)]
 
 
+@pytest.mark.long  # twenty seconds
 async def test_it_goes_on_after_the_log_was_purged(deploy: Callable[..., Deployment]) -> None:
     deployment = deploy(failover_window_s=8.0)
     short = {"append_timeout_s": 4.0, "read_timeout_s": 4.0, "retain_after_flush_s": 8.0}

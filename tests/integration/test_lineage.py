@@ -153,6 +153,7 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
         assert await ledger.quarantined() == 0
 
 
+@pytest.mark.long  # ten seconds
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable[..., Deployment]) -> None:
     """A tombstone stays before that, and when its thread is written again or named in quarantine."""
     deployment = deploy(failover_window_s=8.0)

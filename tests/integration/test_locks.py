@@ -124,6 +124,7 @@ async def test_a_check_after_a_suspension_says_that_another_may_have_it(
     assert lock.lost.is_set()
 
 
+@pytest.mark.long  # ten seconds
 async def test_extending_keeps_it_and_keeps_it_mortal(locks: Locks) -> None:
     lock = await locks.acquire("a", ttl_s=5)
     for _ in range(4):

@@ -366,6 +366,7 @@ async def test_a_redis_that_went_silent_is_noticed(tmp_path: Path, redis_server:
         server.stop()
 
 
+@pytest.mark.long  # two quiet periods
 async def test_a_redis_that_answers_is_not_taken_for_silent(redis_server: RedisServer, prefix: str) -> None:
     # A quiet period is longer than the machine may pause.
     async with await RedisNotifier.open(redis_server.url, prefix=prefix, quiet_s=3.5) as notifier:
@@ -428,6 +429,7 @@ async def _is(count: Callable[[], Awaitable[int]], expected: int) -> bool:
     return await count() == expected
 
 
+@pytest.mark.long  # two quiet periods
 async def test_a_quiet_session_is_asked_whether_it_listens(servers: Servers, prefix: str) -> None:
     # The session has a quiet period for its answer, which is longer than the machine may pause.
     async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, quiet_s=3.5) as notifier:

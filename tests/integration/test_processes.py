@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bufstore import Consistency
 from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
@@ -96,6 +98,7 @@ async def test_two_processes_on_the_same_hundred_threads(deployment: Deployment)
         assert state.trouble == ""
 
 
+@pytest.mark.long  # a lease
 async def test_a_record_of_a_dead_flusher_that_the_server_forgot_to_remove_holds_no_partition(
     deployment: Deployment,
 ) -> None:

@@ -242,6 +242,7 @@ async def _mended(deployment: Deployment) -> Repaired | None:
         return None
 
 
+@pytest.mark.long  # ten seconds
 async def test_a_postgres_restored_from_a_copy_older_than_the_log_reaches(deploy: Callable[..., Deployment]) -> None:
     """The loss is reported: deltas without a base go to quarantine, a full checkpoint is applied."""
     deployment = deploy(failover_window_s=8.0)

@@ -134,6 +134,7 @@ async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
     assert work._walk._size <= 10
 
 
+@pytest.mark.long  # two leases
 async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -> None:
     work, other = await opened(ttl_s=4), await opened(ttl_s=4)
     await work.submit("a", b"1")
@@ -147,6 +148,7 @@ async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -
         await second.done()
 
 
+@pytest.mark.long  # two leases
 async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened: Open, name: str) -> None:
     work = await opened(ttl_s=4)
     for key in ("a", "a", "b"):

@@ -67,6 +67,7 @@ async def test_a_thread_that_a_read_has_found_nowhere_is_not_looked_up_again(
         assert await saver.engine.buffer.ledger.quarantined() == 0
 
 
+@pytest.mark.long  # as long as the log keeps it
 async def test_what_waits_in_postgres_is_read(servers: Servers) -> None:
     """A locked row delays its thread; its entries wait in a table of the buffer, and the log purges them."""
     place, thread_id, beside = Place(servers), fresh(), fresh()
