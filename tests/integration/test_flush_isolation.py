@@ -103,7 +103,9 @@ async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str) -> Any:
     return await ledger.flush([cursor], [thread_id], decide)
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["direct", "pooler"])
+@pytest.mark.parametrize(
+    "pooled", [pytest.param(False, id="direct", marks=pytest.mark.long), pytest.param(True, id="pooler")]
+)
 async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_back_within_the_lease(
     deployment: Deployment, pooled: bool
 ) -> None:
@@ -141,6 +143,7 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
                 await ledger.aclose()
 
 
+@pytest.mark.long  # a lease
 async def test_a_large_window_may_take_a_busy_machine_longer_than_the_lease(deployment: Deployment) -> None:
     """Decoding takes time. An owner wrongly taken for frozen would start again and again."""
     async with deployment.inner() as store:

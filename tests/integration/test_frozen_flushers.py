@@ -60,7 +60,9 @@ async def flush(it: PostgresLedger, cursor: Cursor) -> None:
     await it.flush([cursor], ["t"], lambda _: Decision(cursors=[cursor]))
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["direct", "pooler"])
+@pytest.mark.parametrize(
+    "pooled", [pytest.param(False, id="direct", marks=pytest.mark.long), pytest.param(True, id="pooler")]
+)
 async def test_who_takes_over_ends_a_flush_that_stands_still_in_a_pipeline(
     deployment: Deployment, frozen: asyncio.Event, pooled: bool
 ) -> None:
@@ -101,6 +103,7 @@ async def test_who_may_not_end_it_says_who_can(deployment: Deployment, frozen: a
                 await flushing
 
 
+@pytest.mark.long  # a lease
 async def test_a_flush_that_works_for_long_is_left_alone(deployment: Deployment) -> None:
     dsn = deployment.servers.postgres.dsn
     async with ledger(dsn, deployment.name) as old, ledger(dsn, deployment.name) as new:

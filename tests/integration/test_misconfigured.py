@@ -440,6 +440,7 @@ async def test_a_user_who_may_not_append_or_read_is_told_at_once_and_others_go_o
         assert await good.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(2)]
 
 
+@pytest.mark.long  # ten seconds
 async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_servers: Servers) -> None:
     """A running store's credentials are refused: it is reported, and the store goes on once they are valid again."""
     deployment = Deployment(own_servers)

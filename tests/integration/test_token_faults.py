@@ -144,6 +144,7 @@ async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> list[str]:
     return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == action]
 
 
+@pytest.mark.long  # ten seconds
 async def test_rights_that_are_taken_for_a_while_end_no_worker(
     opened: Open, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

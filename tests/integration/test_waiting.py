@@ -163,6 +163,7 @@ async def test_the_next_owner_of_the_partition_goes_on(deploy: Callable[..., Dep
             assert await third.quarantined() == 0
 
 
+@pytest.mark.long  # ten seconds
 async def test_a_deletion_that_waits_deletes_and_the_thread_can_be_made_again(
     deploy: Callable[..., Deployment],
 ) -> None:

@@ -48,6 +48,7 @@ async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployme
     assert (await held(deployment, threads))[threads[0]] == [*range(5), *range(5)], "without a number it is new"
 
 
+@pytest.mark.long  # half a minute
 async def test_rows_without_a_thread_do_not_hide_each_other(spark: Any, deployment: Deployment) -> None:
     """A null id and an empty id name no thread, and are kept as different rows."""
     await prepared(deployment)
