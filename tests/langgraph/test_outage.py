@@ -59,7 +59,7 @@ async def test_postgres_goes_in_the_middle_of_a_run(own: Servers, place: Place) 
 
 async def test_another_process_reads_a_thread_that_the_log_has_whole(own: Servers, place: Place) -> None:
     thread_id = fresh()
-    async with place.saver(read_timeout_s=3.0) as one, place.saver(read_timeout_s=3.0) as other:
+    async with place.saver(read_timeout_s=8.0) as one, place.saver(read_timeout_s=8.0) as other:
         await assistant(one).ainvoke({"said": ["user: hello"]}, config(thread_id))
         own.postgres.stop()
         done = await assistant(other).ainvoke(Command(resume="yes"), config(thread_id))
