@@ -79,7 +79,7 @@ async def logs_at(options: TableOptions, moment: Moment) -> LaneLogs:
     return LaneLogs(first.config, found)
 
 
-def end_behind(ledger: Ledger, log: LogState) -> int:
+def _end_behind(ledger: Ledger, log: LogState) -> int:
     """Return where the log ends; `log` was looked at after `ledger`. Raises LogUnavailable when Postgres has more."""
     end, flushed = first_place(log.end), max(ledger.cursors.values(), default=0)
     if flushed > end:
@@ -94,7 +94,7 @@ def _until(ending: int | None, log: LogState, ledger: Ledger, *, held: bool) -> 
     """Return the first position that is not read. Raises ConfigError, LogUnavailable, PositionPassed."""
     end = first_place(log.end)
     if ending is None:
-        return end_behind(ledger, log)
+        return _end_behind(ledger, log)
     if ending > end:
         raise ConfigError(f"option endingPosition: the log ends before {end}")
     # Postgres knows when a thread was deleted only as long as the log goes back to its deletion.
