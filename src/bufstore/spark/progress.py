@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from bufstore.spark.sink.batch import last_batch
+from bufstore.spark.sink.batch import report_of
 from bufstore.spark.sink.row_writer import RowCounts
 
 __all__ = ["ProgressListener", "QueryProgress"]
@@ -36,7 +36,7 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     #: The values that the query's own ``df.observe(name, …)`` counted: name → column → value.
     observed: Mapping[str, Mapping[str, Any]] = {}
     #: What `checkpoint_sink` made of the rows, and how long it waited for servers (``waited_ms``); None when another
-    #: sink writes the rows, or ours writes them in another process (Connect).
+    #: sink writes the rows, ours writes them in another process (Connect), or a hundred batches were done since.
     sink: RowCounts | None = None
 
 
@@ -54,7 +54,7 @@ class ProgressListener(StreamingQueryListener):
         found = event.progress
         offsets = [(source.endOffset, source.latestOffset) for source in found.sources]
         behind = [log for _, newest in offsets if (log := _log_of(newest))]
-        written = last_batch(str(found.id))
+        written = report_of(str(found.id), found.batchId)
         self._report(
             QueryProgress(
                 query=found.name or str(found.id),
@@ -67,7 +67,7 @@ class ProgressListener(StreamingQueryListener):
                 unread_since=min((log["unreadSince"] for log in behind if log["unreadSince"]), default=None),
                 headroom=min((log["headroom"] for log in behind), default=None),
                 observed={name: row.asDict() for name, row in found.observedMetrics.items()},
-                sink=written.counts if written is not None and written.batch_id == found.batchId else None,
+                sink=None if written is None else written.counts,
             )
         )
 

@@ -47,20 +47,29 @@ class BatchReport(NamedTuple):
     repeated: bool
 
 
-#: The last batch of each query, by Spark's id of the query. Spark's own progress has no place for what a foreachBatch
-#: function did, so listeners to it ask here.
-_last: dict[str, BatchReport] = {}
+#: How many batches of a query `report_of` remembers, because a listener may hear of a batch when others are done: as
+#: many as Spark keeps the progress of (``spark.sql.streaming.numRecentProgressUpdates``).
+REMEMBERED_BATCHES = 100
+
+#: What became of the newest batches of each query, by Spark's id of the query and the batch's number. Spark's own
+#: progress has no place for what a foreachBatch function did, so listeners to it ask here.
+_reports: dict[str, dict[int, BatchReport]] = {}
 
 
-def note_last(query: Query, report: BatchReport) -> None:
+def note_report(query: Query, report: BatchReport) -> None:
     """Note that a batch of a query is done."""
-    if query.query_id:
-        _last[query.query_id] = report
+    if not query.query_id:
+        return
+    reports = _reports.setdefault(query.query_id, {})
+    reports.pop(report.batch_id, None)  # a batch that came again is the newest
+    reports[report.batch_id] = report
+    if len(reports) > REMEMBERED_BATCHES:
+        del reports[next(iter(reports))]
 
 
-def last_batch(query_id: str) -> BatchReport | None:
-    """Return the query's last batch; None if no sink of this process has written one."""
-    return _last.get(query_id)
+def report_of(query_id: str, batch_id: int) -> BatchReport | None:
+    """Return what became of a batch; None if no sink of this process has written it, or long ago."""
+    return _reports.get(query_id, {}).get(batch_id)
 
 
 def write_batch(

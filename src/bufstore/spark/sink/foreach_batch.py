@@ -24,7 +24,7 @@ from bufstore.spark.job_description import context_of, described
 from bufstore.spark.outage import GaveUp, is_outage
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.arrow_rows import rows_of
-from bufstore.spark.sink.batch import BatchReport, note_last, write_batch
+from bufstore.spark.sink.batch import BatchReport, note_report, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_batch_id, check_columns
 from bufstore.spark.sink.kept_batches import KeptBatches
 from bufstore.spark.sink.lines import Row
@@ -87,7 +87,7 @@ class CheckpointSink:
             rows = _Rows(self.config, batch_id, df)
             try:
                 self.last = write_batch(self.config, self._app, query, batch_id, rows, _stopped(df, query))
-                note_last(query, self.last)
+                note_report(query, self.last)
             finally:
                 rows.forget()
 
