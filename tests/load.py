@@ -56,7 +56,15 @@ class Load:
 
     async def check(self, store: BufferedThreadStore) -> None:
         """Check that all acknowledged writes are in Postgres, once and in order, and that every read was right."""
-        await store.force_flush_all(timeout_s=60)
+
+        async def all_flushed() -> bool:
+            try:
+                await store.force_flush_all(timeout_s=60)
+            except LogUnavailable:
+                return False  # a node that comes back deposes leaders
+            return True
+
+        await eventually(all_flushed, 180)
 
         async def flushed() -> Final | None:
             try:

@@ -32,7 +32,7 @@ async def short_run(seed: int, kinds: Sequence[str], least: int, on: str = "thre
     """Run two phases of a seed with at least `least` faults; no rule may be broken. The folder stays when one is."""
     folder = new_folder(seed)
     # Recovery times are not judged here, because the machine may be busy with other tests.
-    report = await run(seed, 30, folder, kinds, phases=2, recovery_s=30.0, on=on)
+    report = await run(seed, 120, folder, kinds, phases=2, recovery_s=30.0, on=on)
     assert report.ok, f"{report.text()}\nhistory: {folder}"
     assert len(report.injected) >= least
     shutil.rmtree(folder)

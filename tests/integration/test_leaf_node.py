@@ -160,7 +160,7 @@ async def test_exact_rights_in_a_domain(servers: Servers, tmp_path: Path, caplog
                     await store.checkpoint(t, [said(0)], run_of(t))
                     await store.force_flush(t)
             assert [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "nats_forbidden"] == []
-            async with asyncio.timeout(3):  # the error comes at once, before the timeout
+            async with asyncio.timeout(4.5):  # the error comes at once, before the timeout
                 with pytest.raises(ConfigError, match="does not permit"):
                     async with other.store(nats=exact):
                         pass

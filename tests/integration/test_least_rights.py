@@ -29,7 +29,7 @@ from bufstore.nats.permissions import Role, permissions
 from bufstore.testing import CHECKS
 from command_line import Result, bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, healthy, query, run_of, said
 from integration.test_quarantine import Picky, poisoned
 from integration.test_setup import NatsByHand
 
@@ -181,7 +181,7 @@ async def test_an_app_beside_a_flusher_keeps_the_contract(site: Site) -> None:
             await asyncio.gather(*(app.checkpoint(t, [said(0, 2 << 20), said(1)], run_of(t)) for t in thread_ids[:2]))
             await asyncio.gather(*(app.checkpoint(t, [said(0)], run_of(t)) for t in thread_ids[2:]))
             await app.force_flush_all()
-            assert (await second.health()).ok
+            await healthy(second)
         await app.force_flush_all()
         assert (await first.verify()).ok
 

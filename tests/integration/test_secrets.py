@@ -126,7 +126,7 @@ async def test_nothing_secret_is_said_while_all_is_well_and_when_servers_fail(he
         host = servers.postgres.dsn.rpartition("@")[2]
         dsn = f"postgresql://app:{quote(role_password, safe='')}@{host}"
         deployment = Deployment(servers)
-        short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5}
+        short = {"append_timeout_s": 4.0, "read_timeout_s": 4.0}
         inner = PostgresThreadStore(dsn, schema=deployment.name, timeout_s=2)
         said: list[str] = []
         async with deployment.store(inner, nats=nats, **short) as store:

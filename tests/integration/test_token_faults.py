@@ -156,7 +156,7 @@ async def test_rights_that_are_taken_for_a_while_end_no_worker(
         handled.append(task.key)
 
     with guarded(tmp_path) as rights:
-        other, work = await opened(rights.server.url, ttl_s=6), await opened(rights.url, ttl_s=6)
+        other, work = await opened(rights.server.url, ttl_s=9), await opened(rights.url, ttl_s=9)
         async with working(handler, work, concurrency=2):
             await other.submit("a")
             await began.wait()
@@ -166,7 +166,7 @@ async def test_rights_that_are_taken_for_a_while_end_no_worker(
             await eventually(lambda: _logged(caplog, "token_take"))
             await rights.deny()
             go_on.set()
-            await eventually(lambda: nothing_left(other))
+            await eventually(lambda: nothing_left(other), 60)
             assert sorted(handled) == ["a", "b"]
             began.clear()
             go_on.clear()
@@ -174,9 +174,9 @@ async def test_rights_that_are_taken_for_a_while_end_no_worker(
             await began.wait()
             await rights.deny(f"{name}.fence.>", "$JS.API.STREAM.INFO.>")
             go_on.set()
-            await eventually(lambda: _logged(caplog, "token_lost"))  # the item could not be marked done
+            await eventually(lambda: _logged(caplog, "token_lost"), 60)  # the item could not be marked done
             await rights.deny()
-            await eventually(lambda: nothing_left(other))
+            await eventually(lambda: nothing_left(other), 60)
             assert set(handled) == {"a", "b", "c"}
             await elsewhere(lambda: work.run(handler, asyncio.Event()))
 

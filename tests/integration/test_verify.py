@@ -65,9 +65,9 @@ async def test_each_kind_of_damage_is_found(
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["settled <= cursor", *(rule for rule in DAMAGES if rule != "progress <= cursor")])
 async def test_damage_below_the_floor_is_found(deploy: Callable[..., Deployment], rule: str) -> None:
-    deployment = deploy(failover_window_s=1.0)
+    deployment = deploy(failover_window_s=8.0)
     deployment.verified = False
-    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    short = {"append_timeout_s": 4.0, "read_timeout_s": 4.0}
     threads = [fresh() for _ in range(3)]
     async with deployment.store(**short) as store:
         for n in range(3):
@@ -80,7 +80,7 @@ async def test_damage_below_the_floor_is_found(deploy: Callable[..., Deployment]
         async def settled() -> bool:
             return await store.buffer.log.settled() > last
 
-        await eventually(settled)
+        await eventually(settled, 60)
     async with deployment.store(flusher=False, **short) as store:
         report = await store.verify()
         assert report.ok, report.findings

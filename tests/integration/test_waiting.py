@@ -21,7 +21,7 @@ from integration.test_target import helpdesk
 #: These tests wait until the log has purged entries.
 pytestmark = pytest.mark.alone
 
-_SOON = {"append_timeout_s": 1.5, "read_timeout_s": 1.5, "retain_after_flush_s": 3.0}
+_SOON = {"append_timeout_s": 4.0, "read_timeout_s": 4.0, "retain_after_flush_s": 8.0}
 
 
 @asynccontextmanager
@@ -52,12 +52,12 @@ async def forgotten(store: BufferedThreadStore, thread_id: str, beside: str) -> 
             await store.checkpoint(beside, [], run_of(beside))
         return not await store.buffer.log.last([subject])
 
-    await eventually(gone)
+    await eventually(gone, 90)
 
 
 @pytest.mark.long
 async def test_the_log_forgets_a_thread_that_waits_and_nobody_else_does(deploy: Callable[..., Deployment]) -> None:
-    deployment = deploy(partitions=1, failover_window_s=3.0)
+    deployment = deploy(partitions=1, failover_window_s=8.0)
     thread_id, beside = fresh("held"), fresh("beside")
     shown: list[Any] = [said(0), said(1)]
     async with deployment.store(**_SOON) as owner, deployment.store(flusher=False, **_SOON) as other:
@@ -80,7 +80,7 @@ async def test_the_log_forgets_a_thread_that_waits_and_nobody_else_does(deploy: 
             ):
                 with pytest.raises(ReadNotFresh):
                     await lost
-            for late in (other.force_flush(thread_id, timeout_s=2), other.force_flush_all(timeout_s=2)):
+            for late in (other.force_flush(thread_id, timeout_s=8), other.force_flush_all(timeout_s=8)):
                 with pytest.raises(FlushTimeout, match="another session holds its row"):
                     await late
             again = await other.checkpoint_append(
@@ -114,7 +114,7 @@ async def test_a_thread_that_waits_is_read_and_written_in_front_of_an_apps_own_s
     deploy: Callable[..., Deployment],
 ) -> None:
     """The app's rows and ours cannot be read in one snapshot."""
-    deployment = deploy(partitions=1, failover_window_s=3.0)
+    deployment = deploy(partitions=1, failover_window_s=8.0)
     dsn = await helpdesk(deployment)
     thread_id, beside = fresh("held"), fresh("beside")
     async with HelpdeskStore(dsn) as inner:
@@ -139,7 +139,7 @@ async def test_a_thread_that_waits_is_read_and_written_in_front_of_an_apps_own_s
 
 
 async def test_the_next_owner_of_the_partition_goes_on(deploy: Callable[..., Deployment]) -> None:
-    deployment = deploy(partitions=1, failover_window_s=3.0)
+    deployment = deploy(partitions=1, failover_window_s=8.0)
     thread_id, beside = fresh("held"), fresh("beside")
     async with deployment.store(flusher=False, **_SOON) as writer:
         async with deployment.store(**_SOON) as first:
@@ -167,7 +167,7 @@ async def test_the_next_owner_of_the_partition_goes_on(deploy: Callable[..., Dep
 async def test_a_deletion_that_waits_deletes_and_the_thread_can_be_made_again(
     deploy: Callable[..., Deployment],
 ) -> None:
-    deployment = deploy(partitions=1, failover_window_s=3.0)
+    deployment = deploy(partitions=1, failover_window_s=8.0)
     thread_id, beside = fresh("held"), fresh("beside")
     async with deployment.store(**_SOON) as store, deployment.store(flusher=False, **_SOON) as other:
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))

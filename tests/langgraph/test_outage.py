@@ -75,8 +75,8 @@ async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own:
     put = checkpoint({"a": "1"}, {"a": [1]})
     metadata: Any = {"source": "loop", "step": 0, "parents": {}}
     async with (
-        place.saver(read_timeout_s=3.0) as careful,
-        place.saver(read_timeout_s=3.0, new_threads="assume") as bold,
+        place.saver(read_timeout_s=8.0) as careful,
+        place.saver(read_timeout_s=8.0, new_threads="assume") as bold,
     ):
         own.postgres.stop()
         with pytest.raises((StoreUnavailable, ReadNotFresh)):
@@ -103,7 +103,7 @@ async def test_a_thread_that_was_wrongly_assumed_to_be_new_forks_and_loses_nothi
         await plain.setup()
         await assistant(plain).ainvoke({"said": ["user: first"]}, config(thread_id))
         before = [item async for item in plain.alist(config(thread_id))]
-    async with place.saver(read_timeout_s=3.0, new_threads="assume") as bold:
+    async with place.saver(read_timeout_s=8.0, new_threads="assume") as bold:
         own.postgres.stop()
         assert await bold.aget_tuple(config(thread_id)) is None
         fork = await bold.aput(config(thread_id), put, metadata, {"a": "1"})
@@ -144,7 +144,7 @@ async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: S
 async def test_what_a_deletion_leaves_is_read_from_the_log(own: Servers, place: Place) -> None:
     """The saver remembers only the checkpoint that it read before, which is then deleted."""
     thread_id, metadata = fresh(), {"source": "loop", "step": 0, "parents": {}}
-    async with place.saver(flush=0, read_timeout_s=3.0) as saver:
+    async with place.saver(flush=0, read_timeout_s=8.0) as saver:
         at = config(thread_id)
         for n in ("1", "2"):
             at = await saver.aput(at, checkpoint({"a": n}, {"a": [n]}), metadata | {"run_id": n}, {"a": n})  # type: ignore[arg-type]

@@ -139,7 +139,10 @@ def speculating(settings: dict[str, Any]) -> None:
         if context.partitionId() == 0:
             Path(f"{slow}-{context.attemptNumber()}").touch()
             if context.attemptNumber() == 0:
-                time.sleep(15)
+                for _ in range(1200):  # until the copy has written everything, too
+                    if Path(f"{slow}-1").exists():
+                        break
+                    time.sleep(0.1)
 
     from bufstore.spark.sink import foreach_batch
 

@@ -9,6 +9,7 @@ import pytest
 
 from bufstore import ConfigError
 from bufstore.spark import SinkConfig
+from bufstore.spark.sink import app_id
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.row_writer import RowCounts
 from bufstore.spark.sink.spark_ledger import Query
@@ -19,6 +20,12 @@ async def begin(config: SinkConfig, run: str, batch_id: int) -> AppId:
     app = AppId(config)
     await asyncio.to_thread(app.begin, Query("query", run), batch_id)
     return app
+
+
+@pytest.fixture(autouse=True)
+def _ends_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends is noted though this process stands still for a moment; a job would go on without its note."""
+    monkeypatch.setattr(app_id, "_SHORT_S", 8.0)
 
 
 async def test_an_app_id_is_not_renamed_in_the_middle_of_a_batch(config: SinkConfig) -> None:

@@ -53,7 +53,16 @@ def jobs_of_a_check(spark: Any, path: str, manifests: list[Manifest]) -> int:
     context, group = spark.sparkContext, secrets.token_hex(4)
     context.setJobGroup(group, "check")
     check_ranges(spark, path, manifests)
-    return len(context.statusTracker().getJobIdsForGroup(group))
+    found = len(jobs_of(spark, group))
+    context.setLocalProperty("spark.jobGroup.id", None)
+    return found
+
+
+def jobs_of(spark: Any, group: str) -> list[Any]:
+    """Return the jobs of a group, all that have run."""
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()  # the tracker hears of jobs from there
+    tracker = spark.sparkContext.statusTracker()
+    return [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
 
 
 @pytest.mark.long  # several archives, one of them delayed
@@ -97,9 +106,9 @@ async def test_folders_are_listed_by_as_many_tasks_as_there_are_cores(spark: Any
         context, group = spark.sparkContext, secrets.token_hex(4)
         context.setJobGroup(group, "list")
         texts = texts_of(spark, str(tmp_path / "manifests"))
-        tracker = context.statusTracker()
-        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
-        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+        jobs = jobs_of(spark, group)
+        context.setLocalProperty("spark.jobGroup.id", None)
+        stages = [context.statusTracker().getStageInfo(stage) for job in jobs for stage in job.stageIds]
         return texts, max(stage.numTasks for stage in stages)
 
     before = spark.conf.get(threshold), spark.conf.get(_LISTING_TASKS)

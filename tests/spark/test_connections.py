@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from bufstore import BufferedThreadStore
 from bufstore.postgres.connection.pool import Pool
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.sink.row_writer import write_rows
 from conftest import Deployment
-from helpers import fresh, query, run_of
+from helpers import eventually, fresh, query, run_of
 from spark.jobs import prepared, read_options, rows_of, settings_of
 
 
@@ -40,7 +41,14 @@ async def test_a_worker_process_takes_no_more_connections_than_is_said(
         sizes.append(pool.max_size)
         await opening(pool, *arguments, **more)
 
+    opening_store = BufferedThreadStore.open
+
+    async def tried(*arguments: Any, **more: Any) -> BufferedThreadStore:
+        sizes.clear()  # of a try that came to nothing
+        return await opening_store(*arguments, **more)
+
     monkeypatch.setattr(Pool, "open", noticed)
+    monkeypatch.setattr(BufferedThreadStore, "open", tried)
     settings = settings_of(deployment) | {"postgres": named(deployment)}
     config = SinkConfig(app_id="query", mode=mode, **settings)
     threads = sorted(fresh() for _ in range(500))
@@ -59,7 +67,13 @@ async def test_a_task_that_reads_a_table_takes_one_connection(deployment: Deploy
     options = read_options(deployment, postgresUrl=named(deployment), schema=deployment.name, table="messages")
     source = BufstoreFormat(options | {"numPartitions": "1"})
     reader = source.reader(source.schema())
-    found = reader.read(reader.partitions()[0])
+    (part,) = await asyncio.to_thread(reader.partitions)
+
+    async def planning_is_over() -> bool:
+        return await connections(deployment) == 0
+
+    await eventually(planning_is_over)
+    found = reader.read(part)
     await asyncio.to_thread(next, found)
     assert await connections(deployment) == 1
     await asyncio.to_thread(found.close)

@@ -337,7 +337,7 @@ async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only
     frames = [frame(spark, rows), frame(spark, rows_of([thread], range(7, 10)))]
     begun = _Rows(config, 0, frames[0])
     await asyncio.to_thread(app.begin, Query(), 0)
-    await asyncio.to_thread(begun.write, Pass(judging=False, noting=True))
+    await asyncio.to_thread(begun.write, Pass(judging=False, noting=True, again=True))
     with pytest.raises(ConfigError, match="begun before with other rows"):
         await asyncio.to_thread(checkpoint_sink(config), frames[1], 0)
     await asyncio.to_thread(checkpoint_sink(config), frames[0], 0)
@@ -358,7 +358,7 @@ async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_pa
     begun = [t for t in threads if placed[t] == placed[threads[0]]]
     one = _Rows(replace(config, tasks=3), 0, frame(spark, rows_of(begun, range(3))))
     await asyncio.to_thread(AppId(config).begin, Query(), 0)
-    await asyncio.to_thread(one.write, Pass(judging=False, noting=True))
+    await asyncio.to_thread(one.write, Pass(judging=False, noting=True, again=True))
     write = checkpoint_sink(replace(config, tasks=2))
     changed = [row | {"run_id": "another"} if row["thread_id"] == begun[0] else row for row in rows]
     with pytest.raises(ConfigError, match="begun before with other rows"):

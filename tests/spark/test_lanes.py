@@ -28,13 +28,18 @@ def laned(deploy: Callable[..., Deployment]) -> Deployment:
     return deploy(lanes=2, max_bytes=64 << 20)
 
 
+def in_both_lanes(laned: Deployment, count: int) -> list[str]:
+    """Return ids of threads of the first lane and of the second, in turn."""
+    return [next(t for t in iter(fresh, "") if lane_of(t, laned.log) == n % 2) for n in range(count)]
+
+
 @pytest.mark.long
 async def test_rows_go_to_the_lanes_of_their_threads_once_and_a_drain_flushes_all(
     spark: Any, laned: Deployment, tmp_path: Path
 ) -> None:
     await prepared(laned)
     config = SinkConfig(app_id="query", **settings_of(laned))
-    threads = [fresh() for _ in range(12)]
+    threads = in_both_lanes(laned, 12)
     lanes = {t: lane_of(t, laned.log) for t in threads}
     assert set(lanes.values()) == {0, 1}
     for _ in range(2):  # the second time nothing is new
@@ -94,7 +99,7 @@ async def test_a_backfill_past_the_logs_writes_each_row_once(
 async def test_the_archives_of_all_lanes_come_back_into_postgres(
     spark: Any, laned: Deployment, tmp_path: Path, log_is_there: bool
 ) -> None:
-    threads = [fresh() for _ in range(12)]
+    threads = in_both_lanes(laned, 12)
     await write(laned, threads, range(3))
     for log in lane_logs(laned.log):
         of_lane = replace(where(laned), stream=log.stream, bucket=log.bucket)
@@ -133,7 +138,7 @@ async def test_a_lanes_archive_does_not_come_into_a_store_with_other_lanes(
     spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
     """Its ledger would be a new one, which knows no thread, so what the threads have since would be replaced."""
-    one, threads = deploy(), [fresh() for _ in range(6)]
+    one, threads = deploy(), in_both_lanes(laned, 6)
     for deployment, steps in ((laned, range(3)), (one, range(10, 15))):
         await write(deployment, threads, steps)
     assert await held(one, threads) == {t: list(range(10, 15)) for t in threads}
@@ -153,7 +158,7 @@ async def test_an_archive_comes_back_into_the_logs_of_as_many_lanes_as_there_are
     spark: Any, laned: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:
     """Each thread comes into its lane, wherever it was before."""
-    one, path, threads = deploy(), str(tmp_path / "one"), [fresh() for _ in range(12)]
+    one, path, threads = deploy(), str(tmp_path / "one"), in_both_lanes(laned, 12)
     await write(one, threads, range(3))
     await asyncio.to_thread(archive, spark, where(one), path)
     await prepared(laned)

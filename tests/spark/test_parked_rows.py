@@ -259,10 +259,11 @@ async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_peopl
     app = AppId(config)
     first = [row | {"parent_thread_id": parent} for row in rows_of([orphan], range(1))]
     query_ = Query("query", "run")
+    seen_again = Pass(noting=True, again=True)  # must hear which rows were set aside
 
     async def tried() -> RowCounts:
         await asyncio.to_thread(app.begin, query_, 0)
-        return (await asyncio.to_thread(write_rows, config, 0, [first], Pass(noting=True), Part(0, 1, 7))).counts
+        return (await asyncio.to_thread(write_rows, config, 0, [first], seen_again, Part(0, 1, 7))).counts
 
     assert (await tried()).bad == 1
     async with deployment.store() as store:
@@ -273,7 +274,7 @@ async def test_a_batch_that_comes_again_leaves_rows_that_were_set_aside_to_peopl
     again = await tried()
     assert (again.written, again.repeated, again.bad) == (0, 1, 0)
     failing = replace(config, bad_rows="fail")  # it leaves them to people, too, and does not end with them
-    again = (await asyncio.to_thread(write_rows, failing, 0, [first], Pass(noting=True), Part(0, 1, 7))).counts
+    again = (await asyncio.to_thread(write_rows, failing, 0, [first], seen_again, Part(0, 1, 7))).counts
     assert (again.written, again.repeated, again.bad) == (0, 1, 0)
     await cli(deployment, "spark", "quarantine", "replay", "--all", "--json")
     assert (await held(deployment, [orphan]))[orphan] == ([] if what == "discard" else [0])

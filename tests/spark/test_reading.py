@@ -63,7 +63,7 @@ async def test_a_log_with_holes_is_read_exactly(deployment: Deployment, tasks: i
     client = await nats.connect(deployment.servers.nats.url)
     for n in range(4):
         for _ in range(3):
-            await client.request(f"{deployment.name}.proof.0", b"", headers={"Nats-Rollup": "sub"})
+            await client.request(f"{deployment.name}.proof.0", b"", timeout=10, headers={"Nats-Rollup": "sub"})
         if n < 3:
             await write(deployment, threads, range(n, n + 1))
     await client.close()
@@ -85,9 +85,9 @@ async def test_a_stream_that_is_made_anew_while_it_is_read_is_noticed(
     entry_rows = log_scan._rows
 
     async def anew(*args: Any) -> Any:
-        config = json.loads((await client.request(f"$JS.API.STREAM.INFO.{stream}")).data)["config"]
-        await client.request(f"$JS.API.STREAM.DELETE.{stream}")
-        await client.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(config).encode())
+        config = json.loads((await client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=10)).data)["config"]
+        await client.request(f"$JS.API.STREAM.DELETE.{stream}", timeout=10)
+        await client.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(config).encode(), timeout=10)
         return await entry_rows(*args)
 
     def work() -> list[Any]:

@@ -19,7 +19,7 @@ from bufstore import LogFull, LogUnavailable, OutcomeUnknown, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.progress import ProgressListener, QueryProgress
-from bufstore.spark.sink import foreach_batch
+from bufstore.spark.sink import app_id, foreach_batch
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.sink.parked_rows import ParkedRows
@@ -100,7 +100,9 @@ def sorted_rows(threads: list[str], steps: range) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long  # fifteen seconds
-async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Servers) -> None:
+async def test_only_threads_that_nobody_knows_wait_for_postgres(
+    own_servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deployment = Deployment(own_servers)
     known, new = [fresh() for _ in range(3)], [fresh() for _ in range(3)]
     config = sink(deployment)
@@ -137,6 +139,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         own_servers.postgres.start()
         counts = (await writing).counts
         assert counts.written == 12
+        monkeypatch.setattr(app_id, "_AWAY_S", 8.0)  # Postgres is back; this process may stand still for a moment
         await asyncio.to_thread(app.done, 2, 13, counts)
     # The batch's beginning was not noted, but its end was: another run recognises the batch.
     again = await asyncio.to_thread(AppId(config).begin, of._replace(run_id="next"), 2)
@@ -237,7 +240,7 @@ async def test_a_worker_process_that_starts_in_an_outage_waits_for_postgres(
     config = sink(deployment)
     await asyncio.to_thread(write_rows, config, 0, [sorted_rows(threads, range(2))])
     await held(deployment, threads)
-    given = {"app_id": config.app_id, "outage_timeout_s": 100.0, "append_timeout_s": 2.0}
+    given = {"app_id": config.app_id, "outage_timeout_s": 100.0, "append_timeout_s": 4.0}
     settings: dict[str, Any] = {"sink": settings_of(deployment) | given}
     settings |= {"batch": 2, "rows": sorted_rows(threads, range(3, 5)), "told": str(told)}
     own_servers.postgres.stop()
@@ -279,13 +282,15 @@ async def test_a_batch_waits_once_and_not_in_each_try_of_each_task(spark: Any, o
     deployment = Deployment(own_servers)
     await prepared(deployment)
     threads = [fresh() for _ in range(12)]
-    write = checkpoint_sink(sink(deployment, append_timeout_s=1.0, outage_timeout_s=2.0, tasks=6))
+    config = sink(deployment, append_timeout_s=1.0, tasks=6)
+    write, hasty = checkpoint_sink(config), checkpoint_sink(replace(config, outage_timeout_s=2.0))
     await asyncio.to_thread(write, frame(spark, rows_of(threads, range(2))), 0)
     own_servers.nats.stop()
     tracker = spark.sparkContext.statusTracker()
     with pytest.raises(LogUnavailable, match="outage_timeout_s is 2 s") as over:
-        await asyncio.to_thread(write, frame(spark, rows_of(threads, range(2, 4))), 1)
+        await asyncio.to_thread(hasty, frame(spark, rows_of(threads, range(2, 4))), 1)
     assert "waited" in str(over.value)
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()  # the tracker hears of jobs from there
     (job, *_) = sorted(tracker.getJobIdsForGroup(None), reverse=True)
     stages = [tracker.getStageInfo(stage) for stage in tracker.getJobInfo(job).stageIds]
     assert [stage.numFailedTasks for stage in stages if stage is not None] == [0] * len(stages)

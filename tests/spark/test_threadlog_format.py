@@ -73,7 +73,7 @@ async def test_what_is_no_entry_is_a_row_with_its_cause(spark: Any, deployment: 
     client = await nats.connect(deployment.servers.nats.url)
     strange = f"{deployment.name}.groups.0"
     for _ in range(2):
-        await client.jetstream().publish(strange, b"\xff")
+        await client.jetstream(timeout=10).publish(strange, b"\xff")
     await client.close()
     rows = await collected(read(spark, deployment, numPartitions=1))
     none = (False, bytearray(b"\xff"))
@@ -130,7 +130,7 @@ async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Dep
     assert (torn.thread_id, torn.cause) == (big, f"part {min(parts)} of a large entry is missing")
     # Imitate an interrupted erasure, which announces what it removes, and then removes the parts first.
     client = await nats.connect(deployment.servers.nats.url)
-    await client.jetstream().publish(f"{deployment.name}.erased.0", str(min(parts)).encode())
+    await client.jetstream(timeout=10).publish(f"{deployment.name}.erased.0", str(min(parts)).encode())
     await client.close()
     assert steps_of(await collected(read(spark, deployment))) == {small: [0, 1]}, "what is left of it is no entry"
 
@@ -254,7 +254,7 @@ async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
     client = await nats.connect(deployment.servers.nats.url)
     for _ in range(3):
-        await client.request(f"{deployment.name}.proof.0", b"", headers={"Nats-Rollup": "sub"})
+        await client.request(f"{deployment.name}.proof.0", b"", timeout=10, headers={"Nats-Rollup": "sub"})
     await client.close()
     await written(deployment, [thread], range(2, 4))
     await ended(query(spark, deployment, tmp_path))
@@ -285,11 +285,11 @@ async def made_anew(deployment: Deployment, count: int = 1) -> None:
     """Replace the log by another stream with its name and settings, and this many messages."""
     client = await nats.connect(deployment.servers.nats.url)
     name = deployment.log.stream
-    info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)
-    await client.request(f"$JS.API.STREAM.DELETE.{name}")
-    await client.request(f"$JS.API.STREAM.CREATE.{name}", json.dumps(info["config"]).encode())
+    info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}", timeout=10)).data)
+    await client.request(f"$JS.API.STREAM.DELETE.{name}", timeout=10)
+    await client.request(f"$JS.API.STREAM.CREATE.{name}", json.dumps(info["config"]).encode(), timeout=10)
     for _ in range(count):
-        await client.jetstream().publish(f"{deployment.name}.groups.0", b"new")
+        await client.jetstream(timeout=10).publish(f"{deployment.name}.groups.0", b"new")
     await client.close()
 
 

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Self
 
 from bufstore.mailbox.store import MailboxStore
@@ -57,7 +58,8 @@ class Sweeper:
         if not await box.backend.sweeps(c.sweep_interval_s):
             self.trouble = None
             return False
-        parts = self._reclaim_all, self._signal_all_due, self._signal_lost, self._purge
+        began_ms = box.backend.now_ms()
+        parts = self._reclaim_all, self._signal_all_due, partial(self._signal_lost, began_ms), self._purge
         errors: list[Exception] = []
         with box.counters.timed("sweep"):
             for part in parts:
@@ -86,10 +88,11 @@ class Sweeper:
     async def _signal_all_due(self) -> None:
         await self._parts(self._signal_due)
 
-    async def _signal_lost(self) -> None:
+    async def _signal_lost(self, began_ms: int) -> None:
         box, c = self._mailbox, self._mailbox.config
-        # The signals of what has become due since the last pass or two are on their way.
-        due_ms = box.backend.now_ms() - round(2000 * c.sweep_interval_s)
+        # The signals of what has become due since the last pass or two are on their way. What becomes due during this
+        # pass is signalled by the next one, however long this one takes.
+        due_ms = began_ms - round(2000 * c.sweep_interval_s)
         lost = await box.backend.signal_lost(due_ms, c.sweep_limit)
         if lost:
             _log.warning("signalled %d threads that had work but no signal", lost, extra=_LOST)

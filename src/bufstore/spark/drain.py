@@ -138,11 +138,13 @@ def _task(deployment: Deployment, timeout_s: float, batches: Iterator[pyarrow.Re
 async def _flush(deployment: Deployment, timeout_s: float) -> _Flushed:
     late: list[_Late] = []
     async with await _store(deployment, flusher=True) as store:
+        flushers = [lane.flusher for lane in store.lanes.all if lane.flusher is not None]
         try:
             await store.force_flush_all(timeout_s=timeout_s)
         except FlushTimeout as e:
             # If it were raised here, Spark would run the task again, for as long.
             late.append(_Late.of(e))
-        # Not `statistics`: it also counts what is not flushed, and for that it may have to read the log.
-        state = state_of_all([lane.flusher.state for lane in store.lanes.all if lane.flusher is not None])
-        return _Flushed(state.entries, state.changes, state.transactions, state.parked, late)
+    # Only when the flushers have ended: Postgres may show a commit before the flusher has heard of it and counts it.
+    # Not `statistics`: it also counts what is not flushed, and for that it may have to read the log.
+    state = state_of_all([flusher.state for flusher in flushers])
+    return _Flushed(state.entries, state.changes, state.transactions, state.parked, late)
