@@ -116,4 +116,7 @@ async def query(dsn: str, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
     """Return a query's rows, read on a connection of its own."""
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         cursor = await connection.execute(sql, parameters)  # type: ignore[arg-type]
-        return await cursor.fetchall() if cursor.description else []
+        if cursor.description:
+            return await cursor.fetchall()
+        assert not (cursor.statusmessage or "").startswith("SELECT"), "select a column: psycopg returns no rows without"
+        return []

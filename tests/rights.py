@@ -15,7 +15,7 @@ from bufstore.embedded import NatsServer
 from helpers import eventually
 
 _USERS = """
-authorization {{ users: [
+authorization {{ timeout: 10, users: [
     {{ user: bufstore, password: {password} }}
     {{ user: app, password: x, permissions: {{ publish: {{ deny: {deny} }} }} }}
 ] }}

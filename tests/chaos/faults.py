@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import psycopg
 
@@ -264,17 +265,20 @@ async def _consumers(site: Site, chance: random.Random) -> AsyncIterator[str]:
     stream = site.one_of(chance).stream
     names = (await site.persist(lambda: site.api(f"CONSUMER.NAMES.{stream}"))).get("consumers") or []
     for name in names:
-        with contextlib.suppress(RuntimeError):  # its owner has deleted it already
-            await site.api(f"CONSUMER.DELETE.{stream}.{name}")
+        await site.persist(partial(_deleted, site, f"CONSUMER.DELETE.{stream}.{name}"))
     yield f"{stream}: {len(names)} consumers"
 
 
 @_kind("hot bucket deleted", "nats")
 async def _bucket(site: Site, chance: random.Random) -> AsyncIterator[str]:
     bucket = site.one_of(chance).bucket
-    with contextlib.suppress(RuntimeError):
-        await site.api(f"STREAM.DELETE.KV_{bucket}")
+    await site.persist(partial(_deleted, site, f"STREAM.DELETE.KV_{bucket}"))
     yield bucket
+
+
+async def _deleted(site: Site, request: str) -> None:
+    with contextlib.suppress(RuntimeError):  # its owner has deleted it already, or the request before
+        await site.api(request)
 
 
 @_kind("flushed entries purged", "nats")

@@ -222,9 +222,11 @@ async def a_signal_comes_to_one_worker_wherever_it_is(stores: Stores) -> None:
     thread_id = fresh("thread with . * > ")
     for _ in range(5):
         await a.enqueue(thread_id)
+    began = time.monotonic()
     signal = await _signal(b, thread_id)
     assert signal is not None
-    assert signal.deliveries == 1
+    # A client that stands still for two seconds hands back what came meanwhile.
+    assert signal.deliveries == 1 or time.monotonic() - began > 2
     # A thread has one signal, however many dispatches are in it.
     assert await _signal(a, thread_id, 0.5) is None
     while (claim := await b.claim(thread_id, "worker")) is not None:
@@ -248,7 +250,7 @@ async def a_signal_that_is_handed_back_comes_again(stores: Stores) -> None:
     assert again is not None
     # The signal is not delivered again at once. A new leader may not know of the first delivery.
     assert time.monotonic() - began > 0.55 or again.deliveries == 1
-    assert again.deliveries == 2 or isinstance(a, Unsteady)
+    assert again.deliveries == 2 or isinstance(a, Unsteady) or time.monotonic() - began > 2
     await again.ack()
 
 

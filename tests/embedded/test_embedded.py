@@ -107,7 +107,7 @@ def imports(python: str, environment: dict[str, str], account: dict[str, Any]) -
         return False
 
 
-def rows(dsn: str, query: str = "select 1", seconds: float = 5) -> list[Any]:
+def rows(dsn: str, query: str = "select 1", seconds: float = 20) -> list[Any]:
     async def ask() -> list[Any]:
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
             cursor = await connection.execute(query)
@@ -120,11 +120,11 @@ async def _quiet(error: Exception) -> None:
     pass
 
 
-def publish(url: str, seconds: float = 5) -> int:
+def publish(url: str, seconds: float = 20) -> int:
     """Publish to the stream and return the number of its messages."""
 
     async def ask() -> int:
-        client = await nats.connect(url, allow_reconnect=False, error_cb=_quiet)
+        client = await nats.connect(url, allow_reconnect=False, error_cb=_quiet, connect_timeout=10)
         try:
             stream = client.jetstream(timeout=seconds)
             await stream.add_stream(name="kept", subjects=["kept"])
@@ -191,7 +191,7 @@ def test_a_server_that_died_by_itself_is_noticed_and_starts_again(shared: Server
 
 def test_a_paused_nats_does_not_answer_until_resumed(shared: Servers) -> None:
     async def ask() -> None:
-        client = await nats.connect(shared.nats.url)
+        client = await nats.connect(shared.nats.url, connect_timeout=10)
         try:
             shared.nats.pause()
             assert shared.nats.running

@@ -7,7 +7,7 @@ from conftest import Deployment
 
 
 def test_demo_survives_an_outage_of_postgres_and_verifies_every_thread() -> None:
-    result = bufstore_cli("demo", "--seconds", 8, "--outage", 4, "--writers", 40, "--think-ms", 20, "--json")
+    result = bufstore_cli("demo", "--seconds", 12, "--outage", 4, "--writers", 40, "--think-ms", 20, "--json")
     assert result.code == 0, result
     report = result.json
     assert report["verified"] is True

@@ -56,7 +56,7 @@ async def test_nats_with_certificates_of_ones_own_from_the_command_line(servers:
     server = NatsByHand(
         tmp_path / "nats",
         f'tls {{ cert_file: "{files.cert}", key_file: "{files.key}", ca_file: "{files.ca}", verify: true }}\n'
-        "authorization { users: [ { user: app, password: app } ] }",
+        "authorization { timeout: 10, users: [ { user: app, password: app } ] }",
     )
     async with server:
         deployment = Deployment(servers)

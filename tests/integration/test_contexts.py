@@ -59,8 +59,8 @@ async def test_the_first_calls_of_stores_that_share_threads_are_let_go(deploymen
 async def test_who_listened_first_is_let_go_when_it_listens_no_more(deployment: Deployment) -> None:
     servers = deployment.servers
     async with (
-        await NatsNotifier.open(servers.nats.url, prefix=deployment.name) as on_nats,
-        await PostgresNotifier.open(servers.postgres.dsn, prefix=deployment.name) as on_postgres,
+        await NatsNotifier.open(servers.nats.url, prefix=deployment.name, timeout_s=10) as on_nats,
+        await PostgresNotifier.open(servers.postgres.dsn, prefix=deployment.name, timeout_s=10) as on_postgres,
     ):
         notifier: Notifier
         for notifier in (on_nats, on_postgres):

@@ -46,7 +46,7 @@ async def tables_with(deployment: Deployment, mark: str) -> list[str]:
 async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
     deploy: Callable[..., Deployment], servers: Servers
 ) -> None:
-    deployment = deploy(failover_window_s=6.0)
+    deployment = deploy(failover_window_s=8.0)
     gone, other, mark, large = fresh(), fresh(), fresh("secret"), fresh("large")
     ledger = SparkLedger(servers.postgres.dsn, deployment.name)
     await ledger.open()
@@ -91,7 +91,7 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
 async def test_threads_that_share_groups_with_an_erased_one_lose_nothing(
     deploy: Callable[..., Deployment], servers: Servers
 ) -> None:
-    deployment = deploy(failover_window_s=6.0)
+    deployment = deploy(failover_window_s=8.0)
     gone, others, mark = fresh(), [fresh() for _ in range(12)], fresh("secret")
     short = {"append_timeout_s": 3.0, "read_timeout_s": 3.0}
     async with deployment.store(**short) as store, deployment.store(flusher=False, **short) as reader:
@@ -119,7 +119,7 @@ async def test_threads_that_share_groups_with_an_erased_one_lose_nothing(
 
 @pytest.mark.long  # each erasure waits for the failover window
 async def test_erasing_from_the_command_line(deploy: Callable[..., Deployment], servers: Servers) -> None:
-    deployment = deploy(failover_window_s=6.0)
+    deployment = deploy(failover_window_s=8.0)
     gone, mark = fresh(), fresh("secret")
     async with deployment.store() as store:
         await store.checkpoint(gone, [mark], run_of(gone))
@@ -132,7 +132,7 @@ async def test_erasing_from_the_command_line(deploy: Callable[..., Deployment], 
 
 @pytest.mark.long
 async def test_a_thread_that_is_not_erased_keeps_no_other_from_it(deploy: Callable[..., Deployment]) -> None:
-    deployment = deploy(failover_window_s=6.0)
+    deployment = deploy(failover_window_s=8.0)
     gone, parent, child = fresh(), fresh(), fresh()
     async with deployment.store() as store:
         for thread_id in (gone, parent):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import nats
@@ -18,6 +19,7 @@ from bufstore import (
     ReadNotFresh,
     StoreUnavailable,
     TooLarge,
+    Unavailable,
 )
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
@@ -124,11 +126,18 @@ class Writers:
 
         await eventually(all_flushed, 120)
         for thread_id in self.thread_ids:
-            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) or []
-            assert found == await store.load_messages(thread_id)
+            (found,) = await eventually(lambda t=thread_id: _read(store, t, Consistency.EVENTUAL), 60)  # type: ignore[misc]
+            assert [found] == await eventually(lambda t=thread_id: _read(store, t), 60)  # type: ignore[misc]
             assert found == sorted(set(found)), "twice or out of order"
             assert set(self.acknowledged[thread_id]) <= set(found), "lost"
             assert set(found) <= set(self.attempted[thread_id]), "phantom"
+
+
+async def _read(store: Any, thread_id: str, level: Consistency | None = None) -> list[Any] | None:
+    """Return the thread's messages in a list; None when a server did not answer in time."""
+    with suppress(Unavailable, ReadNotFresh):
+        return [await store.load_messages(thread_id, consistency=level) or []]
+    return None
 
 
 def _restart_nats(servers: Servers) -> None:
@@ -284,9 +293,13 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
                 )
                 kept += 1
         assert kept > 30
-        health = await store.health()
-        assert (health.can_write, health.can_read, health.flushing) == (False, False, False)
-        assert "full" in health.write_trouble
+
+        async def is_full() -> bool:
+            health = await store.health()
+            all_away = (health.can_write, health.can_read, health.flushing) == (False, False, False)
+            return all_away and "full" in health.write_trouble
+
+        await eventually(is_full)
         assert len(await store.load_messages(thread_id) or []) == kept
         own_servers.postgres.start()
 
@@ -374,11 +387,15 @@ async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Se
         pools = store._store.pool, store.buffer.ledger._tables.pool  # type: ignore[attr-defined]
         await eventually(lambda: _all_back(*pools))
         await store.aclose()
-        assert _tasks() - before == set()
+        await eventually(lambda: _ended(before))
 
 
 async def _all_back(*pools: Any) -> bool:
     return all(p.get_stats()["pool_available"] == p.get_stats()["pool_size"] for p in pools)
+
+
+async def _ended(before: set[str]) -> bool:
+    return _tasks() - before == set()
 
 
 def _tasks() -> set[str]:

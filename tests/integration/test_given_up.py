@@ -96,8 +96,8 @@ KINDS: dict[str, Callable[[Servers], Open]] = {
     "mailbox on Postgres": _mailbox("postgres"),
     "work": _work,
     "locks": _locks,
-    "notifier on NATS": _notifier(lambda servers: NatsNotifier.open(servers.nats.url)),
-    "notifier on Postgres": _notifier(lambda servers: PostgresNotifier.open(servers.postgres.dsn)),
+    "notifier on NATS": _notifier(lambda servers: NatsNotifier.open(servers.nats.url, timeout_s=10)),
+    "notifier on Postgres": _notifier(lambda servers: PostgresNotifier.open(servers.postgres.dsn, timeout_s=10)),
 }
 
 

@@ -244,7 +244,7 @@ async def test_setup_makes_all_lanes_so_that_an_app_needs_no_rights(laned: Deplo
         assert again.json["lanes"] == {f"{laned.name}_lane1": {"buffer": []}}
         other = await cli(laned, "setup", "--lanes", 4)
         assert (other.code, "lanes is '2'" in other.err) == (2, True), other
-        made = await query(dsn, "SELECT FROM pg_namespace WHERE nspname = %s", f"{laned.name}_lane2")
+        made = await query(dsn, "SELECT 1 FROM pg_namespace WHERE nspname = %s", f"{laned.name}_lane2")
         assert not made, "what is refused makes nothing"
         nothing = await cli(laned, "setup", "--sql", "--lanes", 2)
         assert nothing.out == "-- Nothing is missing.\n"

@@ -47,7 +47,9 @@ async def linked(folder: Path, *, on_hub: str = "", on_leaf: str = "") -> AsyncI
     (port,) = free_ports(1)
 
     def users(server: NatsServer, more: str) -> str:
-        return f'authorization {{ users: [ {{ user: {USER}, password: "{server._password}" }}\n{more} ] }}\n'
+        return (
+            f'authorization {{ timeout: 10, users: [ {{ user: {USER}, password: "{server._password}" }}\n{more} ] }}\n'
+        )
 
     hub.extra_config = (
         f'server_name: hub\nleafnodes {{ listen: "127.0.0.1:{port}" }}\n'

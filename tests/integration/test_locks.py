@@ -137,8 +137,8 @@ async def test_extending_keeps_it_and_keeps_it_mortal(locks: Locks) -> None:
 
 
 async def test_the_block_renews_by_itself(locks: Locks) -> None:
-    async with await locks.acquire("a", ttl_s=5) as lock:  # renewed every 1.7 s
-        await asyncio.sleep(6)
+    async with await locks.acquire("a", ttl_s=6) as lock:  # renewed every two seconds
+        await asyncio.sleep(7.5)
         lock.check()
         with pytest.raises(TokenBusy):
             await locks.acquire("a")

@@ -111,7 +111,7 @@ async def test_a_claim_costs_the_same_however_much_is_queued(mailboxes: Mailboxe
 
 
 async def test_one_thread_with_a_claim_and_a_long_queue_is_recovered(mailboxes: Mailboxes) -> None:
-    async with mailboxes.open() as (a, b):
+    async with mailboxes.open(timeout_s=30.0) as (a, b):
         thread_id, t = fresh(), int(time.time() * 1000)
         count = min(MANY, 2000)
         first = await a.enqueue(thread_id, now_ms=t)
@@ -340,7 +340,7 @@ async def test_a_mailbox_in_a_schema_of_any_name(servers: Servers) -> None:
 
 async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> None:
     dsn, prefix = on_postgres.servers.postgres.dsn, f"bufstore-{on_postgres.name}"
-    notifiers = [await PostgresNotifier.open(dsn, prefix=prefix) for _ in range(2)]
+    notifiers = [await PostgresNotifier.open(dsn, prefix=prefix, timeout_s=10) for _ in range(2)]
     stores = [PostgresMailboxStore(dsn, schema=on_postgres.name, pool_size=2, notifier=n) for n in notifiers]
     async with stores[0] as a, stores[1] as b:
         waiting = asyncio.create_task(b.pull_signals(timeout_s=60))

@@ -91,7 +91,7 @@ async def test_what_is_no_mailbox_is_not_made_one(servers: Servers) -> None:
     for command in (["status"], ["list"], ["wake"], ["purge", "--older-than", "1"]):
         found = await asyncio.to_thread(bufstore_cli, "mailbox", *command, "--schema", "no_mailbox", **environment)
         assert (found.code, "there is no mailbox in schema 'no_mailbox'" in found.err) == (2, True), command
-    found_schemas = await query(servers.postgres.dsn, "SELECT FROM pg_namespace WHERE nspname = 'no_mailbox'")
+    found_schemas = await query(servers.postgres.dsn, "SELECT 1 FROM pg_namespace WHERE nspname = 'no_mailbox'")
     assert found_schemas == []
 
 

@@ -317,7 +317,11 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
                 return False
 
             await eventually(again, 30)
-            assert (await store.health()).can_write
+
+            async def takes_writes() -> bool:
+                return (await store.health()).can_write
+
+            await eventually(takes_writes)
             await eventually(lambda: _flushed(store))
             for thread_id, message in expected.items():
                 assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [message]
@@ -362,7 +366,7 @@ async def _flushed(store: BufferedThreadStore) -> bool:
 ALL = '">"'
 #: Users of one account, each without some right.
 USERS = """
-authorization {{ users: [
+authorization {{ timeout: 10, users: [
     {{ user: bufstore, password: {password} }}
     {{ user: all, password: "p@ss:w/rd#%41" }}
     {{ user: no_append, password: x, permissions: {{ publish: {{ deny: "{subject}.>" }} }} }}

@@ -282,7 +282,7 @@ async def test_without_jetstream_there_are_no_hints(tmp_path: Path, prefix: str)
     server.start()
     try:
         url = f"nats://a:b@127.0.0.1:{server.port}"
-        async with await NatsNotifier.open(url, prefix=prefix, timeout_s=1) as notifier:
+        async with await NatsNotifier.open(url, prefix=prefix, timeout_s=10) as notifier:
             heard: list[str] = []
             for _ in range(3):
                 await notifier.listen_scheduled(["kind"], heard.append)
@@ -305,7 +305,7 @@ async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
 
 
 async def test_claims_keep_a_hints_lifetime_and_make_no_keys(redis: Redis, prefix: str) -> None:
-    broker = RedisBroker(redis, redis, prefix, hints=True, owned=False, timeout_s=5, quiet_s=5)
+    broker = RedisBroker(redis, redis, prefix, hints=True, owned=False, timeout_s=20, quiet_s=20)
     await broker.publish_hinted("h", 3, "h:kind")
     key = f"{prefix}:hint:h"
     assert 55_000 < await redis.pttl(key) <= 60_000
@@ -330,7 +330,7 @@ async def test_a_hundred_redis_clients_take_exactly_what_there_is(
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Redis.from_url(redis_server.url)) for _ in range(100)]
-        brokers = [RedisBroker(c, c, prefix, hints=True, owned=False, timeout_s=5, quiet_s=5) for c in clients]
+        brokers = [RedisBroker(c, c, prefix, hints=True, owned=False, timeout_s=20, quiet_s=20) for c in clients]
         await brokers[0].publish_hinted("h", budget, "h:kind")
         assert sum(await asyncio.gather(*(broker.claim("h", 1) for broker in brokers))) == budget
 
@@ -339,7 +339,7 @@ async def test_a_client_of_the_apps_that_reconnects_by_itself(redis_server: Redi
     """The app's client reconnects and subscribes again by itself, without telling the notifier."""
     async with (
         Redis.from_url(redis_server.url, decode_responses=True) as mine,
-        await RedisNotifier.open(mine, prefix=prefix) as notifier,
+        await RedisNotifier.open(mine, prefix=prefix, timeout_s=10) as notifier,
     ):
         listening = Listening(notifier)
         await listening.listen()
@@ -350,15 +350,17 @@ async def test_a_client_of_the_apps_that_reconnects_by_itself(redis_server: Redi
         assert notifier.statistics().restored == 1
 
 
-async def test_a_redis_that_went_silent_is_noticed(tmp_path: Path, redis_server: RedisServer, prefix: str) -> None:
+async def test_a_redis_that_went_silent_is_noticed(
+    tmp_path: Path, redis_server: RedisServer, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
     server = RedisServer(tmp_path)
     server.start()
     try:
-        async with await RedisNotifier.open(server.url, prefix=prefix, quiet_s=0.2) as notifier:
+        async with await RedisNotifier.open(server.url, prefix=prefix, timeout_s=10, quiet_s=0.2) as notifier:
             listening = Listening(notifier)
             await listening.listen()
             await asyncio.to_thread(server.pause)
-            await asyncio.sleep(1)
+            await eventually(lambda: _true("lost the connection" in caplog.text))
             server.resume()
             await eventually(lambda: _true(notifier.statistics().restored))
             await listening.hears(notifier)
@@ -369,7 +371,7 @@ async def test_a_redis_that_went_silent_is_noticed(tmp_path: Path, redis_server:
 @pytest.mark.long  # two quiet periods
 async def test_a_redis_that_answers_is_not_taken_for_silent(redis_server: RedisServer, prefix: str) -> None:
     # A quiet period is longer than the machine may pause.
-    async with await RedisNotifier.open(redis_server.url, prefix=prefix, quiet_s=3.5) as notifier:
+    async with await RedisNotifier.open(redis_server.url, prefix=prefix, timeout_s=10, quiet_s=3.5) as notifier:
         listening = Listening(notifier)
         await listening.listen()
         await asyncio.sleep(7.5)  # two quiet periods, in which the notifier asks and is answered
@@ -393,7 +395,7 @@ async def test_redis_that_refuses_says_so(redis_server: RedisServer, prefix: str
 
 
 async def test_a_killed_listening_session_is_made_again(servers: Servers, prefix: str) -> None:
-    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix) as notifier:
+    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, timeout_s=10) as notifier:
         listening = Listening(notifier)
         await listening.listen()
         await eventually(lambda: _is(lambda: _listening_sessions(servers), 1))  # sessions of earlier tests have ended
@@ -415,7 +417,7 @@ async def test_one_session_listens_and_only_while_somebody_does(servers: Servers
     async def sessions() -> int:
         return await _listening_sessions(servers)
 
-    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix) as notifier:
+    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, timeout_s=10) as notifier:
         await eventually(lambda: _is(sessions, 0))  # the sessions of earlier tests have ended
         leaves = [await notifier.listen_completed(f"work {i}", print) for i in range(10)]
         leaves += [await notifier.listen_scheduled(["kind"], print)]
@@ -432,7 +434,7 @@ async def _is(count: Callable[[], Awaitable[int]], expected: int) -> bool:
 @pytest.mark.long  # two quiet periods
 async def test_a_quiet_session_is_asked_whether_it_listens(servers: Servers, prefix: str) -> None:
     # The session has a quiet period for its answer, which is longer than the machine may pause.
-    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, quiet_s=3.5) as notifier:
+    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, timeout_s=10, quiet_s=3.5) as notifier:
         listening = Listening(notifier)
         await listening.listen()
         for n in range(2):
@@ -444,7 +446,7 @@ async def test_a_quiet_session_is_asked_whether_it_listens(servers: Servers, pre
 
 async def test_a_pool_of_the_apps_own(servers: Servers, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncConnectionPool(servers.postgres.dsn, min_size=1, max_size=3, open=False) as pool:
-        async with await PostgresNotifier.open(pool, prefix=prefix) as notifier:
+        async with await PostgresNotifier.open(pool, prefix=prefix, timeout_s=10) as notifier:
             listening = Listening(notifier)
             await listening.listen()
             await listening.hears(notifier)
@@ -457,11 +459,11 @@ async def test_a_pool_of_the_apps_own(servers: Servers, prefix: str, caplog: pyt
 
 async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Servers, prefix: str) -> None:
     async with TransactionPooler(servers.postgres.dsn) as pooler:
-        async with await PostgresNotifier.open(pooler.dsn, prefix=prefix, timeout_s=5) as notifier:
+        async with await PostgresNotifier.open(pooler.dsn, prefix=prefix, timeout_s=10) as notifier:
             with pytest.raises(NotifyUnavailable, match="listen"):
                 await notifier.listen_completed("work", print)
         direct = servers.postgres.dsn
-        async with await PostgresNotifier.open(pooler.dsn, listen=direct, prefix=prefix, timeout_s=5) as notifier:
+        async with await PostgresNotifier.open(pooler.dsn, listen=direct, prefix=prefix, timeout_s=10) as notifier:
             listening = Listening(notifier)
             await listening.listen()
             await listening.hears(notifier)

@@ -88,9 +88,9 @@ async def test_the_same_of_a_mailbox(on_postgres: Mailboxes) -> None:
 async def test_the_same_of_a_notifier(deployment: Deployment, kind: str) -> None:
     servers, prefix = deployment.servers, f"t{secrets.token_hex(4)}"
     async with (
-        await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix)
+        await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, timeout_s=10)
         if kind == "postgres"
-        else await NatsNotifier.open(servers.nats.url, prefix=prefix)
+        else await NatsNotifier.open(servers.nats.url, prefix=prefix, timeout_s=10)
     ) as notifier:
         await elsewhere(lambda: notifier.listen_scheduled("k", lambda _: None))
         await elsewhere(notifier.aclose)
@@ -109,7 +109,9 @@ async def test_a_notifier_that_keeps_no_connection_of_its_own_closes_on_its_loop
     url = request.getfixturevalue("redis_server").url if kind == "redis" else ""
     client, prefix = await nats.connect(deployment.servers.nats.url), f"t{secrets.token_hex(4)}"
     async with (
-        await RedisNotifier.open(url, prefix=prefix) if url else await NatsNotifier.open(client, prefix=prefix)
+        await RedisNotifier.open(url, prefix=prefix, timeout_s=10)
+        if url
+        else await NatsNotifier.open(client, prefix=prefix, timeout_s=10)
     ) as notifier:
         heard = asyncio.Event()
         await notifier.listen_scheduled("k", lambda _: heard.set())

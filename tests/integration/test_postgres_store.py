@@ -34,7 +34,7 @@ from bufstore.errors import (
     StoreUnavailable,
     VersionConflict,
 )
-from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection import alarm, arrays
 from bufstore.postgres.connection.errors import map_errors, mapped_error
 from bufstore.postgres.connection.migrate import migrate
 from bufstore.postgres.connection.pool import open_pool
@@ -477,7 +477,10 @@ async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStor
     assert stats["pool_available"] == stats["pool_size"]
 
 
-async def test_a_statement_out_of_time_is_cancelled(shared: PostgresThreadStore) -> None:
+async def test_a_statement_out_of_time_is_cancelled(
+    shared: PostgresThreadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarm, "_GRACE_S", 5.0)  # Postgres may stand still when it is to cancel
     thread_id = fresh()
     await shared.checkpoint(thread_id, [1], run_of(thread_id))
     hasty = PostgresThreadStore(pool=shared.pool, timeout_s=2)

@@ -94,8 +94,12 @@ async def test_two_processes_on_the_same_hundred_threads(deployment: Deployment)
                 # The append in flight at the kill may be stored without an acknowledgement.
                 assert len(mine) - len([k for k in known if k.startswith(name)]) <= 1
         assert await store.quarantined() == 0
-        state: Any = (await store.statistics()).flusher
-        assert state.trouble == ""
+
+        async def well() -> bool:
+            state: Any = (await store.statistics()).flusher
+            return bool(state.trouble == "")
+
+        await eventually(well)
 
 
 @pytest.mark.long  # a lease

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBack, NotFound, ThreadQuarantined
+from bufstore.buffer.flush import lease
 from bufstore.buffer.operate.repair import Repaired
 from bufstore.embedded import Servers
 from bufstore.nats.log import NatsLog
@@ -357,7 +358,10 @@ async def test_a_repair_that_was_interrupted_is_begun_anew(deployment: Deploymen
         assert await flushed(store, "u") == [1]
 
 
-async def test_a_repair_beside_a_live_flusher_is_refused(deployment: Deployment) -> None:
+async def test_a_repair_beside_a_live_flusher_is_refused(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_PULSE_S", 6.0)  # the flusher is in this process, which may stand still
     deployment.verified = False
     async with deployment.store() as store:
         await append(store, "t", 1)

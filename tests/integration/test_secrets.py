@@ -102,7 +102,7 @@ def told(error: BaseException) -> str:
 
 
 USERS = """
-authorization {{ users: [
+authorization {{ timeout: 10, users: [
     {{ user: bufstore, password: "{own}" }}
     {{ user: app, password: "{password}" }}
 ] }}

@@ -275,7 +275,7 @@ class NatsByHand:
 
 
 async def test_a_token(servers: Servers, tmp_path: Path) -> None:
-    server = NatsByHand(tmp_path / "nats", "authorization { token: geheim }")
+    server = NatsByHand(tmp_path / "nats", "authorization { timeout: 10, token: geheim }")
     async with server:
         await works(Deployment(servers), NatsConfig(servers=server.url, token="geheim"))
         with pytest.raises(ConfigError, match="refused the credentials") as caught:

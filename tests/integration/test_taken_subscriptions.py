@@ -46,7 +46,7 @@ class Guarded:
         name, _, password = self.server.url.partition("//")[2].partition("@")[0].partition(":")
         denied = f"permissions: {{ subscribe: {{ deny: {json.dumps(subjects)} }} }}" if subjects else ""
         users = f'{{ user: {name}, password: "{password}" }}, {{ user: limited, password: x, {denied} }}'
-        self._file.write_text("\n".join([*self._rest, f"authorization {{ users: [ {users} ] }}\n"]))
+        self._file.write_text("\n".join([*self._rest, f"authorization {{ timeout: 10, users: [ {users} ] }}\n"]))
         before = self._reloads()
         assert self.server.pid is not None
         os.kill(self.server.pid, signal.SIGHUP)
@@ -107,8 +107,8 @@ async def test_a_notifier_hears_again_when_it_may(guarded: Guarded, monkeypatch:
     heard: list[str] = []
     subject = channel("nn", Event.SCHEDULED, ".")
     async with (
-        await NatsNotifier.open(guarded.limited, prefix="nn") as listener,
-        await NatsNotifier.open(guarded.server.url, prefix="nn") as sender,
+        await NatsNotifier.open(guarded.limited, prefix="nn", timeout_s=10) as listener,
+        await NatsNotifier.open(guarded.server.url, prefix="nn", timeout_s=10) as sender,
     ):
         await listener.listen_scheduled(["k"], heard.append)
         broker = listener._broker
@@ -138,7 +138,7 @@ async def test_a_right_that_was_missing_once_costs_no_connection_later(
 ) -> None:
     monkeypatch.setattr(asking, "_EVERY_S", 0.0)
     await guarded.deny("nn.>")
-    async with await NatsNotifier.open(guarded.limited, prefix="nn") as listener:
+    async with await NatsNotifier.open(guarded.limited, prefix="nn", timeout_s=10) as listener:
         with pytest.raises(ConfigError, match="subscribe to"):
             await listener.listen_scheduled(["k"], lambda _: None)
         broker = listener._broker

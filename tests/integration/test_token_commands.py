@@ -40,7 +40,7 @@ async def test_status_shows_what_there_is_to_do(opened: Open, servers: Servers, 
         found = await run(servers, "tokens", "who", f"{name}-locks", "a")
         assert (found.code, "of this kind" in found.err, "--lock" in found.err) == (2, True, True)
     async with await Locks.open(servers.nats.url, name=name) as locks:
-        await locks.acquire("a")
+        await locks.acquire("a", ttl_s=60)
         assert "locks held: 1" in (await run(servers, "tokens", "status", name)).out
 
 
@@ -51,7 +51,7 @@ async def test_who_holds_a_key_is_shown_and_it_is_taken_away(opened: Open, serve
         await Locks.open(servers.nats.url, name=name) as locks,
     ):
         await work.submit("a")
-        task, lock = await took(work), await locks.acquire("a", holder="host 8")
+        task, lock = await took(work), await locks.acquire("a", ttl_s=60, holder="host 8")
         for arguments, holder in (((), "host 7"), (("--lock",), "host 8")):
             found = await run(servers, "tokens", "who", name, "a", *arguments, "--json")
             assert (found.code, found.json["holder"]["name"]) == (0, holder)

@@ -41,11 +41,11 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 async def test_a_paused_process_does_not_pass_the_fence(opened: Open, servers: Servers, name: str) -> None:
     await token_sink.create(servers.postgres.dsn, name)
-    work = await opened(ttl_s=4)
+    work = await opened(ttl_s=6)
     await work.submit("a")
     holder = Path(token_sink.__file__).with_name("token_holder.py")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(holder), servers.nats.url, name, "4", servers.postgres.dsn, name,
+        sys.executable, str(holder), servers.nats.url, name, "6", servers.postgres.dsn, name,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
     )  # fmt: skip
     try:
@@ -74,11 +74,11 @@ async def test_a_paused_process_does_not_pass_the_fence(opened: Open, servers: S
 
 
 async def test_a_killed_process_loses_its_key_after_its_time(opened: Open, servers: Servers, name: str) -> None:
-    work = await opened(ttl_s=4)
+    work = await opened(ttl_s=6)
     await work.submit("a", b"1")
     holder = Path(token_sink.__file__).with_name("token_holder.py")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(holder), servers.nats.url, name, "4", servers.postgres.dsn, name,
+        sys.executable, str(holder), servers.nats.url, name, "6", servers.postgres.dsn, name,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
     )  # fmt: skip
     assert process.stdout is not None

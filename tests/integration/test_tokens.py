@@ -198,10 +198,10 @@ async def test_the_tokens_of_a_key_grow_with_every_holder(opened: Open, servers:
 
 
 async def test_a_long_task_stays_its_holders(opened: Open) -> None:
-    work = await opened(ttl_s=5)  # renewed every 1.7 s
+    work = await opened(ttl_s=6)  # renewed every two seconds
     await work.submit("a")
     async with await took(work) as task:
-        assert await work.take(6.5) is None
+        assert await work.take(7.5) is None
         task.check()
         assert not task.lost.is_set()
         await task.done()

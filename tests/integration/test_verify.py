@@ -153,7 +153,7 @@ async def test_a_look_at_another_schema_is_an_error_and_makes_nothing(
     result = await asyncio.to_thread(bufstore_cli, *command, **{**where(deployment), "BUFSTORE_SCHEMA": wrong})
     assert result.code == 2
     assert f"schema '{wrong}'" in result.err
-    schemas = await query(deployment.servers.postgres.dsn, "SELECT FROM pg_namespace WHERE nspname = %s", wrong)
+    schemas = await query(deployment.servers.postgres.dsn, "SELECT 1 FROM pg_namespace WHERE nspname = %s", wrong)
     assert not schemas
 
 

@@ -35,6 +35,10 @@ async def held(deployment: Deployment, thread_id: str) -> AsyncIterator[None]:
         await connection.rollback()
 
 
+async def _has_to_wait(store: BufferedThreadStore) -> bool:
+    return "1 thread has to wait" in (await store.health()).flusher
+
+
 async def wait_in_ledger(deployment: Deployment, count: int) -> None:
     async def waits() -> bool:
         found = await query(deployment.servers.postgres.dsn, f"SELECT count(*) FROM {deployment.name}.buffer_waiting")
@@ -155,7 +159,7 @@ async def test_the_next_owner_of_the_partition_goes_on(deploy: Callable[..., Dep
                     await writer.checkpoint(beside, [said(0)], run_of(beside))
                     await second.force_flush(beside, timeout_s=20)
                     await wait_in_ledger(deployment, 2)
-                    assert "1 thread has to wait" in (await second.health()).flusher
+                    await eventually(lambda: _has_to_wait(second))
         async with deployment.store(**_SOON) as third:
             await third.force_flush(thread_id, timeout_s=20)
             found = await third.load_messages(thread_id, consistency=Consistency.EVENTUAL)

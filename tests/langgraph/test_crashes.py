@@ -43,7 +43,10 @@ async def test_what_was_acknowledged_survives_a_kill_at_any_point(servers: Serve
 async def _sweep(servers: Servers, point: Failpoint, history: Path, chance: random.Random) -> None:
     place = Place(servers)
     visit = 1 if point is Failpoint.TAKE_RAISED else chance.randint(1, 4)
-    assert await _live(place, history, point, visit) == -signal.SIGKILL, "it was reached"
+    ended = await _live(place, history, point, visit)
+    if ended == 0:  # Postgres stood still, so that fewer flushes had it all
+        ended = await _live(place, history, point, 1)
+    assert ended == -signal.SIGKILL, "it was reached"
     assert await _live(place, history, None, 1) == 0
     told = acknowledged(history)
     assert sum(map(len, told.values())) >= THREADS * STEPS

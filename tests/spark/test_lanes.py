@@ -113,7 +113,7 @@ async def test_the_archives_of_all_lanes_come_back_into_postgres(
     second = str(tmp_path / lane_logs(laned.log)[1].stream)
     with pytest.raises(ConfigError, match="restore the first lane's archive first"):
         await asyncio.to_thread(restore, spark, second, where(other), dry_run=True)
-    assert not await query(dsn, "SELECT FROM pg_namespace WHERE nspname = %s", f"{other.name}_lane1")
+    assert not await query(dsn, "SELECT 1 FROM pg_namespace WHERE nspname = %s", f"{other.name}_lane1")
     for _ in range(2):  # the second time all is there
         reports = [
             await asyncio.to_thread(restore, spark, str(tmp_path / log.stream), where(other))
@@ -150,7 +150,7 @@ async def test_a_lanes_archive_does_not_come_into_a_store_with_other_lanes(
             await asyncio.to_thread(restore, spark, path, replace(where(one), stream=stream))
     assert await in_postgres(one, threads) == {t: list(range(10, 15)) for t in threads}
     dsn = laned.servers.postgres.dsn
-    assert not await query(dsn, "SELECT FROM pg_namespace WHERE nspname = %s", f"{one.name}_lane1")
+    assert not await query(dsn, "SELECT 1 FROM pg_namespace WHERE nspname = %s", f"{one.name}_lane1")
 
 
 @pytest.mark.long

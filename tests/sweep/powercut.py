@@ -29,11 +29,14 @@ from bufstore import BufferConfig, BufferedThreadStore, BufstoreError, Consisten
 from bufstore.cli.doctor.diagnosis import Level
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import Servers
+from helpers import eventually
 
 _IMAGE_MB = 768
 #: The long commit interval keeps the kernel from writing data back by itself during a round.
 _OPTIONS = "loop,commit=300"
 _THREADS = 8
+#: More than so many messages are acknowledged before the power is cut.
+LEAST = 50
 
 
 def why_not() -> str:
@@ -120,6 +123,7 @@ class Round:
         stop = asyncio.Event()
         writers = [asyncio.create_task(self._write(store, t, stop)) for t in self._told]
         await asyncio.sleep(1 + self._chance.random())
+        await eventually(self._enough)
         told = {t: list(numbers) for t, numbers in self._told.items()}
         servers.nats.pause()
         servers.postgres.pause()
@@ -133,6 +137,9 @@ class Round:
         await store.aclose()
         self._told = told
         self.acknowledged = sum(map(len, told.values()))
+
+    async def _enough(self) -> bool:
+        return sum(map(len, self._told.values())) > LEAST
 
     async def _open(self, servers: Servers) -> BufferedThreadStore:
         inner = PostgresThreadStore(servers.postgres.dsn, pool_size=4)

@@ -29,7 +29,7 @@ from bufstore.nats.setup import bucket_stream, check_shared_state, check_stream,
 from bufstore.nats.shared_state import NatsSharedState
 
 _VERSION_ADVISED = (2, 15, 1)
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 5.0
 #: No subject ever has this last sequence.
 _IMPOSSIBLE = (1 << 62) + 1
 _FULL = 0.95
