@@ -114,9 +114,7 @@ def interrupted_at(moment: int, call: Callable[[], Any], error: type[Exception])
 
 async def query(dsn: str, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
     """Return a query's rows, read on a connection of its own."""
+    assert not sql.startswith("SELECT FROM"), "select a column: psycopg returns no rows of a query without columns"
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         cursor = await connection.execute(sql, parameters)  # type: ignore[arg-type]
-        if cursor.description:
-            return await cursor.fetchall()
-        assert not (cursor.statusmessage or "").startswith("SELECT"), "select a column: psycopg returns no rows without"
-        return []
+        return await cursor.fetchall() if cursor.description else []

@@ -387,8 +387,7 @@ class Site:
             settled = await lane.settled()
             cursors = await lane.cursors()
             rows = await self.sql(
-                f"SELECT thread_id, flushed_seq FROM {lane.schema}.buffer_threads WHERE thread_id LIKE 'shared-%'"
-                " LIMIT 200"
+                f"SELECT thread_id, flushed_seq FROM {lane.schema}.buffer_threads ORDER BY thread_id DESC LIMIT 200"
             )
             info = (await self.api(f"STREAM.INFO.{lane.stream}"))["state"]
             end = last_place(info["last_seq"])

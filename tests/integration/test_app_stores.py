@@ -186,11 +186,12 @@ class FailsOn(NotesStore):
 
     def __init__(self, dsn: str, thread_id: str, fault: Callable[[psycopg.AsyncConnection[Any]], Awaitable[Any]]):
         super().__init__(dsn)
-        self.thread_id, self.fault = thread_id, fault
+        self.thread_id, self.fault, self.faults = thread_id, fault, 0
 
     async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
         await super().apply(connection, batch)
         if any(change.thread_id == self.thread_id for change in batch):
+            self.faults += 1
             await self.fault(connection)
 
 
@@ -222,7 +223,7 @@ async def test_a_fault_of_an_apps_store_in_one_thread_delays_that_thread_only(
             await store.force_flush(thread_id, timeout_s=20)
 
         async def named() -> bool:
-            return name in (await store.health()).flusher
+            return mine.faults > 0 and name in (await store.health()).flusher
 
         await eventually(named)
         mine.thread_id = ""

@@ -228,8 +228,10 @@ async def test_force_flush_ends_at_its_deadline(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         thread_id = fresh()
         receipt = await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        began = time.monotonic()
         with pytest.raises(FlushTimeout) as caught:
             await store.force_flush(thread_id, timeout_s=4)
+        assert time.monotonic() - began < 12, "without a time it would take half a minute"
         assert (caught.value.target, caught.value.flushed) == (receipt.thread_seq, 0)
 
 

@@ -6,11 +6,13 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
 
+import bufstore
 from bufstore import (
     Consistency,
     LogFull,
@@ -358,8 +360,8 @@ async def test_large_entries_that_do_not_fit_stop_nobody(own_servers: Servers) -
 async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Servers) -> None:
     deployment = Deployment(own_servers)
     chance = random.Random(7)
+    before = _tasks()
     async with deployment.store() as store:
-        before = _tasks()
         thread_ids = [fresh() for _ in range(10)]
         for round_ in range(60):
             calls: list[asyncio.Task[Any]] = []
@@ -394,12 +396,16 @@ async def _all_back(*pools: Any) -> bool:
     return all(p.get_stats()["pool_available"] == p.get_stats()["pool_size"] for p in pools)
 
 
-async def _ended(before: set[str]) -> bool:
-    return _tasks() - before == set()
+async def _ended(before: set[asyncio.Task[Any]]) -> bool:
+    return _tasks() <= before
 
 
-def _tasks() -> set[str]:
-    return {t.get_name() for t in asyncio.all_tasks() if "bufstore" in repr(t.get_coro())}
+def _tasks() -> set[asyncio.Task[Any]]:
+    """Return the tasks that run code of bufstore."""
+    ours = str(Path(bufstore.__file__).parent)
+    return {
+        t for t in asyncio.all_tasks() if getattr(t.get_coro(), "cr_code", _tasks.__code__).co_filename.startswith(ours)
+    }
 
 
 async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(own_servers: Servers) -> None:

@@ -33,7 +33,7 @@ async def test_entries_are_shown_one_by_one(deployment: Deployment) -> None:
         partition = store.buffer.subjects.partition(threads[0])
     whole = await entries(deployment)
     assert [e["seq"] for e in whole] == sorted(e["seq"] for e in whole)
-    assert {group_of(e["seq"]) for e in whole[:10]} != {e["seq"] for e in whole[:10]}, "several stand in one message"
+    assert len({group_of(e["seq"]) for e in whole[:10]}) < 10, "several stand in one message"
     kinds = [e["kind"] for e in whole]
     assert sorted(kinds) == sorted(["snapshot"] * 6 + ["append"] * 5 + ["removal", "damaged"])
     assert [e["version"] for e in whole if e["thread_id"] == threads[2]] == [1, 2]

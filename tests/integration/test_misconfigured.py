@@ -48,8 +48,10 @@ SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "flush_timeout_s": 3.0}
 @contextlib.contextmanager
 def in_time(seconds: float) -> Iterator[None]:
     began = time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds
+    try:
+        yield
+    finally:  # also when a call fails in it
+        assert time.monotonic() - began < seconds
 
 
 # --- Postgres ---------------------------------------------------------------------------------------------------

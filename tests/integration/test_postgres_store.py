@@ -52,6 +52,7 @@ from bufstore.threads.model import (
     encode_messages,
 )
 from bufstore.threads.payload import Removal
+from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.copying import COPY_FROM
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
@@ -361,11 +362,23 @@ async def test_statements_of_a_large_batch_are_split(
     shared: PostgresThreadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "STATEMENT_BYTES", 100)
+    statements: list[int] = []
+    chunks = columns.chunks
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        found = list(chunks(*arguments))
+        statements.append(len(found))
+        return iter(found)
+
+    monkeypatch.setattr(columns, "chunks", counted)
     threads = [fresh() for _ in range(5)]
     await apply_to(shared, *(change(t, 0, ["x" * 90, "y" * 200, 1, 2], run_of(t)) for t in threads))
     for thread_id in threads:
         assert await shared.load_messages(thread_id) == ["x" * 90, "y" * 200, 1, 2]
         assert await shared.latest_run(thread_id) == run_of(thread_id)
+    # The messages: two large ones and two small ones of each thread. The runs: more than one statement for all.
+    assert max(statements) >= 10
+    assert len([n for n in statements if n > 1]) >= 2
 
 
 async def test_a_large_message_is_stored(shared: PostgresThreadStore) -> None:

@@ -418,7 +418,7 @@ async def test_blocking_calls_from_other_threads_than_the_loops(place: Place) ->
             saver.get_tuple(config("t"))
 
 
-def test_the_blocking_saver_runs_a_graph_in_the_main_thread(servers: Servers) -> None:
+def test_the_blocking_saver_serves_the_main_thread_and_others_at_once(servers: Servers) -> None:
     place = Place(servers)
     with BufferedSaver.from_conn_string(
         place.dsn, place.nats, schema=place.schema, buffer_schema=f"{place.schema}_b", config=_config(place)

@@ -4,10 +4,10 @@
 
 The seed decides what is enqueued and which fault comes when; how the instances react depends on the machine. At the end
 all faults are over and the queues must empty by themselves. Every accepted dispatch is acked exactly once, and none is
-left or given up. No token is used after a later one, and the sink sees no two holders of a thread at once. No thread
-with due work waits longer than `WAIT_S` while a worker is idle. Some dispatches are cancelled, some threads
-interrupted, and some claims cancelled during the call: exactly the dispatches reported as ended have ended, no dispatch
-from before an interrupt is claimed after it, and a cancelled claim uses no attempt unless a fault was near.
+left or given up. No token is used after a later one. No thread with due work waits longer than `WAIT_S` while a worker
+is idle. Some dispatches are cancelled, some threads interrupted, and some claims cancelled during the call: exactly the
+dispatches reported as ended have ended, no dispatch from before an interrupt is claimed after it, and a cancelled claim
+uses no attempt unless a fault was near.
 """
 
 from __future__ import annotations

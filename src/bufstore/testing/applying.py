@@ -197,7 +197,12 @@ async def lists_follow_the_order_of_the_log(applier: Applier) -> None:
 
 @_check()
 async def an_empty_batch_changes_nothing(applier: Applier) -> None:
+    a = fresh()
+    await applier.apply([change(a, 0, [1], run_of(a))])
+    before = await applier.thread(a)
     await applier.apply([])
+    assert before is not None
+    assert await applier.thread(a) == before
 
 
 @_check(Capability.RUN_OWNERS)

@@ -358,7 +358,8 @@ async def a_scan_shows_every_entry_or_those_of_some(logs: Logs) -> None:
         scanned = [(partition, message) async for partition, message in log.scan(**asked)]
         assert [message.seq for _, message in scanned] == [places[i] for i in found], asked
         assert [partition for partition, _ in scanned] == [int(i == 2) for i in found]
-    assert await log.last_groups() == GroupSizes(5, 5, (await log.last_groups()).bytes)
+    sizes = await log.last_groups()
+    assert (sizes, sizes.bytes > 0) == (GroupSizes(5, 5, sizes.bytes), True)
     assert log.writes == Writes(5, 0)
 
 
