@@ -570,19 +570,18 @@ def test_partitions_that_are_idle_or_stuck_hold_no_purge_up() -> None:
 
 def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
     async def main(it: Bench) -> None:
-        acks = []
+        acks, early = list[int](), list[int]()
 
         def look(partition: int, seq: int) -> None:
             for m in it.log.messages:
                 if m.seq <= seq and int(m.subject.split(".")[1]) == partition:
                     thread_id = "t" if m.subject == SUBJECTS.of("t") else "u"
-                    watermark = it.ledger._rows[thread_id]
-                    assert watermark.flushed_seq >= m.seq, "acknowledged, and Postgres knows nothing of it"
-                    assert (
-                        m.seq in it.ledger.parked.entries
-                        or watermark.broken_since is None
-                        or m.seq < watermark.broken_since
-                    )
+                    watermark = it.ledger._rows.get(thread_id, Watermark())
+                    broken = watermark.broken_since
+                    if watermark.flushed_seq < m.seq or not (
+                        m.seq in it.ledger.parked.entries or broken is None or m.seq < broken
+                    ):
+                        early.append(m.seq)  # an error here would be caught by the flusher, which tries again
             acks.append(seq)
 
         class Watched(FeedLog):
@@ -607,6 +606,7 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
         await asyncio.sleep(5)
         assert {*map(group_of, it.ledger.parked.entries)} == {3, 5}
         assert group_of(max(acks)) == 6
+        assert early == []
 
     bench(main)
 

@@ -454,8 +454,11 @@ def test_what_was_found_to_be_new_before_the_machine_was_suspended_is_looked_up(
             return ()
 
         two = Instance(world)
+        one.appender._finder._held = held
         await one.appender.learn_new(["t"])
+        assert "t" in one.appender._finder._new
         suspend()
+        assert one.appender._finder.as_new("t") is None
         await two.checkpoint(["theirs"])
         await world.flush_and_purge()
         await one.append(["mine"], run_id="mine")

@@ -256,15 +256,22 @@ def test_an_edit_is_not_refused_because_of_what_an_old_leader_shows() -> None:
             await BufferedThreadStore.open(inner, nats=nats, config=config) as two,
         ):
             await one.checkpoint(thread_id, ["a"], run_of(thread_id))
-            last, old = two.buffer.log.last, 1
+            log: Any = two.buffer.log
+            ends, latest, asked, proved = log.ends, log.latest, 0, False
 
-            async def of_an_old_leader(*args: Any) -> dict[str, StoredMessage]:
-                nonlocal old
-                old -= 1
-                return {} if old >= 0 else await last(*args)
+            async def of_an_old_leader(subjects: Sequence[str]) -> list[int]:
+                nonlocal asked
+                asked += not proved
+                return await ends(subjects) if proved else [0] * len(subjects)
 
-            two.buffer.log.last = of_an_old_leader  # type: ignore[method-assign]
+            async def of_the_leader(*args: Any) -> int:
+                nonlocal proved
+                proved = True
+                return await latest(*args)  # type: ignore[no-any-return]
+
+            log.ends, log.latest = of_an_old_leader, of_the_leader
             await two.delete_messages(thread_id)
+            assert asked and proved
             assert await one.load_messages(thread_id) == []
             with pytest.raises(NotFound):
                 await two.delete_messages(fresh())
