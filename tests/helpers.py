@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from bufstore import ConfigError, Run, RunStatus
+from bufstore import ConfigError, LogUnavailable, Run, RunStatus
 from bufstore.buffer.ports.log import Floor
 
 #: JDK_JAVA_OPTIONS that halve Java's start: a short job does not regain the time that full optimisation costs.
@@ -77,6 +77,28 @@ async def healthy(store: Any) -> None:
         return bool((await store.health()).ok)
 
     await eventually(well)
+
+
+async def writable(store: Any) -> None:
+    """Wait until a store says that it takes writes."""
+
+    async def takes_writes() -> bool:
+        return bool((await store.health()).can_write)
+
+    await eventually(takes_writes, 60)
+
+
+async def flush_all(store: Any, timeout_s: float = 120.0) -> None:
+    """Flush everything, again when the log was away meanwhile: a node that comes back deposes leaders."""
+
+    async def flushed() -> bool:
+        try:
+            await store.force_flush_all(timeout_s=60)
+        except LogUnavailable:
+            return False
+        return True
+
+    await eventually(flushed, timeout_s)
 
 
 async def cancel_as_anyio(task: asyncio.Task[Any]) -> None:

@@ -8,7 +8,7 @@ import time
 from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogUnavailable, OutcomeUnknown, Verification
 from chaos import checkers
 from chaos.history import Final, History, Op, Read, ThreadHistory
-from helpers import eventually, fresh, run_of
+from helpers import eventually, flush_all, fresh, run_of
 
 RULES = (
     checkers.lost, checkers.duplicated, checkers.phantom, checkers.reordered, checkers.not_a_past_state, checkers.stale,
@@ -56,15 +56,7 @@ class Load:
 
     async def check(self, store: BufferedThreadStore) -> None:
         """Check that all acknowledged writes are in Postgres, once and in order, and that every read was right."""
-
-        async def all_flushed() -> bool:
-            try:
-                await store.force_flush_all(timeout_s=60)
-            except LogUnavailable:
-                return False  # a node that comes back deposes leaders
-            return True
-
-        await eventually(all_flushed, 180)
+        await flush_all(store, 180)
 
         async def flushed() -> Final | None:
             try:

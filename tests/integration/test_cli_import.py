@@ -323,8 +323,7 @@ def test_ctrl_c_ends_an_import_that_waits_for_input(data: Path) -> None:
         last = [line for line in process.stderr if b"INFO" not in line]
         assert process.wait(30) == 130
         assert process.stdout.read() == b""
-    assert last[-1:] == [b"interrupted\n"]
-    assert not [line for line in last if b"Traceback" in line]
+    assert [line for line in last if b"WARNING" not in line] == [b"interrupted\n"]
     flushed = bufstore_cli("flush", "--all", "--embedded", "--data", data / "d", "--json")
     assert flushed.code == 0, flushed  # the command may have had too little time for it
     with Servers(data / "d") as servers:  # the command has stopped its servers, so the folder is free

@@ -26,7 +26,7 @@ from bufstore.jetstream.messages import Outgoing
 from cluster import Cluster, lead_log_and_cluster, leader_of, replicas_current
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, healthy, run_of, said
+from helpers import eventually, fresh, healthy, run_of, said, writable
 from load import PATIENCE, Load
 from sweep import nodes
 
@@ -147,7 +147,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
                 return None
 
         assert await eventually(read, 60) == [said(0)]
-        await eventually(lambda: _can_write(store), 60)  # followers that stood still may depose the leader
+        await writable(store)  # followers that stood still may depose the leader
 
 
 @pytest.mark.long
@@ -328,10 +328,6 @@ async def test_a_process_that_was_given_one_server_goes_on_with_the_others(serve
 async def test_nodes_are_killed_wiped_stopped_and_cut_off_in_a_row() -> None:
     """Run a short `make cluster`."""
     await nodes.run(10, seed=1, slow_s=60)
-
-
-async def _can_write(store: Any) -> bool:
-    return bool((await store.health()).can_write)
 
 
 async def _counted_as_flushed(store: Any) -> bool:

@@ -27,7 +27,7 @@ from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
-from helpers import eventually, fresh, run_of, said
+from helpers import eventually, flush_all, fresh, run_of, said
 from thorough import seldom
 
 
@@ -118,15 +118,7 @@ class Writers:
 
     async def check(self, store: Any) -> None:
         """Check that every acknowledged number is stored once and in order, and no number that was not tried."""
-
-        async def all_flushed() -> bool:
-            try:
-                await store.force_flush_all()
-            except LogUnavailable:
-                return False  # the last write lost the connection
-            return True
-
-        await eventually(all_flushed, 120)
+        await flush_all(store)
         for thread_id in self.thread_ids:
             (found,) = await eventually(lambda t=thread_id: _read(store, t, Consistency.EVENTUAL), 60)  # type: ignore[misc]
             assert [found] == await eventually(lambda t=thread_id: _read(store, t), 60)  # type: ignore[misc]

@@ -36,7 +36,7 @@ from bufstore.embedded import NatsServer, PostgresServer, Servers
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, query, run_of, said, writable
 from integration.test_doctor import doctor
 
 #: These tests measure time or wait for timeouts.
@@ -319,11 +319,7 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
                 return False
 
             await eventually(again, 30)
-
-            async def takes_writes() -> bool:
-                return (await store.health()).can_write
-
-            await eventually(takes_writes)
+            await writable(store)
             await eventually(lambda: _flushed(store))
             for thread_id, message in expected.items():
                 assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [message]

@@ -14,7 +14,7 @@ from bufstore import BufferedThreadStore, ConfigError, Consistency, FlushTimeout
 from bufstore.embedded import NatsServer, Servers
 from bufstore.mailbox import NatsMailboxNames, NatsMailboxStore
 from conftest import Deployment
-from helpers import eventually, healthy, run_of, said
+from helpers import eventually, healthy, run_of, said, writable
 from rights import guarded
 
 #: These tests run servers of their own.
@@ -153,13 +153,9 @@ async def test_a_right_that_is_taken_shows_in_health_until_a_write_is_answered(
             await eventually(lambda: _takes_none(store, str(caught.value)))
             await rights.deny()
             await store.checkpoint("t", [said(0), said(1)], run_of("t"))
-            await eventually(lambda: _takes_writes(store))
+            await writable(store)
 
 
 async def _takes_none(store: BufferedThreadStore, why: str) -> bool:
     health = await store.health()
     return (health.can_write, health.write_trouble) == (False, why)
-
-
-async def _takes_writes(store: BufferedThreadStore) -> bool:
-    return (await store.health()).can_write

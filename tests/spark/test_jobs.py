@@ -12,8 +12,9 @@ import msgspec
 import psycopg
 import pytest
 
-from bufstore import FlushTimeout, NoLog
-from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, restore, tabulate
+from bufstore import BufferedThreadStore, FlushTimeout, NoLog
+from bufstore.postgres.ledger.ledger import PostgresLedger
+from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, drain, restore, tabulate
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, entries, hot_threads, lag
 from bufstore.spark.log_archive import archive_job
 from conftest import Deployment
@@ -238,6 +239,28 @@ async def test_what_was_restored_into_postgres_goes_on_in_a_log(
     assert (report.applied, report.present, report.refused) == (6, 9, 0)
     assert await held(elsewhere, threads) == {t: list(range(5)) for t in threads}
     assert await in_postgres(elsewhere, threads) == {t: list(range(5)) for t in threads}
+
+
+async def test_a_drain_counts_what_its_flusher_hears_of_late(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres shows a flush before the flusher that made it has its answer."""
+    await write(deployment, [fresh() for _ in range(3)], range(4))
+    flush, force, shown = PostgresLedger.flush, BufferedThreadStore.force_flush_all, asyncio.Event()
+
+    async def late(*arguments: Any, **options: Any) -> Any:
+        answer = await flush(*arguments, **options)
+        await shown.wait()
+        return answer
+
+    async def forced(*arguments: Any, **options: Any) -> None:
+        await force(*arguments, **options)
+        shown.set()
+
+    monkeypatch.setattr(PostgresLedger, "flush", late)
+    monkeypatch.setattr(BufferedThreadStore, "force_flush_all", forced)
+    found = await drain._flush(where(deployment), 20.0)
+    assert (found.entries, found.changes, found.parked, found.late) == (12, 3, 0, [])
 
 
 async def test_a_drain_that_takes_too_long_says_so_once(spark: Any, deployment: Deployment) -> None:
