@@ -26,7 +26,7 @@ from thorough import seldom
 _THREADS = [f"t{n}" for n in range(6)]
 _LENGTH = 30
 #: The actions of the errors that a process logs when it finds that groups are gone that it has seen.
-_LOST = {"log_gap", "log_group_removed"}
+_LOST = {"log_gap", "log_refused"}
 
 
 def flip(block: Path, chance: random.Random) -> None:
@@ -75,6 +75,53 @@ async def test_damage_to_the_logs_files_never_shows_as_a_wrong_state(
     assert set(wrong) <= parked or reported
     assert wrong or not reported
     assert parked <= set(wrong)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+async def test_a_server_that_lost_the_end_of_its_file_gets_no_writes_from_who_has_seen_it(
+    own_servers: Servers, behind: bool
+) -> None:
+    """nats-server goes on behind what is missing. `behind`: a new process has already gone on there."""
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    async with deployment.store(flusher=False) as writer, deployment.store(flusher=False) as reader:
+        for n in range(_LENGTH):
+            for thread_id in _THREADS:
+                await writer.checkpoint_append(thread_id, [n], run_of(thread_id))
+        before = [await reader.load_messages(thread_id) for thread_id in _THREADS]
+        assert before == [list(range(_LENGTH))] * len(_THREADS)
+        own_servers.nats.stop()
+        stream = own_servers.nats.data / "jetstream" / "$G" / "streams" / deployment.log.stream
+        (block,) = sorted(stream.glob("msgs/*.blk"))
+        block.write_bytes(block.read_bytes()[: -block.stat().st_size // 4])
+        own_servers.nats.start()
+        if behind:
+            async with deployment.store(flush_timeout_s=20) as faster:
+                left = await faster.load_messages(_THREADS[0])
+                assert left is not None
+                assert left == list(range(len(left)))
+                assert len(left) < _LENGTH
+                await faster.checkpoint_append(_THREADS[0], ["since"], run_of(_THREADS[0]))
+                await faster.force_flush_all()
+        await eventually(lambda: connected(writer))
+        for thread_id in _THREADS:
+            with pytest.raises(LogRolledBack, match="lost its end"):
+                await writer.checkpoint_append(thread_id, ["more"], run_of(thread_id))
+        assert "lost its end" in (await writer.health()).log
+        if not behind:  # it still shows what it knows
+            assert [await writer.load_messages(thread_id) for thread_id in _THREADS] == before
+        # Who has written nothing of it says so once, and goes on with what is left.
+        with pytest.raises(LogRolledBack, match="lost its end"):
+            await reader.checkpoint_append(_THREADS[1], ["more"], run_of(_THREADS[1]))
+        await eventually(lambda: accepted(reader))
+        await reader.checkpoint_append(_THREADS[1], ["more"], run_of(_THREADS[1]))
+        found: Any = await reader.load_messages(_THREADS[1])
+        assert found[-1] == "more"
+        assert found[:-1] == list(range(len(found) - 1))
+
+
+async def accepted(store: BufferedThreadStore) -> bool:
+    return not (await store.health()).log
 
 
 async def connected(store: BufferedThreadStore) -> bool:

@@ -232,6 +232,17 @@ def test_parts_are_needed_as_long_as_groups_that_name_them_stay(chance: random.R
             assert heads.first_needed(asked) == min([asked, *(p for s, p in truth.items() if s >= asked and p)])
 
 
+@given(st.randoms(use_true_random=False), st.integers(1, 30))
+def test_the_last_entries_between_two_groups_are_known_by_partition(chance: random.Random, count: int) -> None:
+    oracle, heads = Oracle(chance, count), Heads()
+    heads.start(0, 0, 0)
+    for group in oracle.groups:
+        heads.observe(group)
+    behind, seen = sorted(chance.choices([0, *(group.seq for group in oracle.groups)], k=2))
+    ends = {p: oracle.end(p, seen, first_place(behind + 1)) for p in range(PARTITIONS)}
+    assert heads.last_between(behind, seen) == {p: at for p, at in ends.items() if at}
+
+
 def test_counting_asks_of_partitions_not_of_entries() -> None:
     """A statistic must not block the event loop for the time that it takes to look through a large backlog."""
     heads = Heads()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from bufstore.buffer.groups.group import Draft, hash_of
 from bufstore.buffer.groups.last_seen import Seen, Standing, id_of, standing
 from bufstore.buffer.groups.others import _HAS_STORED, _STORED
-from bufstore.buffer.places import place
+from bufstore.buffer.places import group_of, place
 from bufstore.buffer.subjects import first_sequence
-from bufstore.errors import LogRolledBack, LogUnavailable
+from bufstore.errors import LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.memory.log import MemoryStream
 from unit.fake_log import run
@@ -156,6 +157,98 @@ def test_who_told_something_wrong_is_not_believed_again_at_once() -> None:
         assert two.heads.life <= 3
         await asyncio.sleep(11)
         assert two.tail.last_seen.listens
+
+    two_writers(main)
+
+
+def lose_end(world: World, count: int) -> int:
+    """Let the server lose its last messages, and go on behind them, as behind a damaged file. Returns what is left."""
+    for seq in range(world.stream.end - count + 1, world.stream.end + 1):
+        world.stream.remove(seq)
+    return world.stream.last_of(SUBJECTS.groups)
+
+
+def flushed_to(*processes: Process, seq: int) -> None:
+    """Let Postgres say that everything is flushed up to the group with this sequence."""
+
+    async def flushed(places: Mapping[int, int], seen: int) -> bool:
+        assert all(at <= seen for at in places.values())
+        return all(group_of(at) <= seq for at in places.values())
+
+    for process in processes:
+        process.tail.flushed = flushed
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_log_that_lost_its_end_is_refused_unless_all_of_it_was_flushed(
+    elsewhere: bool, read: bool, heard: bool, missing: int
+) -> None:
+    """The server says that nothing is gone: it goes on behind what is missing. `missing`: how much was not flushed."""
+
+    async def main(world: World, one: Process, two: Process) -> None:
+        for process in (one, two):
+            await process.tail.see_all()
+            flushed_to(process, seq=world.stream.end - missing)
+        if heard:
+            flushed_to(one, two, seq=world.stream.end - missing + 1)
+            assert isinstance(await wrote(one), int)
+            await asyncio.sleep(0.1)  # in virtual time: `two` is told of the group
+            assert two.tail.last_seen.only_heard
+        end = lose_end(world, 4)
+        if elsewhere:  # another writer, which knows nothing of what is gone, was faster
+            three = Process(world)
+            three.sequencer.start()
+            assert isinstance(await wrote(three, "c"), int)
+            await three.sequencer.aclose()
+            end = world.stream.end
+        connect_again(one, two)
+        if read:
+            for process in (one, two):
+                with suppress(LogRolledBack):
+                    await process.tail.see_all()
+        for process in (one, two):
+            if missing > (heard and process is two):  # what was only told of does not count
+                assert isinstance(await wrote(process, "b", 0), LogRolledBack)
+                assert process.log.refused is not None
+                assert "lost its end" in process.log.refused
+                assert world.stream.last_of(SUBJECTS.groups) == end
+        if not missing:
+            for process in (one, two):
+                await goes_on(process, world)
+
+    two_writers(main)
+
+
+def test_while_postgres_cannot_say_whether_the_logs_end_was_flushed_nothing_is_written() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        async def away(places: Mapping[int, int], seen: int) -> bool:
+            raise StoreUnavailable("it is away")
+
+        one.tail.flushed = away
+        end = lose_end(world, 2)
+        connect_again(one)
+        error = await wrote(one)
+        assert isinstance(error, LogUnavailable)
+        assert "Postgres must say" in str(error)
+        assert world.stream.last_of(SUBJECTS.groups) == end
+        flushed_to(one, seq=world.stream.end)
+        await goes_on(one, world)
+
+    two_writers(main)
+
+
+def test_who_has_only_seen_what_the_log_lost_goes_on_once_the_log_is_accepted_again() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        await two.tail.see_all()
+        flushed_to(two, seq=0)
+        lose_end(world, 3)
+        connect_again(two)
+        assert isinstance(await wrote(two), LogRolledBack)
+        two.log._refused = None
+        await goes_on(two, world)
 
     two_writers(main)
 

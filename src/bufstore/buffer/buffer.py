@@ -17,6 +17,7 @@ from typing import Generic, Self
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.domain import Backing, C, Domain, M, S
 from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.lost_end import all_flushed
 from bufstore.buffer.operate.audit import Verification
 from bufstore.buffer.operate.erase import Eraser
 from bufstore.buffer.operate.health import Vitals
@@ -113,7 +114,10 @@ class Buffer(Generic[C, S, M]):
         await self.session.open()
         await self.ledger.open()
         await self.backing.open()
-        self.log.vouched_by(lambda: apart(self.log, self.ledger, self.config.log, self.backing.kind))
+        self.log.vouched_by(
+            lambda: apart(self.log, self.ledger, self.config.log, self.backing.kind),
+            lambda endings, seen: all_flushed(self.ledger, self.subjects, endings, seen),
+        )
         await self.shared.check()  # before a log is created that names this shared state
         self.began_away = not await prepare_log(self.log, self.ledger, self.backing, self.config, away=away)
         await self.shared.setup()

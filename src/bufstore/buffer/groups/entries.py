@@ -57,6 +57,10 @@ class Entries:
         header = header_of(group.id, 0, Base.UNKNOWN, 0, 0, False, b"", True, None, b"")
         return StoredMessage(self._subjects.groups, first_place(group.seq), header, b"")
 
+    def head(self, group: Group, number: int, body: bytes) -> StoredMessage:
+        """One entry of a group, whose payload may only say where the real payload stands."""
+        return self._in_place(group, number, body)[0]
+
     def _in_place(self, group: Group, number: int, body: bytes) -> tuple[StoredMessage, bool]:
         """An entry as it stands in its group, and whether its payload only says where the real payload stands."""
         at = place(group.seq, number)

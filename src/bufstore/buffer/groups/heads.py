@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from bufstore.buffer.groups.group import Group
-from bufstore.buffer.places import first_place, group_of
+from bufstore.buffer.places import first_place, group_of, last_place
 
 #: How many generations of heads there are at most. Heads are forgotten by generations, so none is looked at for that.
 _GENERATIONS_MAX = 8
@@ -179,6 +179,15 @@ class Heads:
                 count[partition] = here
                 size += bytes_
         return count, round(size)
+
+    def last_between(self, behind: int, seen: int) -> dict[int, int]:
+        """By partition, the place of its last entry in the groups behind `behind`, up to `seen`; above the floor."""
+        found = {}
+        for partition, entries in self._entries.items():
+            at = bisect_right(entries.places, last_place(seen)) - 1
+            if at >= 0 and entries.places[at] > last_place(behind):
+                found[partition] = entries.places[at]
+        return found
 
     @property
     def much(self) -> bool:

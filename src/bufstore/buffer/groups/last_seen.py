@@ -16,7 +16,7 @@ import asyncio
 import enum
 from typing import NamedTuple
 
-from bufstore.buffer.groups.group import Group, decode_header
+from bufstore.buffer.groups.group import Group, decode_header, group_in
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.stream import GroupsInStream, last_on
 from bufstore.errors import LogRolledBack, LogUnavailable, MalformedEntry
@@ -54,10 +54,7 @@ async def standing(log: GroupsInStream, subject: str, seen: Seen, timeout_s: flo
     if found is None:
         if await _ends_before(log, seen.seq, timeout_s):
             return Standing.LOST
-        last = await log.fresh_end(timeout_s)
-        if not last:
-            of_subject = await last_on(log, subject, timeout_s)
-            last = of_subject.seq if of_subject is not None else 0
+        last = await _last(log, subject, timeout_s)
         if last > seen.seq:
             return Standing.PASSED
         found = await log.identity(seen.seq)
@@ -66,6 +63,31 @@ async def standing(log: GroupsInStream, subject: str, seen: Seen, timeout_s: flo
         if found is None:
             return Standing.REMOVED
     return Standing.THERE if found.subject == subject and id_of(found) == seen.id else Standing.LOST
+
+
+async def left(log: GroupsInStream, subject: str, seen: Seen, timeout_s: float) -> int:
+    """Up to which sequence the log holds what was seen, or has let go of it in order; below `seen` if it lost its end.
+
+    A server that lost the end of its file goes on behind what is missing. Raises LogUnavailable while nobody can tell.
+    """
+    found = await standing(log, subject, seen, timeout_s)
+    if found is Standing.REMOVED:
+        return min(await _last(log, subject, timeout_s), seen.seq)
+    if found is Standing.PASSED:
+        behind = (await log.part(subject, seen.seq, timeout_s, 1)).messages
+        if not behind:
+            raise LogUnavailable("the replica that answered does not show yet what stands behind the last group seen")
+        group = group_in(behind[0])
+        return min(group.before, seen.seq) if group is not None else seen.seq
+    return seen.seq
+
+
+async def _last(log: GroupsInStream, subject: str, timeout_s: float) -> int:
+    """The sequence of the last group; 0 if there is none."""
+    if end := await log.fresh_end(timeout_s):
+        return end
+    found = await last_on(log, subject, timeout_s)
+    return found.seq if found is not None else 0
 
 
 async def _ends_before(log: GroupsInStream, seq: int, timeout_s: float) -> bool:
@@ -101,6 +123,11 @@ class LastSeen:
         #: The groups behind the last certain one that were only told of: id by sequence.
         self._heard: dict[int, int] = {}
         self._deaf_until = float("-inf")
+
+    @property
+    def certain(self) -> Seen:
+        """The last message that was read, or stored by this process."""
+        return self._certain
 
     @property
     def confirmed(self) -> bool:

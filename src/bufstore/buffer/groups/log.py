@@ -26,7 +26,7 @@ from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import READ_S, Floors, GroupsInStream, last_on, messages_on
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import first_place, group_of, last_place, number_of
-from bufstore.buffer.ports.log import Floor, GroupSizes, Remains, Writes
+from bufstore.buffer.ports.log import Ending, Floor, GroupSizes, Remains, Writes
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -387,11 +387,23 @@ class GroupLog:
     def refuse(self, reason: str) -> None:
         self._stream.refuse(reason)
 
-    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+    def vouched_by(
+        self,
+        mismatch: Callable[[], Awaitable[str | None]],
+        flushed: Callable[[Mapping[int, Ending], int], Awaitable[bool]],
+    ) -> None:
         async def either() -> str | None:
             return await self._tail.last_seen.mismatch() or await mismatch()
 
+        async def flushed_to(places: Mapping[int, int], seen: int) -> bool:
+            return await flushed({p: self._ending(at) for p, at in places.items()}, seen)
+
         self._stream.vouched_by(either)
+        self._tail.flushed = flushed_to
+
+    def _ending(self, at: int) -> Ending:
+        known = self._tail.at_hand(group_of(at))
+        return Ending(at, self._entries.head(known[0], number_of(at), known[1]) if known is not None else None)
 
 
 async def _in_time(look: Awaitable[T], timeout_s: float) -> T:

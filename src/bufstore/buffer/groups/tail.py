@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bufstore.buffer.groups.group import Group, decode_header, group_in, stored_bytes
 from bufstore.buffer.groups.heads import Gap, Heads
-from bufstore.buffer.groups.last_seen import LastSeen, Seen
+from bufstore.buffer.groups.last_seen import LastSeen, Seen, left
 from bufstore.buffer.groups.stream import GroupsInStream, last_on
-from bufstore.buffer.places import group_of
-from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.buffer.places import group_of, last_place
+from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import Part, StoredMessage
 from bufstore.shared_call import SharedCall
 
@@ -71,6 +71,11 @@ class Tail:
         #: How many bytes of groups are asked for at a time.
         self._bytes = _BYTES
         self.last_seen = LastSeen(log, subject, heads, timeout_s)
+        #: Says whether these partitions are flushed up to these places, none of which is above the given one. None: no
+        #: Postgres can be asked.
+        self.flushed: Callable[[Mapping[int, int], int], Awaitable[bool]] | None = None
+        #: The group that was seen last when the log was refused because it had lost its end.
+        self._refused_at: Seen | None = None
         #: Whether the group that was seen last is not in the log, so that everything must begin anew.
         self._anew = False
         self._one_read = asyncio.Lock()
@@ -87,6 +92,7 @@ class Tail:
         Raises LogRolledBack when the log went back, LogUnavailable.
         """
         if not await self.last_seen.confirm():
+            await self._refuse_if_lost()
             text = "the last group was removed from the log; reading the log anew"
             _log.error(text, extra={"action": "log_group_removed"})
             self._anew = True
@@ -95,6 +101,33 @@ class Tail:
             self._anew = True
         if self._anew:
             await self.see_all()
+
+    async def _refuse_if_lost(self) -> None:
+        """Refuse the log if groups at its end are gone that were seen, and were not flushed.
+
+        The server has lost the end of its files, or somebody purged it. Nothing else shows that: the log goes on behind
+        what is missing, and what is left of a thread is a state that it had. Raises LogRolledBack, LogUnavailable.
+        """
+        seen = self.last_seen.certain
+        if self.flushed is None or (self._refused_at == seen and self._log.refused is None):  # accepted since
+            return
+        behind = await left(self._log, self._subject, seen, self._timeout_s)
+        if behind == seen.seq:
+            return
+        gone = f"the log lost its end: groups {behind + 1} to {seen.seq} are gone"
+        try:
+            flushed = await self.flushed(self._heads.last_between(behind, seen.seq), last_place(seen.seq))
+        except BufstoreError as e:
+            raise LogUnavailable(f"{gone}, and Postgres must say whether they were flushed: {e}") from e
+        if not flushed:
+            reason = f"{gone}, and not all of their entries were flushed"
+            self._refused_at = seen
+            self._log.refuse(reason)
+            raise LogRolledBack(reason)
+
+    def at_hand(self, seq: int) -> tuple[Group, bytes] | None:
+        """The group with this sequence and its body, if this process has it in memory."""
+        return self._kept.get(seq)
 
     def _misheard(self) -> None:
         text = "another process announced a group that is not in the log; reading the log itself for a while"
@@ -235,10 +268,10 @@ class Tail:
                 else:
                     if again:  # what is missing was purged or erased since: the floor is above it now
                         await asyncio.sleep(_AGAIN_S)
-                    _log.warning("starting to follow the log anew: %s", e, extra={"action": "log_gap"})
                     anew = True
                     self.last_seen.doubt()
                     await self._begin()
+                    _log.warning("following the log anew: %s", e, extra={"action": "log_gap"})
                     left = None
                 continue
             left = part.more if left is None else left - len(part.messages)
@@ -250,7 +283,8 @@ class Tail:
         return all(map(self.last_seen.fits, shown)) and (bool(shown) or not heard or await self.last_seen.is_there())
 
     async def _begin(self) -> None:
-        """Begin behind what lies below the floor."""
+        """Begin behind what lies below the floor. Raises LogRolledBack, LogUnavailable."""
+        await self._refuse_if_lost()
         connection, floor = self._log.connections, await self._floor()
         last = await last_on(self._log, self._subject, self._timeout_s)
         below = group_of(floor) - 1

@@ -40,6 +40,14 @@ class Writes(NamedTuple):
     refused: int
 
 
+class Ending(NamedTuple):
+    """The last entry of a partition, as a process has seen it before it went."""
+
+    seq: int
+    #: The entry; None if the process does not have it any more, or cannot read it.
+    entry: StoredMessage | None
+
+
 class Remains(NamedTuple):
     """What a log holds of some threads that can be erased."""
 
@@ -399,6 +407,14 @@ class Log(Generations, Protocol):
         """
         ...
 
-    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
-        """Have `mismatch` say why a refused log is still not the right one; None when the log is right again."""
+    def vouched_by(
+        self,
+        mismatch: Callable[[], Awaitable[str | None]],
+        flushed: Callable[[Mapping[int, Ending], int], Awaitable[bool]],
+    ) -> None:
+        """Have `mismatch` say why a refused log is still not the right one; None when the log is right again.
+
+        `flushed` is asked when the log has lost its end: whether these partitions are flushed up to these entries, of
+        which none is above the given position. If they are not, the log is refused. Raises StoreUnavailable.
+        """
         ...
