@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore.buffer.groups import last_seen
 from bufstore.buffer.groups.group import Draft, hash_of
 from bufstore.buffer.groups.last_seen import Seen, Standing, id_of, standing
 from bufstore.buffer.groups.others import _HAS_STORED, _STORED
 from bufstore.buffer.places import group_of, place
 from bufstore.buffer.subjects import first_sequence
 from bufstore.errors import LogRolledBack, LogUnavailable, StoreUnavailable
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Part, StoredMessage
 from bufstore.memory.log import MemoryStream
 from unit.fake_log import run
 from unit.test_group_sequencer import CONFIG, SUBJECTS, Process, World, check, started
@@ -106,7 +107,10 @@ def test_writers_go_on_when_the_last_message_was_removed(read: bool) -> None:
 
 
 def test_writers_go_on_in_the_next_generation_of_the_log() -> None:
+    """Nothing of it was flushed as far as the cursors say: the repair has applied or parked what the log had."""
+
     async def main(world: World, one: Process, two: Process) -> None:
+        flushed_to(one, two, seq=0)
         world.stream = MemoryStream(CONFIG.log, epoch=1)
         for process in (one, two):
             process.log._streams[CONFIG.log.stream] = world.stream
@@ -179,6 +183,47 @@ def flushed_to(*processes: Process, seq: int) -> None:
         process.tail.flushed = flushed
 
 
+@pytest.mark.parametrize("behind", ["", "group", "foreign"])
+@pytest.mark.parametrize("count", [0, 1, 3, 6])
+def test_what_is_left_of_a_lost_end_is_told_by_the_last_group_or_the_one_behind(count: int, behind: str) -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        await one.tail.see_all()
+        seen = one.tail.last_seen.certain
+        assert seen.seq == world.stream.end
+        left = lose_end(world, count)
+        if behind == "foreign":
+            world.stream.store([Outgoing(SUBJECTS.groups, b"", "nothing of ours")])
+        if behind == "group":
+            three = Process(world)
+            three.sequencer.start()
+            assert isinstance(await wrote(three, "c"), int)
+            await three.sequencer.aclose()
+        # What is not ours says nothing of what it stands behind.
+        assert await what_is_left(one, seen) == (seen.seq if behind == "foreign" else left)
+
+    two_writers(main)
+
+
+async def what_is_left(process: Process, seen: Seen) -> int:
+    return await last_seen.left(process.log, SUBJECTS.groups, seen, 5.0)
+
+
+def test_a_replica_that_lags_says_nothing_of_a_lost_end() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        seen = one.tail.last_seen.certain
+        assert isinstance(await wrote(two, "b"), int)
+        world.stream.remove(seen.seq)
+
+        async def part(*_: object, **__: object) -> Part:
+            return Part([], 0)
+
+        one.log.part = part  # type: ignore[method-assign]
+        with pytest.raises(LogUnavailable, match="does not show yet"):
+            await what_is_left(one, seen)
+
+    two_writers(main)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("heard", [False, True])
@@ -236,6 +281,20 @@ def test_while_postgres_cannot_say_whether_the_logs_end_was_flushed_nothing_is_w
         assert world.stream.last_of(SUBJECTS.groups) == end
         flushed_to(one, seq=world.stream.end)
         await goes_on(one, world)
+
+    two_writers(main)
+
+
+def test_a_postgres_that_is_silent_about_the_logs_end_is_not_waited_for() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        async def silent(places: Mapping[int, int], seen: int) -> bool:
+            await asyncio.sleep(3600)
+            return True
+
+        one.tail.flushed = silent
+        lose_end(world, 2)
+        connect_again(one)
+        assert isinstance(await wrote(one), LogUnavailable)
 
     two_writers(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from bufstore import BufferConfig, BufferedThreadStore, Consistency, LogRolledBack, MemoryThreadStore, ReadNotFresh
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.lost_end import has_passed, remembers
+from bufstore.buffer.entry import Base, header_of
+from bufstore.buffer.lost_end import all_flushed, has_passed, remembers
 from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.ports.log import Ending
+from bufstore.buffer.recent_keys import item, item_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryStream
@@ -35,11 +39,11 @@ async def append(store: BufferedThreadStore, thread_id: str, message: str, *, ke
     await store.checkpoint_append(thread_id, [message], run_of(thread_id), idempotency_key=message if key else None)
 
 
-async def others(nats: MemoryNats, inner: MemoryThreadStore, write: Sequence[str], name: str) -> None:
-    """Let another process write to these threads, and flush everything."""
+async def others(nats: MemoryNats, inner: MemoryThreadStore, write: Sequence[tuple[str, bool]]) -> None:
+    """Let another process write to these threads, and flush everything; with a key it repeats what may be lost."""
     async with await opened(nats, inner, flusher=True) as other:
-        for n, thread_id in enumerate(write):
-            await append(other, thread_id, f"{name}{n}")
+        for n, (thread_id, key) in enumerate(write):
+            await append(other, thread_id, f"left{n}" if key else f"since{n}", key=key)
         await other.force_flush_all()
 
 
@@ -52,12 +56,13 @@ def lose_end(nats: MemoryNats, count: int) -> set[int]:
     return gone
 
 
-@given(_writes, _writes, st.integers(0, 8), _threads)
-@example([("t0", False)], [("t0", False)], 1, ["t0"])
-@example([], [("t0", False), ("t1", False)], 2, ["t0"])
-@example([("t0", False), ("t1", True)], [], 2, ["t0", "t1"])
+@given(_writes, _writes, st.integers(0, 8), _writes)
+@example([("t0", False)], [("t0", False)], 1, [("t0", False)])
+@example([], [("t0", False), ("t1", False)], 2, [("t0", False)])
+@example([("t0", False), ("t1", True)], [], 2, [("t0", False), ("t1", False)])
+@example([], [("t0", False), ("t0", True)], 2, [("t0", True)])
 def test_who_has_seen_the_end_goes_on_only_if_all_of_it_was_flushed(
-    flushed: list[tuple[str, bool]], left: list[tuple[str, bool]], count: int, since: list[str]
+    flushed: list[tuple[str, bool]], left: list[tuple[str, bool]], count: int, since: list[tuple[str, bool]]
 ) -> None:
     """`flushed` and `left` were written, then the log lost its last `count` messages, and others wrote `since`."""
 
@@ -66,14 +71,14 @@ def test_who_has_seen_the_end_goes_on_only_if_all_of_it_was_flushed(
         async with await opened(nats, inner, flusher=False) as app:
             for n, (thread_id, key) in enumerate(flushed):
                 await append(app, thread_id, f"flushed{n}", key=key)
-            await others(nats, inner, [], "")
+            await others(nats, inner, [])
             unflushed = set()
             for n, (thread_id, key) in enumerate(left):
                 await append(app, thread_id, f"left{n}", key=key)
                 unflushed.add(next(iter(nats.streams.values())).end)
             lost = lose_end(nats, count) & unflushed
             with suppress(LogRolledBack):  # a cursor of Postgres stood on what is gone: then nobody goes on
-                await others(nats, inner, since, "since")
+                await others(nats, inner, since)
             app.buffer.log._stream.connections += 1  # type: ignore[attr-defined]
             try:
                 await append(app, "t9", "more")
@@ -88,16 +93,16 @@ def test_who_has_seen_the_end_goes_on_only_if_all_of_it_was_flushed(
     run(main())
 
 
-@given(_writes, st.lists(st.sampled_from([*_THREADS, "t9"]), max_size=15))
-@example([("t0", False), ("t1", True)], ["t1", "t0", "t9", "t0"])
+@given(_threads, st.lists(st.sampled_from([*_THREADS, "t9"]), max_size=15))
+@example(["t0", "t1"], ["t1", "t0", "t9", "t0"])
 def test_who_has_seen_what_was_flushed_and_purged_by_hand_goes_on_behind_a_running_flusher(
-    flushed: list[tuple[str, bool]], since: list[str]
+    flushed: list[str], since: list[str]
 ) -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
         async with await opened(nats, inner, flusher=True) as other, await opened(nats, inner, flusher=False) as app:
-            for n, (thread_id, key) in enumerate(flushed):
-                await append(app, thread_id, f"flushed{n}", key=key)
+            for n, thread_id in enumerate(flushed):
+                await append(app, thread_id, f"flushed{n}")
             await other.force_flush_all()
             lose_end(nats, 100)
             for n, thread_id in enumerate(since):
@@ -106,7 +111,7 @@ def test_who_has_seen_what_was_flushed_and_purged_by_hand_goes_on_behind_a_runni
             await append(app, "t9", "more")
             await other.force_flush_all()
             for thread_id in [*_THREADS, "t9"]:
-                written = [f"flushed{n}" for n, (t, _) in enumerate(flushed) if t == thread_id]
+                written = [f"flushed{n}" for n, t in enumerate(flushed) if t == thread_id]
                 written += [f"since{n}" for n, t in enumerate(since) if t == thread_id]
                 written += ["more"] * (thread_id == "t9")
                 assert (await inner.load_messages(thread_id) or []) == written
@@ -135,3 +140,19 @@ def test_a_thread_that_others_continued_remembers_the_entry_or_does_not_say() ->
     assert remembers(Watermark(flushed_seq=20), 20, entry, 29)
     assert remembers(Watermark(flushed_seq=10, waits_to=29), 20, entry, 29)
     assert not remembers(Watermark(flushed_seq=30), 20, entry, 29)
+    ours = StoredMessage(SUBJECTS.of("a"), 20, header_of(7, 0, Base.UNKNOWN, 0, 0, False, b"", True, None, b""), b"")
+    assert not remembers(Watermark(flushed_seq=30, applied_id=8, keys=item("a key", b"")), 20, ours, 29)
+    assert remembers(Watermark(flushed_seq=30, applied_id=7), 20, ours, 29)
+    assert remembers(Watermark(flushed_seq=30, applied_id=8, keys=item_of(7) + item_of(8)), 20, ours, 29)
+
+
+async def test_an_entry_that_nobody_can_ask_about_does_not_count_as_flushed() -> None:
+    class Ledger:
+        async def cursors(self) -> dict[int, Cursor]:
+            return {0: Cursor(0, 1, 99, 7), 1: Cursor(1, 1, 25, 7)}
+
+    ledger: Any = Ledger()
+    assert await all_flushed(ledger, SUBJECTS, {1: Ending(20, None)}, 29)
+    assert not await all_flushed(ledger, SUBJECTS, {0: Ending(20, None), 1: Ending(20, None)}, 29)
+    foreign = StoredMessage("of no thread", 20, None, b"")
+    assert not await all_flushed(ledger, SUBJECTS, {0: Ending(20, foreign)}, 29)

@@ -3,7 +3,9 @@
 A server of one replica that lost the end of its file goes on behind what is missing, and so it does after a purge by
 hand. Who has seen what is gone asks Postgres. A cursor stands on an entry that was delivered, and everything of its
 partition before it was delivered, too. So a cursor among the entries that were seen says all. One behind them may have
-come there after they were lost; then the partition's last entry counts as flushed only if its thread remembers it.
+come there after they were lost; then the partition's last entry counts as flushed only if its thread remembers it. It
+does not if the entry had a key and others have written to the thread since, or sixteen times, or if it deleted the
+thread; nor can it be asked about an entry that the process has not in memory any more. Then the answer is no.
 """
 
 from __future__ import annotations
@@ -12,11 +14,10 @@ from collections.abc import Mapping
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import decode
+from bufstore.buffer.entry import entry_id
 from bufstore.buffer.ports.ledger import Cursor, Ledger
 from bufstore.buffer.ports.log import Ending
 from bufstore.buffer.subjects import Subjects
-from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
 
@@ -49,12 +50,12 @@ def has_passed(cursor: Cursor | None, seq: int, seen: int) -> bool | None:
 
 
 def remembers(watermark: Watermark, seq: int, entry: StoredMessage, seen: int) -> bool:
-    """Return whether a thread certainly has this entry, applied, parked or waiting, at this position."""
+    """Return whether a thread certainly has this entry, applied, parked or waiting, at this position.
+
+    A key of the caller's own proves nothing: somebody may have repeated a write that was lost.
+    """
     reached = max(watermark.flushed_seq, watermark.waits_to)
     if reached <= seen:
         return reached >= seq
-    try:
-        written = decode(entry)
-    except MalformedEntry:
-        return False
-    return watermark.applied_id == written.id or recent_keys.holds(watermark.keys, recent_keys.newest(written.keys))
+    id_ = entry_id(entry)
+    return id_ != 0 and (watermark.applied_id == id_ or recent_keys.holds(watermark.keys, recent_keys.item_of(id_)))

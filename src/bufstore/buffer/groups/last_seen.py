@@ -71,15 +71,18 @@ async def left(log: GroupsInStream, subject: str, seen: Seen, timeout_s: float) 
     A server that lost the end of its file goes on behind what is missing. Raises LogUnavailable while nobody can tell.
     """
     found = await standing(log, subject, seen, timeout_s)
+    if found is Standing.THERE or found is Standing.LOST:
+        return seen.seq
+    await log.epoch(checked=False)
+    if seen.seq < log.generation_start:  # a repair has applied or parked what the log had, and begun a new one
+        return seen.seq
     if found is Standing.REMOVED:
         return min(await _last(log, subject, timeout_s), seen.seq)
-    if found is Standing.PASSED:
-        behind = (await log.part(subject, seen.seq, timeout_s, 1)).messages
-        if not behind:
-            raise LogUnavailable("the replica that answered does not show yet what stands behind the last group seen")
-        group = group_in(behind[0])
-        return min(group.before, seen.seq) if group is not None else seen.seq
-    return seen.seq
+    behind = (await log.part(subject, seen.seq, timeout_s, 1)).messages
+    if not behind:
+        raise LogUnavailable("the replica that answered does not show yet what stands behind the last group seen")
+    group = group_in(behind[0])
+    return min(group.before, seen.seq) if group is not None else seen.seq
 
 
 async def _last(log: GroupsInStream, subject: str, timeout_s: float) -> int:

@@ -25,6 +25,8 @@ _AT_ONCE = 1000
 _BYTES, _BYTES_MIN, _BYTES_MAX = 1 << 20, 128 << 10, 8 << 20
 #: When an answer takes longer than this, less is asked for: what has not come within a read's time comes for nothing.
 _ANSWER_S = 1.0
+#: For how long Postgres may think about what it has of a lost end: a write waits meanwhile.
+_FLUSHED_S = 2.0
 #: How many bytes of the groups seen last are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
 #: The pause before the same gap is looked at once more.
@@ -116,11 +118,12 @@ class Tail:
             return
         gone = f"the log lost its end: groups {behind + 1} to {seen.seq} are gone"
         try:
-            flushed = await self.flushed(self._heads.last_between(behind, seen.seq), last_place(seen.seq))
-        except BufstoreError as e:
+            async with asyncio.timeout(_FLUSHED_S):
+                flushed = await self.flushed(self._heads.last_between(behind, seen.seq), last_place(seen.seq))
+        except (BufstoreError, TimeoutError) as e:
             raise LogUnavailable(f"{gone}, and Postgres must say whether they were flushed: {e}") from e
         if not flushed:
-            reason = f"{gone}, and not all of their entries were flushed"
+            reason = f"{gone}, and Postgres does not show that all of their entries were flushed"
             self._refused_at = seen
             self._log.refuse(reason)
             raise LogRolledBack(reason)
