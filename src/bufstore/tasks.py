@@ -118,6 +118,17 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
+async def unless(event: asyncio.Event, work: Awaitable[None]) -> None:
+    """Do this work. Once the event is set, cancel it, and return when it has ended. Raises what the work raises."""
+    task, stop = spawn(work), spawn(event.wait())
+    try:
+        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        await end(task, stop)
+
+
 async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
     """Return the results, in order. Raises the first error once all calls have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)

@@ -36,6 +36,7 @@ from bufstore import (
     ThreadQuarantined,
 )
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.owned_partition import Queued
 from bufstore.buffer.ports.log import Floor
 from bufstore.jetstream.messages import Conflict, Outgoing
 from bufstore.memory import MemoryNats
@@ -644,6 +645,41 @@ def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: p
         await store.aclose()
         took = asyncio.get_running_loop().time() - began
         assert took <= config.append_timeout_s + config.flush_timeout_s
+
+    run(main())
+
+
+@pytest.mark.parametrize("hangs_for_s", [0.0, 7.0, 25.0])
+@pytest.mark.parametrize("rest", ["", "pending", "waits"])
+def test_closing_waits_for_a_silent_postgres_only_if_something_is_not_flushed(
+    rest: str, hangs_for_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: so did a process that had flushed everything, for its purge and its idle cursors, too."""
+
+    async def main() -> None:
+        config = BufferConfig(flush_interval_s=0.05, lease_s=4)
+        store = await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+        await store.checkpoint("t", [1], run_of("t"))
+        await store.force_flush_all()
+        flusher: Any = store.buffer.flusher
+        await asyncio.sleep(2)
+        assert len(flusher._owned) == CONFIG.log.partitions
+
+        async def hangs(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(config.flush_timeout_s)
+            raise StoreUnavailable("no answer")
+
+        for name in ("flush", "flushed", "cursors", "watermark"):
+            monkeypatch.setattr(store.buffer.ledger, name, hangs)
+        if rest == "pending":
+            await store.checkpoint("t", [1, 2], run_of("t", 1))
+        if rest == "waits":
+            next(iter(flusher._owned.values())).queues["w"] = Queued(1, 10, "its row is locked")
+        await asyncio.sleep(hangs_for_s)
+        began = asyncio.get_running_loop().time()
+        await store.aclose()
+        took = asyncio.get_running_loop().time() - began
+        assert took < 1 if not rest else took > 1
 
     run(main())
 

@@ -17,7 +17,7 @@ import pytest
 import bufstore
 from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore
 from bufstore.memory import MemoryNats
-from bufstore.tasks import Closing, StrayCancelledError, end, own_cancels_only, spawn, together
+from bufstore.tasks import Closing, StrayCancelledError, end, own_cancels_only, spawn, together, unless
 from helpers import run_of
 
 
@@ -104,6 +104,38 @@ async def test_tasks_that_are_ended_have_ended_whatever_they_raise() -> None:
     await end(task, None)
     assert closed.is_set()
     assert task.done()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_work_goes_on_unless_an_event_is_set(stopped: bool, fails: bool) -> None:
+    event, begun, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    before = asyncio.all_tasks()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            if stopped:
+                await asyncio.sleep(3600)
+            if fails:
+                raise ValueError("it failed")
+        finally:
+            ended.set()
+
+    async def stop() -> None:
+        await begun.wait()
+        if stopped:
+            event.set()
+
+    stopper = asyncio.create_task(stop())
+    if fails and not stopped:
+        with pytest.raises(ValueError, match="it failed"):
+            await unless(event, work())
+    else:
+        await unless(event, work())
+    await stopper
+    assert ended.is_set()
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_cancel_of_something_else_is_an_error_and_one_of_the_task_ends_it() -> None:

@@ -151,7 +151,8 @@ class Buffer(Generic[C, S, M]):
         await self.appender.aclose()
         if self.flusher is not None and not self.flusher.state.trouble:
             with contextlib.suppress(BufstoreError):
-                await self.force_flush_all()
+                # A Postgres that does not answer must not hold up a process that has flushed everything.
+                await self.reads.force_flush_all(self.config.flush_timeout_s, self.flusher.has_flushed)
         flusher_s = min(max(ends_at - loop.time(), 0), self.config.flush_timeout_s)
         try:
             await self.release(flusher_s, before_store=before_store)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_when_event_set
@@ -38,7 +38,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import own_cancels_only, set_within, spawn
+from bufstore.tasks import end, own_cancels_only, set_within, spawn, unless
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Flusher:
         self._asked_at = float("-inf")
         self._window_began: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._purging: asyncio.Task[None] | None = None
         self.state = FlusherState()
         self._takeover = Takeover(parts, member, prepare, self._wake.set, self.state)
         self._owned = self._takeover.owned_partitions
@@ -88,11 +89,12 @@ class Flusher:
             "takeover": self._takeover.keep,
             "flush": self._flush_windows,
             "overdue": self._overdue.keep,
-            "retention": self._retention.keep,
         }
-        for name, work in loops.items():
-            task = spawn(self._supervise(name, work), name=f"bufstore-flusher-{name}")
-            self._tasks.append(task)
+        self._tasks = [self._begin(name, work) for name, work in loops.items()]
+        self._purging = self._begin("retention", self._retention.keep)
+
+    def _begin(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> asyncio.Task[None]:
+        return spawn(self._supervise(name, work), name=f"bufstore-flusher-{name}")
 
     async def aclose(self, timeout_s: float | None = None) -> None:
         """Stop: finish the window that is on its way, give up the partitions, leave the members.
@@ -107,6 +109,7 @@ class Flusher:
         self._lease.members_changed()
         self._takeover.look()
         self._overdue.stop()
+        await end(self._purging)  # the next owners purge: this must not wait for a Postgres that does not answer
         if timeout_s is None:
             timeout_s = self._config.flush_timeout_s
         _, late = await asyncio.wait(self._tasks, timeout=timeout_s) if self._tasks else ((), ())
@@ -146,6 +149,16 @@ class Flusher:
     def owns(self, partition: int) -> bool:
         """Whether this flusher holds the partition."""
         return partition in self._owned
+
+    def has_flushed(self, ends: Mapping[int, int]) -> bool:
+        """Whether this flusher holds these partitions, has flushed them up to these positions, and nothing waits."""
+        return all(
+            (owned := self._owned.get(p)) is not None
+            and owned.doubt is None
+            and owned.cursor.seq >= end
+            and not owned.unsettled
+            for p, end in ends.items()
+        )
 
     # --- supervision ------------------------------------------------------------------------------------------
 
@@ -213,7 +226,9 @@ class Flusher:
             for owned in list(self._owned.values()):
                 owned.collect()
             self._overdue.judge()
-            await self._idle.advance()
+            if self._idle.due and not self._stopping.is_set():
+                # Whatever it moves, the next owners move: it must not hold up the end either.
+                await unless(self._stopping, self._idle.advance())
             self.state.pending = sum(owned.unsettled for owned in self._owned.values())
             if not self.state.pending:
                 self._clear_trouble()

@@ -38,9 +38,14 @@ class IdleCursors:
         self._loop = asyncio.get_running_loop()
         self._due_at = 0.0
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time to move them again."""
+        return self._loop.time() >= self._due_at
+
     async def advance(self) -> None:
         """Move the idle cursors, if it is time. Call this once all that arrived is collected, not during a flush."""
-        if self._loop.time() < self._due_at:
+        if not self.due:
             return
         self._due_at = self._loop.time() + self._interval
         await self._acknowledge_again()
