@@ -165,9 +165,10 @@ def test_a_pool_that_was_shut_down_says_so_while_the_app_runs() -> None:
 
 def test_a_fork_waits_for_no_loop_of_its_parent() -> None:
     program = """
-import os, sys, time
+import os, sys, time, warnings
 from bufstore import MemoryThreadStore
 from bufstore.blocking import BlockingThreadStore
+warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on, Python warns of forks beside threads
 async def opened():
     return MemoryThreadStore()
 store = BlockingThreadStore(opened)
