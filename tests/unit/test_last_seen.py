@@ -205,7 +205,7 @@ def test_what_is_left_of_a_lost_end_is_told_by_the_last_group_or_the_one_behind(
 
 
 async def what_is_left(process: Process, seen: Seen) -> int:
-    return await last_seen.left(process.log, SUBJECTS.groups, seen, 5.0)
+    return await last_seen.holds_up_to(process.log, SUBJECTS.groups, seen, 5.0)
 
 
 def test_a_replica_that_lags_says_nothing_of_a_lost_end() -> None:

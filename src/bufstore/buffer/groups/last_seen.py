@@ -65,7 +65,7 @@ async def standing(log: GroupsInStream, subject: str, seen: Seen, timeout_s: flo
     return Standing.THERE if found.subject == subject and id_of(found) == seen.id else Standing.LOST
 
 
-async def left(log: GroupsInStream, subject: str, seen: Seen, timeout_s: float) -> int:
+async def holds_up_to(log: GroupsInStream, subject: str, seen: Seen, timeout_s: float) -> int:
     """Up to which sequence the log holds what was seen, or has let go of it in order; below `seen` if it lost its end.
 
     A server that lost the end of its file goes on behind what is missing. Raises LogUnavailable while nobody can tell.

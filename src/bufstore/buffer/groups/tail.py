@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bufstore.buffer.groups.group import Group, decode_header, group_in, stored_bytes
 from bufstore.buffer.groups.heads import Gap, Heads
-from bufstore.buffer.groups.last_seen import LastSeen, Seen, left
+from bufstore.buffer.groups.last_seen import LastSeen, Seen, holds_up_to
 from bufstore.buffer.groups.stream import GroupsInStream, last_on
 from bufstore.buffer.places import group_of, last_place
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, MalformedEntry
@@ -113,7 +113,7 @@ class Tail:
         seen = self.last_seen.certain
         if self.flushed is None or (self._refused_at == seen and self._log.refused is None):  # accepted since
             return
-        behind = await left(self._log, self._subject, seen, self._timeout_s)
+        behind = await holds_up_to(self._log, self._subject, seen, self._timeout_s)
         if behind == seen.seq:
             return
         gone = f"the log lost its end: groups {behind + 1} to {seen.seq} are gone"
@@ -121,7 +121,8 @@ class Tail:
             async with asyncio.timeout(_FLUSHED_S):
                 flushed = await self.flushed(self._heads.last_between(behind, seen.seq), last_place(seen.seq))
         except (BufstoreError, TimeoutError) as e:
-            raise LogUnavailable(f"{gone}, and Postgres must say whether they were flushed: {e}") from e
+            why = str(e) or "it does not answer"
+            raise LogUnavailable(f"{gone}, and Postgres must say whether they were flushed: {why}") from e
         if not flushed:
             reason = f"{gone}, and Postgres does not show that all of their entries were flushed"
             self._refused_at = seen
