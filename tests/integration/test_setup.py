@@ -322,6 +322,25 @@ async def test_tls(servers: Servers, tmp_path: Path) -> None:
             pass
 
 
+async def test_a_client_certificate_that_nats_does_not_trust_is_named(tmp_path: Path) -> None:
+    """Regression: often only a lost connection was told: with TLS 1.3 the alert comes while nats-py writes."""
+    ca, unknown = trustme.CA(), trustme.CA()
+    certificate = ca.issue_cert("127.0.0.1")
+    cert, key, authority = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    key.write_bytes(certificate.private_key_pem.bytes())
+    cert.write_bytes(b"".join(c.bytes() for c in certificate.cert_chain_pems))
+    ca.cert_pem.write_to_path(str(authority))
+    tls = ssl.create_default_context()
+    ca.configure_trust(tls)
+    unknown.issue_cert("client.example").configure_cert(tls)
+    verifies = f'tls {{ cert_file: "{cert}", key_file: "{key}", ca_file: "{authority}", verify: true, timeout: 10 }}'
+    server = NatsByHand(tmp_path / "nats", verifies)
+    async with server:
+        for _ in range(5):
+            with pytest.raises(LogUnavailable, match=r"(?i)alert|certificate"):
+                await Connection(NatsConfig(servers=server.url, tls=tls), "test").open()
+
+
 def _jwt(claims: dict[str, Any], signer: Any) -> str:
     def part(value: dict[str, Any]) -> str:
         return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()

@@ -649,6 +649,52 @@ def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: p
     run(main())
 
 
+def test_an_app_without_a_flusher_tells_what_the_flushers_of_others_report() -> None:
+    """Regression: `flushing` was true while the only flusher could not write."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner, flusher=False) as app:
+            assert not (await app.health()).flushing
+            await app.buffer.shared.renew_member("other", 60)
+            assert (await app.health()).ok
+            await app.buffer.shared.renew_member("other", 60, "Postgres is read-only")
+            health = await app.health()
+            assert health.flush_trouble == health.flusher == "flusher other: Postgres is read-only"
+            assert (health.can_write, health.can_read, health.ok) == (True, True, False)
+            await app.buffer.shared.renew_member("other", 60)
+            assert (await app.health()).ok
+
+    run(main())
+
+
+def test_a_store_that_answers_no_reads_shows_in_health_although_flushing_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the store and the ledger have pools of their own, and only the ledger was asked."""
+
+    async def main() -> None:
+        inner = MemoryThreadStore()
+        async with instance(MemoryNats(), inner) as store:
+            await store.checkpoint("t", [1], run_of("t"))
+            await store.force_flush("t")
+            assert (await store.health()).ok
+            reader: Any = store.buffer.reads.store._reader
+
+            async def refuses() -> None:
+                raise StoreMisconfigured("the password is wrong")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(reader, "answers", refuses)
+                health = await store.health()
+                assert "the password is wrong" in health.read_trouble
+                assert (health.can_write, health.can_read, health.flushing, health.ok) == (True, False, True, False)
+            await asyncio.sleep(1)
+            assert (await store.health()).ok
+
+    run(main())
+
+
 @pytest.mark.parametrize("hangs_for_s", [0.0, 7.0, 25.0])
 @pytest.mark.parametrize("rest", ["", "pending", "waits"])
 def test_closing_waits_for_a_silent_postgres_only_if_something_is_not_flushed(

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import nats.errors
 import pytest
@@ -21,7 +22,7 @@ from bufstore.home import Home
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
-from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, violation
+from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, text_of, violation
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.failures import why
@@ -677,6 +678,55 @@ async def test_why_a_server_ends_a_connection_at_once_is_told() -> None:
             await Connection(NatsConfig(servers=[url]), "test").open()
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_connection_that_the_server_ends_with_bytes_unsent_leaves_no_task_behind(told: bool) -> None:
+    """Regression: nats-py sent the rest first, failed, and its subscriptions waited until they were collected."""
+    writers, failed, closed = list[asyncio.StreamWriter](), list[dict[str, Any]](), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(ConnectionError):
+            await Recorder().serve(reader, writer)
+
+    async def on_closed() -> None:
+        closed.set()
+
+    async def refuses() -> None:
+        raise BrokenPipeError
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    before = asyncio.all_tasks()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    client = ListeningClient()
+    await client.connect(url, allow_reconnect=False, closed_cb=on_closed)
+    await client.subscribe("a", cb=_nothing)
+    await round_trip(client)
+    client._transport.drain = refuses  # type: ignore[union-attr, method-assign]
+    client._pending, client._pending_data_size = [b"PUB a 1\r\nx\r\n"], 13
+    if told:
+        writers[0].write(b"-ERR 'User Authentication Expired'\r\n")
+    else:
+        writers[0].close()
+    async with asyncio.timeout(10):
+        await closed.wait()
+    server.close()
+    await server.wait_closed()
+    async with asyncio.timeout(10):
+        while asyncio.all_tasks() - before:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert not failed
+
+
+async def _nothing(_: Msg) -> None:
+    pass
+
+
+def test_a_url_in_an_error_keeps_all_but_its_login() -> None:
+    error = ValueError("refused the credentials (nats://user:secret@host:4222): no; (nats://host:1) a@b")
+    assert text_of(error) == "ValueError: refused the credentials (nats://***@host:4222): no; (nats://host:1) ***@b"
 
 
 async def test_a_message_larger_than_the_server_takes_is_not_sent_and_costs_no_connection() -> None:

@@ -80,7 +80,7 @@ class Buffer(Generic[C, S, M]):
         self.appender = Appender(parts, self.reads, self.fill.explain, backing.held)
         self.eraser = Eraser(parts, self.waiter)
         #: The health and the statistics of this buffer.
-        self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher, self.reads.restored)
+        self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher, self.reads)
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
 

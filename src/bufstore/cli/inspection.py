@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from bufstore.buffer.flush.flusher_state import told_by_flushers
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.membership import owners
 from bufstore.buffer.operate.audit import Finding, Verification
@@ -138,7 +139,7 @@ class Inspection:
         health = health_of(
             log=nats_trouble if why is None else str(LogRolledBack(why)),
             store=trouble,
-            flusher="; ".join(f"flusher {member}: {why}" for member, why in troubles.items()),
+            flusher=told_by_flushers(troubles),
             full=full or "",
             flushers=bool(members),
             waiting=waiting,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.util import find_spec
@@ -57,16 +58,23 @@ class ListeningClient(Client):
         self.refused_bytes: int | None = None
         #: How many subscriptions the server refused because there were too many.
         self.no_room = 0
+        #: Whether the connection is lost, or the server ends it.
+        self._ended = False
 
     async def connect(self, *args: Any, **options: Any) -> None:
         try:
             await super().connect(*args, **options)
-        except ConnectionError:
+        except ConnectionError as e:
             # The server ended it while nats-py wrote; then nats-py does not read why (max_connections, for one).
             reader = getattr(self._transport, "_io_reader", None)
-            if (said := _ENDED.search(getattr(reader, "_buffer", b""))) is None:
-                raise
-            raise nats.errors.Error(f"nats: '{said[1].decode('utf-8', 'replace')}'") from None
+            if (said := _ENDED.search(getattr(reader, "_buffer", b""))) is not None:
+                raise nats.errors.Error(f"nats: '{said[1].decode('utf-8', 'replace')}'") from None
+            # With TLS 1.3 a server looks at the client's certificate when the client takes the handshake for done.
+            if isinstance(alert := reader.exception() if reader is not None else None, ssl.SSLError):
+                raise alert from None
+            if isinstance(self, TlsClient) and not isinstance(e, ConnectionRefusedError):
+                raise ConnectionError(f"{e}; does the server trust this client's certificate?") from None
+            raise
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket. Any error may come when there is no socket."""
@@ -141,7 +149,17 @@ class ListeningClient(Client):
             self._err = nats.errors.Error(f"nats: {err_msg}")
             await self._error_cb(self._err)
             return
+        self._ended = self._ended or violation(nats.errors.Error(err_msg)) is None
         await super()._process_err(err_msg)
+
+    async def _process_op_err(self, e: Exception) -> None:
+        self._ended = True
+        await super()._process_op_err(e)
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if self._ended:  # nats-py would send what is left, fail, and leave its tasks behind without a word
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
 
     def _remove_sub(self, sid: int, *limit: int) -> None:
         # Unsubscribed. Messages on their way still come, and are dropped like those of any unknown subscription.
@@ -296,7 +314,13 @@ def told_by(client: Client) -> list[str]:
     return [uri.netloc for uri in client.discovered_servers]
 
 
+def why_closed(client: Client) -> str:
+    """Return why a client is not connected any more, for a log line or a message of ours."""
+    return text_of(client.last_error) if client.last_error else "the connection was closed"
+
+
 def text_of(error: BaseException | None) -> str:
     """Return the error's text for a log line or a message of ours, without any password."""
     # nats-py puts URLs into some messages; a URL may carry a password.
-    return " ".join(mask_url(w) if "@" in w else w for w in f"{type(error).__name__}: {error}".split(" "))
+    words = f"{type(error).__name__}: {error}".split(" ")
+    return " ".join(w[: -len(url)] + mask_url(url) if "@" in w and (url := w.lstrip("(")) else w for w in words)

@@ -36,6 +36,7 @@ from bufstore.jetstream.client import (
     text_of,
     told_by,
     violation,
+    why_closed,
 )
 from bufstore.jetstream.credentials import sign_in
 from bufstore.jetstream.failures import FAILURES, may_not_publish, meaning, most_telling, why
@@ -47,7 +48,7 @@ from bufstore.jetstream.questions import OF_READ, Doubt, Question
 from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
-from bufstore.tasks import Closing, end, no_cancel_lost, settle, spawn
+from bufstore.tasks import Closing, end, no_cancel_lost, set_within, settle, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -426,7 +427,7 @@ class Connection:
                 self._choice.told(told_by(client))
 
         async def on_closed() -> None:
-            self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")
+            self._drop(client, why_closed(client))
 
         async def on_error(e: Exception) -> None:
             client.errors.append(e)
@@ -446,11 +447,9 @@ class Connection:
         while not self._closed and not self._home.left:
             if not self._lost.is_set():
                 # The client may have lost its tasks without saying so. So look once a second.
-                with contextlib.suppress(asyncio.TimeoutError):
-                    async with asyncio.timeout(1):
-                        await self._lost.wait()
+                await set_within(self._lost, 1)
                 if self._client is not None and not self._client.is_connected:
-                    self._lost.set()
+                    self._drop(self._client, why_closed(self._client))
                 elif self._client is not None and await self._asking.permitted(self._client, _now()):
                     self._drop(self._client, "NATS permits a subscription again")
                 continue

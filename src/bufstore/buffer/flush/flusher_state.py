@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from bufstore.buffer.ports.ledger import FlushFailed
@@ -67,3 +67,8 @@ def state_of_all(lanes: Sequence[FlusherState]) -> FlusherState:
 def of_all(troubles: Sequence[str]) -> str:
     """Return what is wrong with the lanes, in one text that numbers them; empty if nothing is."""
     return "; ".join(f"lane {lane}: {trouble}" for lane, trouble in enumerate(troubles) if trouble)
+
+
+def told_by_flushers(troubles: Mapping[str, str]) -> str:
+    """Return what flushers report, by their names, in one text."""
+    return "; ".join(f"flusher {member}: {why}" for member, why in troubles.items())

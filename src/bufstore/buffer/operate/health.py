@@ -9,13 +9,13 @@ from typing import Any
 
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.flush.flusher import Flusher
-from bufstore.buffer.flush.flusher_state import FlusherState, of_all, state_of_all
+from bufstore.buffer.flush.flusher_state import FlusherState, of_all, state_of_all, told_by_flushers
 from bufstore.buffer.operate.log_fill import FillForecast
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.ports.waiting import WaitingTotals
-from bufstore.buffer.read.restored import Restored
+from bufstore.buffer.read.reads import Reads
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -67,7 +67,7 @@ class Health:
     liveness probe asks none of these: such trouble passes by itself or needs an operator, and no restart cures it.
     """
 
-    #: What is wrong with each part: NATS, Postgres, this process's flusher.
+    #: What is wrong with each part: NATS, Postgres, this process's flusher (if it has none: the others').
     log: str
     store: str
     flusher: str
@@ -109,14 +109,14 @@ def health_of(
 ) -> Health:
     """Derive the health from what is wrong with the parts.
 
-    `full`: why the log takes no writes. `behind`: why what Postgres answers does not count. `flushers`: whether any
-    flusher is alive. `waiting`: the ledger's waiting entries; None: unknown.
+    `full`: why the log takes no writes. `behind`: why Postgres answers no reads, or its answers do not count.
+    `flushers`: whether any flusher is alive. `waiting`: the ledger's waiting entries; None: unknown.
     """
     read = ""
     if log:
         read = f"NATS: {log}; flushed content can still be read with Consistency.EVENTUAL"
     elif store:
-        read = f"Postgres: {store}; threads whose last snapshot is in the log can be read"
+        read = unread(store)
     elif behind:
         read = behind
     flush = flusher
@@ -136,6 +136,11 @@ def health_of(
     )
 
 
+def unread(store: str) -> str:
+    """Return which reads fail when this is wrong with the store; empty if nothing is."""
+    return f"Postgres: {store}; threads whose last snapshot is in the log can be read" if store else ""
+
+
 def health_of_all(lanes: Sequence[Health]) -> Health:
     """Combine the health of several lanes: each text names all lanes that have trouble, by number."""
     if len(lanes) == 1:
@@ -153,14 +158,14 @@ class Vitals:
         fill: FillForecast,
         appender: Appender[Any, Any],
         flusher: Flusher | None,
-        restored: Restored,
+        reads: Reads[Any],
     ) -> None:
         self._session = session
         self._ledger, self._subjects = parts.ledger, parts.subjects
         self._fill = fill
         self._appender = appender
         self._flusher = flusher
-        self._restored = restored
+        self._reads = reads
 
     async def statistics(self) -> Statistics:
         """Return the counters, the log's fill, and how long the log has space. Raises LogUnavailable."""
@@ -185,20 +190,23 @@ class Vitals:
 
         Asks NATS (on a replicated log, the leader must prove that it leads) and Postgres, for two seconds at most.
         """
-        (log, full), (store, waiting), (behind, _), (_, members) = await asyncio.gather(
+        restored, shared = self._reads.restored, self._session.shared
+        (log, full), (store, waiting), (behind, _), (silent, down), (_, members), (_, troubles) = await asyncio.gather(
             asked(lambda: is_full(self._session.log)),
             asked(self._waiting),
-            asked(lambda: self._restored.counts_since(self._restored.era)),
-            asked(self._session.shared.members),
+            asked(lambda: restored.counts_since(restored.era)),
+            asked(self._reads.store.trouble),
+            asked(shared.members),
+            asked(shared.troubles),
         )
         if self._session.log.refused is not None:
             log = str(LogRolledBack(self._session.log.refused))
         return health_of(
             log=log,
             store=store,
-            flusher=self._flusher.trouble if self._flusher is not None else "",
+            flusher=self._flusher.trouble if self._flusher is not None else told_by_flushers(troubles or {}),
             full=full or self._appender.refused or self._session.log.trouble,
-            behind=behind,
+            behind=behind or unread(silent or down),
             flushers=self._flusher is not None or bool(members),
             waiting=waiting,
         )

@@ -38,6 +38,11 @@ class StoreWatch(Generic[S]):
         """Stop checking whether the store is back."""
         await end(self._probe, self._question, *self._ending)
 
+    async def trouble(self) -> str:
+        """Ask the store a small query, and return why it does not answer; empty if it does."""
+        await self._is_down()
+        return self.down or ""
+
     def ask(self, thread_id: str) -> asyncio.Task[S]:
         """Ask for the thread's state."""
         return spawn(self._reader.state(thread_id))

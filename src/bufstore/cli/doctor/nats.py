@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from bufstore.buffer.flush.flusher_state import told_by_flushers
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Endpoints
@@ -124,7 +125,11 @@ def _version(notes: Notes, connection: Connection) -> None:
 def _account(notes: Notes, info: dict[str, Any]) -> None:
     limits = info.get("limits") or {}
     limit, used = int(limits.get("max_storage", -1)), int(info.get("storage", 0))
-    notes.room("account limits", used, limit, _FULL, "raise the account's storage, or LogFull comes first")
+    if 0 < limit <= used:  # a limit that was lowered
+        found = f"{decimal(used)} of {decimal(limit)}"
+        notes.say("account limits", Level.BAD, found, "no write is accepted: raise the account's storage")
+    else:
+        notes.room("account limits", used, limit, _FULL, "raise the account's storage, or LogFull comes first")
 
 
 async def _lacks(stream: NatsStream, name: str) -> bool:
@@ -309,5 +314,5 @@ async def _flushers(notes: Notes, shared: NatsSharedState) -> None:
         return
     found = f"{len(members)} alive" if members else "none alive"
     notes.require("flushers", bool(members), found, "acknowledged entries wait in the log until a store is open")
-    trouble = "; ".join(f"flusher {member}: {why}" for member, why in troubles.items())
+    trouble = told_by_flushers(troubles)
     notes.require("flushing", not trouble, trouble or "no trouble", "acknowledged entries wait in the log meanwhile")

@@ -29,7 +29,7 @@ class Unconfirmed(NoAnswer):
     """
 
     def __init__(self) -> None:
-        super().__init__("no answer from Postgres: the time ran out (a synchronous standby may be away)")
+        super().__init__("no answer from Postgres: the time ran out (a lock, or a synchronous standby that is away)")
 
 
 #: SQLSTATE (or its beginning) -> the error that stands for it here. Looked up longest first.
