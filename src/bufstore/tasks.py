@@ -118,6 +118,14 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
+def interrupted(task: asyncio.Task[Any]) -> bool:
+    """Whether a task that is done was ended by an error that a signal's handler raised in whatever ran just then.
+
+    A loop that is run again afterwards, as IPython runs it after Ctrl-C, goes on without the task.
+    """
+    return not task.cancelled() and isinstance(task.exception(), (KeyboardInterrupt, SystemExit))
+
+
 async def unless(event: asyncio.Event, work: Awaitable[None]) -> None:
     """Do this work. Once the event is set, cancel it, and return when it has ended. Raises what the work raises."""
     task, stop = spawn(work), spawn(event.wait())

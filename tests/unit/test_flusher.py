@@ -456,7 +456,7 @@ def test_an_owner_in_doubt_takes_back_what_it_has_lost_itself_though_it_has_rais
         assert await it.flushed("t")
         after = (await it.ledger.cursors())[partition]
         assert (after.seq, after.term) == (before.seq, before.term + 1)
-        next(task for task in it.flusher._tasks if task.get_name() == "bufstore-flusher-lease").cancel()
+        it.flusher._tasks["lease"].cancel()
         it.flusher._takeover.hold()
         it.flusher._takeover.owned_partitions[partition].doubt = "its feed was lost"
         await it.writer.append(["in doubt"])

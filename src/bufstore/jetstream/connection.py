@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -44,11 +43,11 @@ from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pace import Pace, Watch
-from bufstore.jetstream.questions import OF_READ, Doubt, Question
+from bufstore.jetstream.questions import OF_READ, Doubt, Questions
 from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
-from bufstore.tasks import Closing, end, no_cancel_lost, set_within, settle, spawn
+from bufstore.tasks import Closing, end, interrupted, no_cancel_lost, set_within, settle, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +72,7 @@ class Connection:
         self._closed = True
         self._closing = Closing()
         self._inbox = ""
-        self._tokens = itertools.count()
-        self._answers: dict[str, Question] = {}
+        self._questions = Questions()
         self._pace = Pace()
         self._told_forbidden = Forbidden()
         self._on_lost: list[Callable[[], None]] = []
@@ -110,7 +108,22 @@ class Connection:
             raise
         except Exception as e:
             raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
+        self._watch()
+
+    def _watch(self) -> None:
         self._supervisor = spawn(self._supervise(), name="bufstore-nats-connection")
+        self._supervisor.add_done_callback(self._unwatched)
+
+    def _unwatched(self, supervisor: asyncio.Task[None]) -> None:
+        if self._closed:
+            return
+        if interrupted(supervisor):
+            self._watch()
+        elif supervisor.cancelled():
+            # By who ends the loop, as `asyncio.run` does, and so nats-py's tasks, too: no answer comes any more.
+            self._closed, self._reason = True, "the event loop has ended its tasks"
+            self._questions.end_all(AppendUnknown(self._reason))
+            self._up.set()
 
     async def open_with(self, prepare: Callable[[], Awaitable[object]]) -> None:
         """Connect, then await `prepare`. Closes the connection again when `prepare` fails."""
@@ -226,7 +239,9 @@ class Connection:
                 self._choice.wrote(_now())
             return side_by_side.heard(number, outcome)
 
-        tokens = [self._ask([message.subject], partial(heard, number)) for number, message in enumerate(messages)]
+        tokens = [
+            self._questions.ask([message.subject], partial(heard, number)) for number, message in enumerate(messages)
+        ]
         error: Exception = AppendUnknown("given up")
         try:
             client = self.client()
@@ -247,7 +262,7 @@ class Connection:
         finally:
             self._pace.end(tokens[0])
             for token in tokens:
-                self._end(token, error)
+                self._questions.end(token, error)
 
     async def _write_one(
         self, number: int, message: Outgoing, timeout_s: float, ended: Ended, doubt: Doubt | None
@@ -284,7 +299,7 @@ class Connection:
                 accepted.append(outcome)
             return not accepted  # another leader may answer, too
 
-        token = self._ask(subjects, heard)
+        token = self._questions.ask(subjects, heard)
         sent, asked_at = False, _now()
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -307,7 +322,7 @@ class Connection:
                 self._failed(asked_at)
             raise meaning(e, sent=sent, why=self._reason) from None
         finally:
-            self._answers.pop(token, None)
+            self._questions.forget(token)
             if answer.done() and not answer.cancelled():
                 answer.exception()  # otherwise asyncio reports an error that came while `send` failed
             if paced:
@@ -327,43 +342,25 @@ class Connection:
 
         `end` gets AppendUnknown when the connection is lost, ConfigError when NATS does not permit the request.
         """
-        token = self._ask([subject], end, heard)
+        token = self._questions.ask([subject], end, heard)
         try:
             yield f"{self._inbox}.{token}"
         finally:
-            self._answers.pop(token, None)
-
-    def _ask(
-        self,
-        subjects: Sequence[str],
-        end: Callable[[bytes | Exception], bool],
-        heard: Callable[[bytes, bytes], None] | None = None,
-    ) -> str:
-        # Our own table of answers: nats-py's does not notice a lost connection, so its requests would wait for their
-        # whole timeout.
-        token = f"{next(self._tokens)}{OF_READ if heard is not None else ''}"
-        self._answers[token] = Question(subjects, end, heard)
-        return token
-
-    def _end(self, token: str, outcome: bytes | Exception) -> None:
-        question = self._answers.get(token)
-        if question is not None and not question.end(outcome):
-            self._answers.pop(token, None)
+            self._questions.forget(token)
 
     def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         token = subject.rpartition(".")[2]
         if token.endswith(OF_READ):
             # Also when the read was given up: what it asked for is anybody's data, and may look like a server's error.
-            if (asked := self._answers.get(token)) is not None and asked.heard is not None:
-                asked.heard(data, headers)
+            self._questions.heard(token, data, headers)
             return
         if headers and status_of(headers)[0] == "503":
             self._failed(_now())
-            self._end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
+            self._questions.end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
             return
         if leaderless(data):
             self._failed(_now())
-        self._end(token, data)
+        self._questions.end(token, data)
 
     def _failed(self, since: float) -> None:
         """Note that a request sent at `since` was not served, and leave a server that has served nothing for long."""
@@ -374,10 +371,7 @@ class Connection:
     def _on_forbidden_publish(self, subject: str) -> None:
         """NATS refused what we sent on `subject`: tell the waiter at once."""
         # The message is not stored: of a batch, the server stores nothing when one message of it is missing.
-        error, sent = may_not_publish(subject, self._config.api)
-        for token, question in list(self._answers.items()):
-            if any(s.lower() in sent for s in question.subjects):
-                self._end(token, error)
+        self._questions.end_all(*may_not_publish(subject, self._config.api))
 
     async def _connect(self) -> None:
         """Connect to the next server that accepts us. An error of one server says nothing about the others."""
@@ -477,9 +471,7 @@ class Connection:
     async def _discard(self) -> None:
         client, self._client = self._client, None
         self._pace.lost()
-        lost = f"the connection was lost before NATS answered: {self._reason}"
-        for token in list(self._answers):
-            self._end(token, AppendUnknown(lost))
+        self._questions.end_all(AppendUnknown(f"the connection was lost before NATS answered: {self._reason}"))
         for hook in self._on_lost:
             hook()
         if client is not None:

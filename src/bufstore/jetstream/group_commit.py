@@ -44,7 +44,7 @@ from bufstore.jetstream.messages import (
     Outgoing,
 )
 from bufstore.jetstream.publish_mode import PublishModes
-from bufstore.tasks import end, settle, spawn
+from bufstore.tasks import end, interrupted, settle, spawn
 
 if TYPE_CHECKING:
     from bufstore.jetstream.stream import NatsStream
@@ -133,8 +133,6 @@ class GroupCommit:
         self._writers = 0
         self._linger_until = self._sent_at = 0.0
         self._lingering: asyncio.TimerHandle | None = None
-        #: Whether a look at the queue is due one turn of the loop later.
-        self._due = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -169,7 +167,7 @@ class GroupCommit:
             self._send_large()
         else:
             self._waiting.append(unit)
-            if self._ahead is None and not self._lingers() and not self._due:
+            if self._ahead is None and not self._lingers():
                 self._look_soon()
         return unit.stored
 
@@ -194,21 +192,19 @@ class GroupCommit:
     def _look_soon(self) -> None:
         """Look at the queue a turn of the loop later: writers that woke together have their next entries ready then."""
         if self._loop is not None:
-            self._due = True
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        self._due = False
         if self._ahead is None and not self._closed:
             self._send(self._take(alone=True))
 
     def _send(self, group: list[AppendUnit]) -> None:
         if group:
             assert self._loop is not None
-            self._ahead, self._sent_at = group, self._now()
             task = spawn(self._guarded(group), name="bufstore-group")
             self._tasks.add(task)
             task.add_done_callback(partial(self._sent, group))
+            self._ahead, self._sent_at = group, self._now()
 
     def _send_large(self) -> None:
         while self._large and self._large_task is None and self._loop is not None and not self._closed:
@@ -227,6 +223,9 @@ class GroupCommit:
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before it began; then it could tell nobody
             end_all(units, Closed("the store was closed before the entry was sent"))
+        elif interrupted(task):  # wherever it was: nothing may wait for it any more
+            end_all(units, AppendUnknown("a signal interrupted the write"))
+            self._go_on(units)
 
     def _go_on(self, group: list[AppendUnit]) -> None:
         """Send what waits, now that nothing need wait for `group`."""

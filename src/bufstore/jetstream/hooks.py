@@ -20,6 +20,8 @@ _HOOKS = {
     "_process_msg": ["self", "sid", "subject", "reply", "data", "headers"],
     "_process_headers": ["self", "headers"],
     "_process_err": ["self", "err_msg"],
+    "_process_op_err": ["self", "e"],
+    "_close": ["self", "status", "do_cbs"],
     "_connect_command": ["self"],
     "_flush_pending": ["self", "force_flush"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,52 @@ class Question:
     end: Callable[[bytes | Exception], bool]
     #: Called with payload and headers of each answer, where there may be several; then `end` gets errors only.
     heard: Callable[[bytes, bytes], None] | None = None
+
+
+class Questions:
+    """What waits for an answer on one connection, by token: the end of the subject where the answer arrives.
+
+    nats-py's own table does not notice a lost connection, so its requests would wait for their whole timeout.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = itertools.count()
+        self._open: dict[str, Question] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ask(
+        self,
+        subjects: Sequence[str],
+        end: Callable[[bytes | Exception], bool],
+        heard: Callable[[bytes, bytes], None] | None = None,
+    ) -> str:
+        """Note a question on these subjects, as in `Question`. Returns its token."""
+        token = f"{next(self._tokens)}{OF_READ if heard is not None else ''}"
+        self._open[token] = Question(subjects, end, heard)
+        return token
+
+    def heard(self, token: str, data: bytes, headers: bytes) -> None:
+        """Pass on one answer of several. The question may have been given up."""
+        if (asked := self._open.get(token)) is not None and asked.heard is not None:
+            asked.heard(data, headers)
+
+    def end(self, token: str, outcome: bytes | Exception) -> None:
+        """Pass on the answer, or why there is none, and forget the question unless another answer may come."""
+        question = self._open.get(token)
+        if question is not None and not question.end(outcome):
+            self._open.pop(token, None)
+
+    def end_all(self, error: Exception, subjects: set[str] | None = None) -> None:
+        """End all questions with this error, or those on these subjects, which are in lower case."""
+        for token, question in list(self._open.items()):
+            if subjects is None or any(subject.lower() in subjects for subject in question.subjects):
+                self.end(token, error)
+
+    def forget(self, token: str) -> None:
+        """Wait for no answer any more."""
+        self._open.pop(token, None)
 
 
 class Doubt(NamedTuple):

@@ -38,7 +38,7 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import end, own_cancels_only, set_within, spawn, unless
+from bufstore.tasks import end, interrupted, own_cancels_only, set_within, spawn, unless
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,7 @@ class Flusher:
         self._stopping = asyncio.Event()
         self._asked_at = float("-inf")
         self._window_began: float | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._purging: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self.state = FlusherState()
         self._takeover = Takeover(parts, member, prepare, self._wake.set, self.state)
         self._owned = self._takeover.owned_partitions
@@ -89,12 +88,20 @@ class Flusher:
             "takeover": self._takeover.keep,
             "flush": self._flush_windows,
             "overdue": self._overdue.keep,
+            "retention": self._retention.keep,
         }
-        self._tasks = [self._begin(name, work) for name, work in loops.items()]
-        self._purging = self._begin("retention", self._retention.keep)
+        for name, work in loops.items():
+            self._begin(name, work)
 
-    def _begin(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> asyncio.Task[None]:
-        return spawn(self._supervise(name, work), name=f"bufstore-flusher-{name}")
+    def _begin(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+        def begin_anew(task: asyncio.Task[None]) -> None:
+            if interrupted(task) and not self._stopping.is_set():
+                for owned in self._owned.values():
+                    owned.doubt = owned.doubt or "a signal interrupted the flusher"
+                self._begin(name, work)
+
+        self._tasks[name] = spawn(self._supervise(name, work), name=f"bufstore-flusher-{name}")
+        self._tasks[name].add_done_callback(begin_anew)
 
     async def aclose(self, timeout_s: float | None = None) -> None:
         """Stop: finish the window that is on its way, give up the partitions, leave the members.
@@ -109,13 +116,13 @@ class Flusher:
         self._lease.members_changed()
         self._takeover.look()
         self._overdue.stop()
-        await end(self._purging)  # the next owners purge: this must not wait for a Postgres that does not answer
+        # The next owners purge: this must not wait for a Postgres that does not answer.
+        await end(self._tasks.pop("retention", None))
         if timeout_s is None:
             timeout_s = self._config.flush_timeout_s
-        _, late = await asyncio.wait(self._tasks, timeout=timeout_s) if self._tasks else ((), ())
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks.values(), timeout=timeout_s)
+            await end(*late)
         await self._takeover.aclose()
         reach(Failpoint.CLOSE_GIVEN_UP)
         with contextlib.suppress(BufstoreError, AppendUnknown):

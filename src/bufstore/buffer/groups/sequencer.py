@@ -318,6 +318,9 @@ class Sequencer:
                 extra={"action": "group_commit_error"},
             )
             _end_all(units, AppendUnknown(f"unexpected {type(e).__name__}"))
+        except BaseException:  # of a signal's handler; the app may run the loop again
+            _end_all(units, AppendUnknown("a signal interrupted the write"))
+            raise
         finally:
             self._sending, self._unanswered = [], 0
         return None

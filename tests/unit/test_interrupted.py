@@ -1,0 +1,169 @@
+"""A signal's handler raises in whatever the loop runs just then, and the app runs the loop again, as IPython does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from bufstore import BufferConfig, BufferedThreadStore, Closed, MemoryThreadStore, Receipt
+from bufstore.config import NatsConfig
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.memory import MemoryNats
+from helpers import run_of
+from unit.fake_log import FakeLog, JumpingLoop
+from unit.test_client import Recorder
+
+T = TypeVar("T")
+
+
+class Interrupted:
+    """A loop that is run again after each interrupt."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.complaints: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: self.complaints.append(context))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def task(self, name: str) -> Any:
+        return next(task for task in asyncio.all_tasks(self.loop) if task.get_name() == name)
+
+    def interrupt(self, name: str) -> None:
+        """Raise in the task of this name, where it waits."""
+        self.loop.call_soon(lambda: self.task(name)._fut_waiter.set_exception(KeyboardInterrupt()))
+        self.expect_interrupt()
+
+    def expect_interrupt(self) -> None:
+        """Run the loop until it is interrupted."""
+        sleeping = self.loop.create_task(asyncio.sleep(1))
+        with pytest.raises(KeyboardInterrupt):
+            self.loop.run_until_complete(sleeping)
+        sleeping.cancel()
+
+    def end(self) -> None:
+        """Check that nothing is left."""
+        for _ in range(5):
+            self.run(asyncio.sleep(0))
+        assert not asyncio.all_tasks(self.loop)
+        assert not self.complaints
+        self.loop.close()
+
+
+@pytest.mark.parametrize("name", ["lease", "takeover", "flush", "overdue", "retention"])
+def test_a_flusher_goes_on_after_an_interrupt(name: str) -> None:
+    """Regression: it kept its partitions, flushed nothing more, and its health was good."""
+    it = Interrupted(JumpingLoop())
+    config = BufferConfig(flush_interval_s=0.05, lease_s=4)
+    opening = BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+    store: BufferedThreadStore = it.run(opening)
+    it.run(store.checkpoint("t", [1], run_of("t")))
+    it.run(store.force_flush_all())
+    for number in range(2, 5):
+        it.interrupt(f"bufstore-flusher-{name}")
+        it.run(store.checkpoint("t", list(range(number)), run_of("t", number)))
+        it.run(store.force_flush_all())
+        it.run(asyncio.sleep(10))
+        assert it.run(store.health()).ok
+        assert not it.task(f"bufstore-flusher-{name}").done()
+    it.run(store.aclose())
+    it.end()
+
+
+@pytest.mark.parametrize("where", ["_look", "_go_on", "_guarded", "publish"])
+def test_group_commit_goes_on_after_an_interrupt(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: whatever came later waited for a group that was no longer on its way."""
+    it, log = Interrupted(JumpingLoop()), FakeLog()
+    writes = GroupCommit(log)  # type: ignore[arg-type]
+    numbers = itertools.count()
+
+    async def write() -> int:
+        return await asyncio.wait_for(writes.submit([Outgoing(f"s{next(numbers)}", b"")]), 5)
+
+    async def started() -> None:
+        writes.start()
+
+    it.run(started())
+    assert it.run(write()) == 1
+    owner: Any = log if where == "publish" else writes
+
+    def interrupts(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    async def in_a_task(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    interrupted = it.loop.create_task(write())
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, interrupts if where in ("_look", "_go_on") else in_a_task)
+        it.expect_interrupt()
+    for _ in range(3):
+        assert it.run(write()) > 1
+    (outcome,) = it.run(outcomes([interrupted]))
+    assert isinstance(outcome, (int, AppendUnknown)), repr(outcome)
+    it.run(writes.aclose())
+    it.end()
+
+
+async def outcomes(futures: Sequence[asyncio.Future[Any]]) -> list[Any]:
+    return await asyncio.gather(*futures, return_exceptions=True)
+
+
+def test_a_write_to_the_log_that_is_interrupted_ends_soon_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Interrupted(JumpingLoop())
+    opening = BufferedThreadStore.open(
+        MemoryThreadStore(), nats=MemoryNats(), config=BufferConfig(flusher=False, append_timeout_s=30.0)
+    )
+    store: BufferedThreadStore = it.run(opening)
+    it.run(store.checkpoint_append("t", [1], run_of("t")))
+
+    def interrupts(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    interrupted = it.loop.create_task(store.checkpoint_append("t", [2], run_of("t")))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.buffer.session.log.writer, "_send", interrupts)
+        it.expect_interrupt()
+    began = it.loop.time()
+    (outcome,) = it.run(outcomes([interrupted]))
+    assert isinstance(outcome, Receipt), repr(outcome)  # nothing was sent, and its writer has found that out
+    assert it.loop.time() - began < 10
+    it.run(store.checkpoint_append("t", [3], run_of("t")))
+    assert it.run(store.load_messages("t")) == [1, 2, 3]
+    it.run(store.aclose())
+    it.end()
+
+
+def test_a_connection_is_watched_after_an_interrupt_and_ends_with_its_loop() -> None:
+    """Regression: `asyncio.run` cancels all tasks, those of nats-py too, and then nobody was told that NATS is gone."""
+    it, recorder = Interrupted(asyncio.new_event_loop()), Recorder()
+    server = it.run(_started(recorder))
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection = Connection(NatsConfig(servers=[url]), "test")
+    it.run(connection.open())
+    it.interrupt("bufstore-nats-connection")
+    first = it.run(connection.wait_up(10))
+    it.run(first.close())
+    assert it.run(connection.wait_up(10)) is not first
+    waiting = it.loop.create_task(connection.request("nobody.answers", b"", 600))
+    it.run(asyncio.sleep(0.1))
+    it.task("bufstore-nats-connection").cancel()
+    (outcome,) = it.run(outcomes([waiting]))
+    assert isinstance(outcome, AppendUnknown)
+    with pytest.raises(Closed):
+        it.run(connection.request("nobody.answers", b"", 600))
+    it.run(connection.aclose())
+    server.close()
+    it.run(server.wait_closed())
+    it.end()
+
+
+async def _started(recorder: Recorder) -> asyncio.Server:
+    return await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
