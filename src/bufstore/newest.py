@@ -16,6 +16,9 @@ class Newest(OrderedDict[K, V], Generic[K, V]):
         super().__init__()
         self._most = most
 
+    def __reduce__(self) -> tuple[type[Newest[K, V]], tuple[int]]:
+        return type(self), (self._most,)  # what a process remembers is of no use to another one
+
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
