@@ -119,11 +119,11 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
 
 
 def interrupted(task: asyncio.Task[Any]) -> bool:
-    """Whether a task that is done was ended by an error that a signal's handler raised in whatever ran just then.
+    """Whether a task that is done was ended by Ctrl-C: Python raises KeyboardInterrupt in whatever runs just then.
 
-    A loop that is run again afterwards, as IPython runs it after Ctrl-C, goes on without the task.
+    A loop that is run again afterwards, as IPython does, goes on without the task.
     """
-    return not task.cancelled() and isinstance(task.exception(), (KeyboardInterrupt, SystemExit))
+    return not task.cancelled() and isinstance(task.exception(), KeyboardInterrupt)
 
 
 async def unless(event: asyncio.Event, work: Awaitable[None]) -> None:
@@ -131,7 +131,7 @@ async def unless(event: asyncio.Event, work: Awaitable[None]) -> None:
     task, stop = spawn(work), spawn(event.wait())
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        if task.done() and not interrupted(task):  # the loop has raised that, and nobody wants it twice
             task.result()
     finally:
         await end(task, stop)

@@ -720,6 +720,28 @@ async def test_a_connection_that_the_server_ends_with_bytes_unsent_leaves_no_tas
     assert not failed
 
 
+async def test_what_is_not_permitted_ends_no_connection_and_drops_nothing() -> None:
+    recorder, writers = Recorder(), list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await recorder.serve(reader, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = ListeningClient()
+    await client.connect(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", allow_reconnect=False)
+    writers[0].write(b"-ERR 'Permissions Violation for Publish to \"x\"'\r\n")
+    await round_trip(client)
+    recorder.verbs.clear()
+    await client.publish("a", b"x")
+    await client.close()  # this sends what is left
+    async with asyncio.timeout(10):
+        while "PUB" not in recorder.verbs:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    server.close()
+    await server.wait_closed()
+
+
 async def _nothing(_: Msg) -> None:
     pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -463,6 +464,20 @@ def test_an_owner_in_doubt_takes_back_what_it_has_lost_itself_though_it_has_rais
         assert await it.flushed("t", within_s=10.0)
 
     bench(main)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "unsettled", "doubt", "flushed"),
+    [(7, 0, None, True), (9, 0, None, True), (6, 0, None, False), (9, 1, None, False), (9, 0, "a hole", False)],
+)
+def test_only_what_is_held_settled_and_not_in_doubt_counts_as_flushed_here(
+    cursor: int, unsettled: int, doubt: str | None, flushed: bool
+) -> None:
+    owned: Any = SimpleNamespace(cursor=Cursor(1, 1, cursor, 5), unsettled=unsettled, doubt=doubt)
+    other: Any = SimpleNamespace(cursor=Cursor(0, 1, 3, 5), unsettled=0, doubt=None)
+    flusher: Any = SimpleNamespace(_owned={0: other, 1: owned})
+    assert Flusher.has_flushed(flusher, {0: 0, 1: 7}) is flushed
+    assert not Flusher.has_flushed(flusher, {0: 0, 2: 0})
 
 
 def test_a_commit_whose_answer_is_on_its_way_is_not_taken_for_another_owners() -> None:

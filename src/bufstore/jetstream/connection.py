@@ -119,8 +119,8 @@ class Connection:
             return
         if interrupted(supervisor):
             self._watch()
-        elif supervisor.cancelled():
-            # By who ends the loop, as `asyncio.run` does, and so nats-py's tasks, too: no answer comes any more.
+        else:
+            # Somebody ends the loop, as `asyncio.run` does, and so nats-py's tasks, too: no answer comes any more.
             self._closed, self._reason = True, "the event loop has ended its tasks"
             self._questions.end_all(AppendUnknown(self._reason))
             self._up.set()

@@ -45,7 +45,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.jetstream.errors import StorageFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict
-from bufstore.tasks import end, settle, spawn
+from bufstore.tasks import end, interrupted, settle, spawn
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -300,9 +300,9 @@ class Appender(Generic[S, M]):
             # Only once this process has looked at the log: its first look forgets everything, and `_find` would have to
             # search once more.
             if self._life and (need := needs(queue[0])) is not None:
-                self._spawn(self._find(lane, self._search(need, thread_id, None), for_head=True))
+                self._spawn(lane, self._find(lane, self._search(need, thread_id, None), for_head=True))
             else:
-                self._spawn(self._find(lane, lambda: self._finder.look_up(thread_id)))
+                self._spawn(lane, self._find(lane, lambda: self._finder.look_up(thread_id)))
             return
         if self._limits.unit_bytes_max != (unit_bytes_max := self._log.unit_bytes_max):
             self._limits = Limits(self._config.log.entry_bytes_max, unit_bytes_max)
@@ -315,7 +315,7 @@ class Appender(Generic[S, M]):
             self._fail(lane, error, for_head=False)
             return
         if taken.needs is not None:
-            self._spawn(self._find(lane, self._search(taken.needs, thread_id, tip), for_head=True))
+            self._spawn(lane, self._find(lane, self._search(taken.needs, thread_id, tip), for_head=True))
         elif unit is None:
             self._advance(lane)
         else:
@@ -336,7 +336,7 @@ class Appender(Generic[S, M]):
 
     def _ended(self, unit: Unit[M], outcome: int | Exception) -> None:
         if not isinstance(outcome, int):
-            self._spawn(self._recover_or_fail(unit, outcome))
+            self._spawn(unit.lane, self._recover_or_fail(unit, outcome), unit.writes)
             return
         lane, seq = unit.lane, outcome
         reach(Failpoint.RECEIPT_BEFORE)
@@ -365,10 +365,23 @@ class Appender(Generic[S, M]):
 
     # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, lane: Lane[M], work: Awaitable[None], writes: Sequence[Write[M]] = ()) -> None:
+        """Do some work that drives a lane. `writes`: those of which nobody else tells how they ended."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if interrupted(task):
+                for write in writes:
+                    settle(write.done, AppendUnknown("a signal interrupted the write"))
+                self._fail(
+                    lane,
+                    LogUnavailable("a signal interrupted a write of the thread; nothing was stored"),
+                    for_head=False,
+                )
+
         task = spawn(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     async def _find(
         self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False, now: bool = True

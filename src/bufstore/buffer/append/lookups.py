@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
+from bufstore.errors import LogUnavailable
 from bufstore.tasks import spawn
 
 V = TypeVar("V")
@@ -34,12 +35,15 @@ class Lookups(Generic[V]):
         waiting, self._waiting = self._waiting, {}
         try:
             found = await self._ask(list(waiting))
-        except Exception as e:
+        except (Exception, KeyboardInterrupt) as e:
+            error = e if isinstance(e, Exception) else LogUnavailable("the look-up was interrupted")
             for callers in waiting.values():
                 for future in callers:
                     if not future.done():
-                        future.set_exception(e)
+                        future.set_exception(error)
                         future.exception()
+            if error is not e:
+                raise
         else:
             for key, callers in waiting.items():
                 for future in callers:

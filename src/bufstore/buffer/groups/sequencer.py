@@ -291,6 +291,9 @@ class Sequencer:
                 extra={"action": "group_commit_error"},
             )
             end_one(queued.unit, AppendUnknown(f"unexpected {type(e).__name__}"))
+        except BaseException:
+            end_one(queued.unit, AppendUnknown("a signal interrupted the write"))
+            raise
         else:
             self._unanswered_parts = 0
             reach(Failpoint.PARTS_STORED)

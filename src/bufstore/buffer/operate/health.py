@@ -191,11 +191,11 @@ class Vitals:
         Asks NATS (on a replicated log, the leader must prove that it leads) and Postgres, for two seconds at most.
         """
         restored, shared = self._reads.restored, self._session.shared
-        (log, full), (store, waiting), (behind, _), (silent, down), (_, members), (_, troubles) = await asyncio.gather(
+        (log, full), (store, waiting), (behind, _), (down, _), (_, members), (_, troubles) = await asyncio.gather(
             asked(lambda: is_full(self._session.log)),
             asked(self._waiting),
             asked(lambda: restored.counts_since(restored.era)),
-            asked(self._reads.store.trouble),
+            asked(self._reads.store.answers),
             asked(shared.members),
             asked(shared.troubles),
         )
@@ -206,7 +206,7 @@ class Vitals:
             store=store,
             flusher=self._flusher.trouble if self._flusher is not None else told_by_flushers(troubles or {}),
             full=full or self._appender.refused or self._session.log.trouble,
-            behind=behind or unread(silent or down),
+            behind=behind or unread(down),
             flushers=self._flusher is not None or bool(members),
             waiting=waiting,
         )

@@ -38,10 +38,14 @@ class StoreWatch(Generic[S]):
         """Stop checking whether the store is back."""
         await end(self._probe, self._question, *self._ending)
 
-    async def trouble(self) -> str:
-        """Ask the store a small query, and return why it does not answer; empty if it does."""
-        await self._is_down()
-        return self.down or ""
+    async def answers(self) -> None:
+        """Ask the store a small query, for somebody who only wants to know. Raises StoreUnavailable."""
+        try:
+            await self._reader.answers()
+        except BufstoreError:
+            raise
+        except Exception as e:  # an app's own store raises its driver's errors
+            raise StoreUnavailable(type(e).__name__) from e
 
     def ask(self, thread_id: str) -> asyncio.Task[S]:
         """Ask for the thread's state."""
