@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from datetime import UTC, datetime
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from bufstore import BufferedThreadStore, MemoryThreadStore
 from bufstore.buffer.operate.health import health_of
 from bufstore.buffer.operate.log_fill import LogFill, full_in_s, why_full
+from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigError, LogFull, StoreUnavailable
 from bufstore.jetstream.messages import Held
@@ -179,6 +181,15 @@ def test_each_ability_has_its_reason(log: str, store: str, flusher: str, full: s
     assert health.can_read == (not log and not store)
     assert health.flushing == (not log and not store and not flusher and flushers)
     assert health.ok == (health.can_write and health.can_read and health.flushing)
+
+
+def test_what_waits_is_told_beside_the_flushers_trouble() -> None:
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    waiting = WaitingTotals(entries=4, threads=1, bytes=100, since=since, reason="its row is held")
+    told = health_of(log="", store="", flusher="flusher a: 1 thread has to wait", waiting=waiting).flush_trouble
+    assert told == f"flusher a: 1 thread has to wait; entries wait: {waiting}"
+    assert health_of(log="", store="", flusher="", waiting=waiting).flush_trouble == f"entries wait: {waiting}"
+    assert health_of(log="", store="", flusher="", waiting=WaitingTotals()).ok
 
 
 def test_no_entry_may_be_larger_than_its_log_can_hold() -> None:

@@ -124,8 +124,8 @@ def health_of(
         flush = f"NATS: {log}" if log else f"Postgres: {store}"
     elif not flushers:
         flush = "no flusher is alive: what is acknowledged waits in the log"
-    elif not flush and waiting is not None and waiting.entries:
-        flush = f"entries wait: {waiting}"
+    elif waiting is not None and waiting.entries:
+        flush = "; ".join(filter(None, [flusher, f"entries wait: {waiting}"]))
     return Health(
         log=log,
         store=store,
