@@ -155,7 +155,7 @@ def test_a_write_to_the_log_that_is_interrupted_ends_soon_and_once(monkeypatch: 
     it.end()
 
 
-@pytest.mark.parametrize("where", ["last_before", "_recover", "parts"])
+@pytest.mark.parametrize("where", ["look_up", "_recover", "parts"])
 def test_a_thread_is_written_to_after_an_interrupt_wherever_it_hits(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_thread_is_written_to_after_an_interrupt_wherever_it_hits(
 
     log, appender = store.buffer.session.log, store.buffer.appender
     with monkeypatch.context() as patch:
-        if where == "last_before":
+        if where == "look_up":
             patch.setattr(appender._finder, "look_up", in_a_task)
         elif where == "_recover":
             patch.setattr(appender, "_recover", in_a_task)
