@@ -23,7 +23,7 @@ from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
 from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, text_of, violation
-from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.connection import LOGINS, Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.failures import why
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -676,6 +676,32 @@ async def test_why_a_server_ends_a_connection_at_once_is_told() -> None:
     for _ in range(10):  # sometimes nats-py itself reads the error
         with pytest.raises(LogUnavailable, match="maximum connections exceeded"):
             await Connection(NatsConfig(servers=[url]), "test").open()
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("late", [LOGINS - 1, LOGINS])
+async def test_a_login_that_comes_too_late_is_tried_again(late: int) -> None:
+    """Regression: a process that was busy for two seconds just then did not start."""
+    recorder, logins = Recorder(), itertools.count()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if next(logins) >= late:
+            await recorder.serve(reader, writer)
+            return
+        info = b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true,"auth_required":true}'
+        writer.write(info + b"\r\n-ERR 'Authentication Timeout'\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    if late < LOGINS:
+        await connection.open()
+        await connection.aclose()
+    else:
+        with pytest.raises(LogUnavailable, match=r"(?i)authentication timeout"):
+            await connection.open()
+    assert next(logins) == LOGINS
     server.close()
     await server.wait_closed()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 from nats.aio.client import Client
-from tenacity import AsyncRetrying, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from bufstore.config import NatsConfig, mask_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
@@ -38,7 +38,7 @@ from bufstore.jetstream.client import (
     why_closed,
 )
 from bufstore.jetstream.credentials import sign_in
-from bufstore.jetstream.failures import FAILURES, may_not_publish, meaning, most_telling, why
+from bufstore.jetstream.failures import FAILURES, came_late, may_not_publish, meaning, most_telling, why
 from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 #: A request without an answer is sent again after this time, then after twice as long, and so on.
 AGAIN_S = 0.5
+#: How often `open` tries to log in when the server says that the login came too late, as it does after two seconds.
+LOGINS = 3
 
 
 class Connection:
@@ -102,8 +104,9 @@ class Connection:
         self._closed, self._home = False, Home()
         for concern in hooks.concerns():
             _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
+        again = AsyncRetrying(retry=retry_if_exception(came_late), stop=stop_after_attempt(LOGINS), reraise=True)
         try:
-            await self._connect()
+            await again(self._connect)
         except ConfigError:
             raise
         except Exception as e:

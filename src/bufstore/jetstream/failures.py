@@ -53,6 +53,11 @@ def why(error: Exception, client: ListeningClient, url: str) -> Exception:
     return error
 
 
+def came_late(error: BaseException) -> bool:
+    """Whether the server ended a connection because the login came too late: this process or the server was busy."""
+    return "authentication timeout" in str(error).lower()
+
+
 def most_telling(errors: Sequence[Exception]) -> Exception:
     """Return one of the errors of connecting: what somebody has to mend says more than a server that is away."""
     return next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
