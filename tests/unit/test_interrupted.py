@@ -221,5 +221,23 @@ def test_a_connection_is_watched_after_an_interrupt_and_ends_with_its_loop() -> 
     it.end()
 
 
+def test_who_waits_for_a_connection_hears_that_its_loop_has_ended() -> None:
+    it, recorder = Interrupted(asyncio.new_event_loop()), Recorder()
+    server = it.run(_started(recorder))
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connection = Connection(NatsConfig(servers=[url]), "test")
+    it.run(connection.open())
+    server.close()
+    it.run(it.run(connection.wait_up(10)).close())
+    waiting = it.loop.create_task(connection.wait_up(600))
+    it.run(asyncio.sleep(0))
+    it.task("bufstore-nats-connection").cancel()
+    (outcome,) = it.run(asyncio.wait_for(outcomes([waiting]), 10))
+    assert isinstance(outcome, Closed)
+    it.run(connection.aclose())
+    it.run(server.wait_closed())
+    it.end()
+
+
 async def _started(recorder: Recorder) -> asyncio.Server:
     return await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
