@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
 from bufstore.at_exit import exit_came, held_at_exit
@@ -23,6 +23,8 @@ R = TypeVar("R")
 _OWN_MAX_S = threading.TIMEOUT_MAX / 2
 #: How often, in seconds, a waiting caller looks whether the loop still runs.
 _LOOKS_S = 1.0
+#: How long, in seconds, the loop waits for cancelled tasks before it ends.
+_ENDS_S = 5.0
 
 
 class Call(Generic[R]):
@@ -142,14 +144,19 @@ class LoopThread:
         with held_at_exit(loop):
             try:
                 loop.run_forever()
-                tasks = asyncio.all_tasks(loop)
-                for task in tasks:
+                # A call that was given up gives back what it has, and may need the other tasks for that.
+                self._wait(task for task in asyncio.all_tasks(loop) if task.cancelling())
+                left = asyncio.all_tasks(loop)
+                for task in left:
                     task.cancel()
-                if tasks:
-                    loop.run_until_complete(asyncio.wait(tasks, timeout=5))
+                self._wait(left)
                 loop.run_until_complete(loop.shutdown_asyncgens())
             finally:
                 loop.close()
+
+    def _wait(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        if ending := [*tasks]:
+            self._loop.run_until_complete(asyncio.wait(ending, timeout=_ENDS_S))
 
     def _stop(self) -> None:
         with self._lock:

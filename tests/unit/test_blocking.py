@@ -34,7 +34,7 @@ from bufstore import (
 )
 from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
 from bufstore.buffer.operate.quarantine import Quarantine
-from bufstore.loop_thread import Call
+from bufstore.loop_thread import Call, LoopThread
 from bufstore.memory import MemoryNats
 from bufstore.threads.bulk import BulkCheckpoint, BulkWriter
 from helpers import Soft, interrupted_at
@@ -188,6 +188,29 @@ def test_an_open_that_fails_leaves_no_thread() -> None:
     with pytest.raises(ConfigError, match="no"):
         BlockingThreadStore(refuse)
     assert not any(t.name == "bufstore-blocking" for t in threading.enumerate())
+
+
+def test_an_open_that_is_given_up_may_need_the_other_tasks_to_end() -> None:
+    """Regression: they were cancelled beside it, and it waited for them until the loop gave up, five seconds later."""
+    asked, ended = asyncio.Event(), list[str]()
+
+    async def answers() -> None:
+        await asked.wait()
+        ended.append("asked")
+        asked.clear()
+
+    async def open_store() -> None:
+        answering = asyncio.create_task(answers())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            asked.set()
+            await answering
+            ended.append("opened")
+
+    with pytest.raises(CallTimeout):
+        LoopThread(open_store, call_timeout_s=0.1)
+    assert ended == ["asked", "opened"]
 
 
 def test_it_does_not_wait_for_itself() -> None:
