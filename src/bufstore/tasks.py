@@ -52,14 +52,11 @@ def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -
     `apart` an empty context. Use `apart` for work that outlives the call that happens to need it first; otherwise that
     call's context, with a request or a span in it, would live as long.
     """
-    if apart:  # a task copies the context that it is made in; not every task factory of an app takes a context
-        return Context().run(lambda: spawn(work, name=name))
     loop = asyncio.get_running_loop()
     coroutine = work if asyncio.iscoroutine(work) else _result(work)
-    # asyncio does not tell whether a factory makes eager tasks (`asyncio.eager_task_factory`, from Python 3.12 on).
-    if "eager_task_factory" in getattr(loop.get_task_factory(), "__qualname__", ""):
-        return asyncio.Task(coroutine, loop=loop, name=name)
-    return loop.create_task(coroutine, name=name)
+    # Not `create_task`, which asks the loop's task factory: nobody can tell whether an app's factory makes eager tasks,
+    # as when Sentry has wrapped `asyncio.eager_task_factory`.
+    return asyncio.Task(coroutine, loop=loop, name=name, context=Context() if apart else None)
 
 
 async def _result(work: Awaitable[T]) -> T:

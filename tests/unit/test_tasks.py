@@ -232,8 +232,6 @@ def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
         return who.get()
 
     async def main() -> None:
-        # Apps from before Python 3.11 have such factories, which take no context.
-        asyncio.get_running_loop().set_task_factory(lambda loop, work: asyncio.Task(work, loop=loop))  # type: ignore[arg-type]
         who.set("the caller")
         assert (await spawn(look()), await spawn(look(), apart=True)) == ("the caller", "nobody")
 
@@ -242,18 +240,19 @@ def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
 
 def test_tasks_are_made_in_one_place() -> None:
     """Regression: on a loop with eager tasks a writer's task ended before it was kept, and nothing more was written."""
-    made = re.compile(r"(asyncio|loop|get_running_loop\(\))\.create_task\(|ensure_future\(")
+    made = re.compile(r"(asyncio|loop|get_running_loop\(\))\.(create_task|Task)\(|ensure_future\(")
     files = Path(bufstore.__file__).parent.rglob("*.py")
     assert [f.name for f in files if made.search(f.read_text())] == ["tasks.py"]
 
 
-def test_a_store_works_where_tasks_are_eager() -> None:
-    asyncio.run(_eager_store())
+@pytest.mark.parametrize("factory", [EAGER, partial(EAGER), lambda *args, **more: EAGER(*args, **more)])
+def test_a_store_works_where_tasks_are_eager(factory: Any) -> None:
+    asyncio.run(_eager_store(factory))
 
 
-async def _eager_store() -> None:
+async def _eager_store(factory: Any) -> None:
     config = BufferConfig(flush_interval_s=0.05, lease_s=4)
-    asyncio.get_running_loop().set_task_factory(EAGER)
+    asyncio.get_running_loop().set_task_factory(factory)
     async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config) as store:
         for number in range(3):
             written = (store.checkpoint_append(f"t{n}", [{"n": number}], run_of(f"t{n}", number)) for n in range(5))
