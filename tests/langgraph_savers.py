@@ -44,6 +44,10 @@ def checkpoint(versions: dict[str, Any], values: dict[str, Any], id_: str | None
     return {**made, "id": id_ or made["id"], "v": 4, "channel_versions": versions, "channel_values": values}
 
 
+#: The metadata of a checkpoint that a loop makes.
+META: Any = {"source": "loop", "step": 1, "parents": {}}
+
+
 class Place:
     """A log and tables of one test; opens any number of savers (instances) on them."""
 

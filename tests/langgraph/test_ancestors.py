@@ -14,10 +14,9 @@ from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, reads
 from helpers import fresh
 from langgraph_graphs import diary
-from langgraph_savers import Place, asked_of, checkpoint, config, rows_looked_at
+from langgraph_savers import META, Place, asked_of, checkpoint, config, rows_looked_at
 from thorough import seldom
 
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 _CHANNELS = ("a", "b", "c")
 _STEPS = 40
 

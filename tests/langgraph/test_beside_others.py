@@ -15,10 +15,8 @@ from bufstore.embedded import Servers
 from bufstore.errors import ConcurrentWriter
 from bufstore.langgraph import AsyncBufferedSaver
 from helpers import fresh
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import META, Place, checkpoint, config
 from unit.fake_log import run
-
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 
 
 def values(found: Any) -> dict[str, Any] | None:

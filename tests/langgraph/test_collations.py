@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from psycopg.conninfo import make_conninfo
@@ -17,9 +16,8 @@ from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import Query
 from bufstore.postgres.connection import arrays
 from helpers import fresh, query
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import META, Place, checkpoint, config
 
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 LANGUAGES = ["cs_CZ", "da_DK", "cy_GB"]
 #: In the order in which the checkpoints are made.
 IDS = [f"1f0{n}000-0000-6000-8000-000000000000" for n in ("99", "aa", "ab", "dd", "de")]

@@ -15,10 +15,8 @@ from bufstore.errors import ThreadQuarantined
 from bufstore.langgraph.domain import Known
 from bufstore.langgraph.postgres.store import MIGRATION
 from helpers import eventually, fresh, query
-from langgraph_savers import Place, checkpoint, command, config
+from langgraph_savers import META, Place, checkpoint, command, config
 from thorough import seldom
-
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 
 
 async def _count(place: Place) -> int:

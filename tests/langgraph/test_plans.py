@@ -8,9 +8,8 @@ import pytest
 
 from bufstore.embedded import Servers
 from helpers import fresh
-from langgraph_savers import Place, checkpoint, config, rows_looked_at
+from langgraph_savers import META, Place, checkpoint, config, rows_looked_at
 
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 _STEPS = 300
 
 

@@ -12,9 +12,7 @@ from bufstore import Consistency, ThreadQuarantined
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver
 from helpers import eventually, fresh, query
-from langgraph_savers import Place, asked_of, checkpoint, config
-
-META: Any = {"source": "loop", "step": 1, "parents": {}}
+from langgraph_savers import META, Place, asked_of, checkpoint, config
 
 
 async def _put(saver: AsyncBufferedSaver, thread_id: str, text: str, at: Any = None) -> Any:

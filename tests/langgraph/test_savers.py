@@ -21,9 +21,7 @@ from bufstore.langgraph import AsyncBufferedSaver, BufferedSaver, ConcurrentWrit
 from bufstore.memory import MemoryNats
 from helpers import fresh, query
 from langgraph_graphs import assistant
-from langgraph_savers import Place, checkpoint, config
-
-META: Any = {"source": "loop", "step": 1, "parents": {}}
+from langgraph_savers import META, Place, checkpoint, config
 
 
 @pytest.fixture(params=["memory", "servers"])
@@ -290,6 +288,17 @@ async def test_poison_parks_its_thread_until_it_is_replayed(servers: Servers) ->
         assert await saver.aget_tuple(config(good)) is not None
         with pytest.raises(ThreadQuarantined):
             await saver.aget_tuple(config(bad))
+        with pytest.raises(ThreadQuarantined):
+            await anext(saver.alist(config(bad)))
+        with pytest.raises(ThreadQuarantined):
+            await saver.acopy_thread(bad, "copy")
+        assert [item async for item in saver.alist(config("copy"))] == []
+        everything = {item.config["configurable"]["thread_id"] async for item in saver.alist(None)}
+        assert everything == {bad, good}
+        async with place.saver(consistency=Consistency.EVENTUAL) as eventual:
+            assert len([item async for item in eventual.alist(config(bad))]) == 1
+            with pytest.raises(ThreadQuarantined):
+                await eventual.acopy_thread(bad, "copy")
         with pytest.raises(ThreadQuarantined):
             await saver.aput(at, checkpoint({"a": "2", "b": "3"}, {"a": [2], "b": [3]}), META, {"b": "3"})
         quarantine = saver.engine.buffer.quarantine

@@ -9,12 +9,12 @@ import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
 
-from bufstore import BufferConfig, ConfigDrift, ConfigError
+from bufstore import BufferConfig, ConfigDrift, ConfigError, StoreMisconfigured
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
 from helpers import fresh, query
 from langgraph_graphs import assistant, diary
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import META, Place, checkpoint, command, config
 
 
 @pytest.fixture
@@ -152,6 +152,30 @@ async def test_tables_of_another_version_are_refused(place: Place, change: str, 
     with pytest.raises(ConfigError, match=says):
         async with place.saver():
             pass
+
+
+async def test_tables_that_are_gone_with_what_was_flushed_are_not_made_anew(servers: Servers) -> None:
+    """Regression: every thread was read as if it had never been, and a graph began it again."""
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+        at = await saver.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+    await query(place.dsn, f"ALTER SCHEMA {place.schema} RENAME TO {place.schema}_away")
+    with pytest.raises(StoreMisconfigured, match="from one backup"):
+        async with place.saver():
+            pass
+    (said,) = [c for c in (await command(place, "doctor", code=2))["checks"] if c["what"] == "LangGraph tables"]
+    assert said["level"] == "bad"
+    assert "from one backup" in said["found"]
+    await command(place, "flush", code=None)
+    await query(place.dsn, f"ALTER SCHEMA {place.schema}_away RENAME TO {place.schema}")
+    async with place.saver() as saver:
+        assert (await saver.aget_tuple(config(thread_id))).config == at  # type: ignore[union-attr]
+        await saver.adelete_thread(thread_id)
+        await saver.force_flush()
+    await query(place.dsn, f"DROP SCHEMA {place.schema} CASCADE")
+    async with place.saver() as saver:  # nothing is missing
+        assert await saver.aget_tuple(config(thread_id)) is None
 
 
 async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:

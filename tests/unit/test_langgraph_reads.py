@@ -17,12 +17,11 @@ from bufstore.langgraph.model import BlobRow, Tables
 from bufstore.langgraph.protocol import Part
 from bufstore.langgraph.read_cache import _FOLLOWED_MAX, ReadCache
 from bufstore.memory import MemoryNats
-from langgraph_savers import checkpoint, config
+from langgraph_savers import META, checkpoint, config
 from thorough import seldom
 from unit.fake_log import run
 
 CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=0.5, lease_s=4, retain_after_flush_s=60.0)
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 
 
 class Store(MemoryCheckpointStore):

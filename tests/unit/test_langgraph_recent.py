@@ -17,12 +17,11 @@ from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import Part
 from bufstore.langgraph.recent import End, Newest, Recent
 from bufstore.memory import MemoryNats
-from langgraph_savers import checkpoint, config
+from langgraph_savers import META, checkpoint, config
 from unit.fake_log import run
 from unit.test_langgraph_rows import OPERATIONS
 
 NAMESPACES = ("", "child:1")
-META: Any = {"source": "loop", "step": 1, "parents": {}}
 CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=3600.0, lease_s=4)
 PUT = Put(CheckpointRow("", "a", None, b'{"v":4}', b"{}"))
 

@@ -112,10 +112,20 @@ class CheckpointEngine:
         """Yield the checkpoints of a list, newest first, each with its thread, blobs and writes.
 
         A list cannot be overlaid with the tails of all threads and stay a page: what it covers is flushed first.
-        Raises FlushTimeout, StoreUnavailable, LogUnavailable.
+        Raises FlushTimeout, StoreUnavailable, LogUnavailable, and ThreadQuarantined when the list is of one thread.
         """
         if self._consistency is not Consistency.EVENTUAL:
-            await self.flush(query.thread_id)
+            await self._settle(query.thread_id)
+        async for found in self._pages(query, limit):
+            yield found
+
+    async def _settle(self, thread_id: str | None) -> None:
+        """Flush everything (of the thread); raise ThreadQuarantined if Postgres still lacks entries of the thread."""
+        await self.flush(thread_id)
+        if thread_id is not None:
+            await self.of(thread_id).check_not_parked(thread_id)
+
+    async def _pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
         after: Cursor | None = None
         left = limit
         while left is None or left > 0:
@@ -202,7 +212,8 @@ class CheckpointEngine:
         bytes_max = min(_COPY_BYTES, self._log.entry_bytes_max // 2)
         rows: list[CheckpointRow | BlobRow | WriteRow] = []
         size = 0
-        async for _, tables in self.pages(Query(thread_id=source), None):
+        await self._settle(source)
+        async for _, tables in self._pages(Query(thread_id=source), None):
             (checkpoint,) = tables.checkpoints.values()
             blobs = [blob for key, blob in tables.blobs.items() if key not in copied]
             copied.update(tables.blobs)

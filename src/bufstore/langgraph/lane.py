@@ -234,6 +234,12 @@ class CheckpointLane:
         """Note that somebody flushed this thread, or all of them, and wants to see what Postgres made of it."""
         self._recent.forget(thread_id)  # the notice of parked entries may come later
 
+    async def check_not_parked(self, thread_id: str) -> None:
+        """Raise ThreadQuarantined if entries of the thread are in quarantine. Raises StoreUnavailable."""
+        since = (await self.buffer.reads.watermark(thread_id)).broken_since
+        if since is not None:
+            raise ThreadQuarantined(thread_id, since)
+
     async def delete(self, thread_id: str) -> None:
         """Append an entry that deletes the thread. Raises like `append`."""
         await self.append(thread_id, Delete())

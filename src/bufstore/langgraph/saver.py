@@ -239,7 +239,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     ) -> AsyncIterator[CheckpointTuple]:
         """Flush what is acknowledged now, then yield checkpoints, newest first. They are read a page at a time.
 
-        Raises FlushTimeout, StoreUnavailable, LogUnavailable.
+        Raises FlushTimeout, StoreUnavailable, LogUnavailable, and ThreadQuarantined when the config names a thread: a
+        list of all threads has of one in quarantine what was flushed.
         """
         thread_id, _, checkpoint_id = place(config) if config else (None, None, None)
         query = Query(

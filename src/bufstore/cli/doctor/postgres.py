@@ -12,8 +12,8 @@ from bufstore.cli.connect import Endpoints, langgraph_schema
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
-from bufstore.errors import BufstoreError, ConfigError
-from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration
+from bufstore.errors import BufstoreError, ConfigError, StoreMisconfigured
+from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration, check_never_flushed
 from bufstore.postgres.connection.functions import made_elsewhere
 from bufstore.postgres.connection.migrate import (
     UTF8_NEEDED,
@@ -68,7 +68,7 @@ async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckRe
             for lane in of_lane:
                 await _look_at_tables(lane, connection, target, ledger_schema(target.schema, config), log)
             if langgraphs is not None:
-                await _langgraph(notes, connection, langgraphs)
+                await _langgraph(notes, connection, langgraphs, target.schema)
     except BufstoreError as e:
         if notes.checks:
             notes.say("looked at", Level.BAD, str(e))
@@ -171,10 +171,15 @@ async def _tables(
     return True
 
 
-async def _langgraph(notes: Notes, connection: AsyncConnection[Any], schema: str) -> None:
+async def _langgraph(notes: Notes, connection: AsyncConnection[Any], schema: str, buffer_schema: str) -> None:
     """Check LangGraph's tables, which the log is flushed into."""
     if not await _value(connection, _IS_LANGGRAPHS, schema):
-        await _none(notes, "LangGraph tables", connection, schema, named=False)
+        try:
+            await check_never_flushed(connection, schema, buffer_schema)
+        except StoreMisconfigured as e:
+            notes.say("LangGraph tables", Level.BAD, str(e))
+        else:
+            await _none(notes, "LangGraph tables", connection, schema, named=False)
         return
     needed = [(table, privilege) for table, privileges in PRIVILEGES.items() for privilege in privileges]
     lacking = await _value(connection, _LACKING, *map(list, zip(*needed, strict=True)), schema)

@@ -14,7 +14,7 @@ from bufstore.buffer.domain import Backing
 from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, StoreMisconfigured
 from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import History, check_history, thin
@@ -137,12 +137,13 @@ class PostgresCheckpointStore:
         """Create LangGraph's tables if there are none; otherwise check that they are of the version of this release.
 
         Runs none of LangGraph's migrations. Raises ConfigError for tables of another version, StoreMisconfigured when
-        row level security hides rows.
+        row level security hides rows, and when the tables are gone into which threads were flushed.
         """
         async with self._sql.lend() as connection, connection.transaction():
             if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
                 if not await has_table(connection, self.schema, "checkpoint_migrations"):
+                    await check_never_flushed(connection, self.schema, self.buffer_schema)
                     await make_schema(connection, self.schema)
                     script = (_PACKAGE / "tables.sql").read_text(encoding="utf-8")
                     await connection.execute(rendered(script, self.schema))
@@ -282,6 +283,22 @@ def check_migration(schema: str, version: int | None) -> None:
     if version is None or version < MIGRATION:
         raise ConfigError(f"{found} needs {MIGRATION}: call `setup()` of langgraph-checkpoint-postgres once")
     raise ConfigError(f"{found} supports only {MIGRATION}: upgrade bufstore")
+
+
+async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buffer_schema: str) -> None:
+    """Raise StoreMisconfigured if threads were flushed: then LangGraph's tables, which are not there, had rows.
+
+    Nobody may create them anew: all of these threads would be read as if they had never been, and be written on.
+    """
+    if not await has_table(connection, buffer_schema, "buffer_threads"):
+        return
+    flushed = "SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1"
+    if (await connection.execute(sql.SQL(flushed).format(sql.Identifier(buffer_schema)))).rowcount:
+        raise StoreMisconfigured(
+            f"LangGraph's tables are not in schema {schema!r}, although threads were flushed into them, as schema "
+            f"{buffer_schema!r} says: restore both schemas from one backup, or give the tables' schema its name back. "
+            "To go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
+        )
 
 
 def _statements(schema: str, buffer_schema: str) -> dict[str, LiteralString]:
