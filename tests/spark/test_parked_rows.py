@@ -216,6 +216,18 @@ async def set_aside(deployment: Deployment, thread_id: str, batch_id: int, *mess
         await ledger.aclose()
 
 
+async def test_a_row_whose_number_is_taken_is_not_dropped(deployment: Deployment) -> None:
+    """Regression: it was noted as set aside, and was nowhere. Sequences do not come with logical replication."""
+    await parked(deployment, [])
+    dsn, schema, thread_id = deployment.servers.postgres.dsn, deployment.name, fresh()
+    await set_aside(deployment, thread_id, 0, {"id": "a"})
+    await query(dsn, f'ALTER TABLE "{schema}".spark_quarantine ALTER id RESTART')
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        await set_aside(deployment, thread_id, 1, {"id": "b"})
+    await set_aside(deployment, thread_id, 1, {"id": "b"})
+    assert await query(dsn, f'SELECT count(*) FROM "{schema}".spark_quarantine') == [(2,)]
+
+
 @pytest.mark.parametrize("restored", [False, True])
 async def test_a_replay_that_is_interrupted_takes_no_refused_row_for_written(
     deployment: Deployment, restored: bool

@@ -330,13 +330,13 @@ async def _applied(
 async def has_table(connection: AsyncConnection[Any], schema: str, table: str) -> bool:
     """Return whether the schema holds a table."""
     # Do not use to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
-    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = %s"
+    there = "SELECT FROM pg_catalog.pg_tables WHERE schemaname = %s AND tablename = %s"
     return bool((await connection.execute(there, [schema, table])).rowcount)
 
 
 async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
     """Return whether the schema is there."""
-    return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
+    return bool((await connection.execute("SELECT FROM pg_catalog.pg_namespace WHERE nspname = %s", [schema])).rowcount)
 
 
 async def make_schema(connection: AsyncConnection[Any], schema: str) -> None:

@@ -1,6 +1,7 @@
 -- name: quarantine
 -- Sets aside a row that cannot become a checkpoint. Does nothing if the row was set aside before, even if it has been
--- replayed or discarded since.
+-- replayed or discarded since. Fails if its number is taken, as where the sequence was left behind (logical replication
+-- copies none): else the row would be nowhere.
 WITH noted AS (
     INSERT INTO {schema}.spark_set_aside (app_id, batch_id, key)
     SELECT $1::text, $2::bigint, $7::bytea WHERE $8::boolean
@@ -13,7 +14,7 @@ WHERE NOT $8::boolean OR EXISTS (SELECT FROM noted) AND NOT EXISTS (
     SELECT FROM {schema}.spark_quarantine
     WHERE thread_id = $3::text AND app_id = $1::text AND batch_id = $2::bigint AND rank = $4::bigint AND row = $5::text
 )
-ON CONFLICT DO NOTHING;
+ON CONFLICT (key) DO NOTHING;
 
 -- name: set_aside
 -- The keys of a batch's rows that were set aside, even if they have left quarantine.
