@@ -19,6 +19,8 @@ from bufstore.errors import ConfigError
 FORKED = "a store does not outlive a fork: open one in each process"
 #: The number of forks from the process that imported this module to the current process.
 _forks = 0
+#: The process that has counted them.
+_counted_by = os.getpid()
 
 
 class Connected(Protocol):
@@ -43,18 +45,18 @@ class Home:
 
     def __init__(self) -> None:
         try:
-            self._loop, self._forks = asyncio.get_running_loop(), _forks
+            self._loop, self._forks = asyncio.get_running_loop(), _forks_here()
         except RuntimeError:
             raise ConfigError("no asyncio event loop runs here (on trio: use a blocking store in a thread)") from None
 
     @property
     def left(self) -> bool:
         """Whether this process was forked off since: then everything that was opened belongs to its parent."""
-        return self._forks != _forks
+        return self._forks != _forks_here()
 
     def check(self) -> None:
         """Raise ConfigError in another process or on another loop, where what is kept for later calls would break."""
-        if self._forks != _forks:
+        if self.left:
             raise ConfigError(FORKED)
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError(
@@ -69,9 +71,16 @@ class Home:
         return True
 
 
+def _forks_here() -> int:
+    # A host in C that forks tells Python of it only if it is asked to (uWSGI: --py-call-osafterfork).
+    if os.getpid() != _counted_by:
+        _forked()
+    return _forks
+
+
 def _forked() -> None:
-    global _forks
-    _forks += 1
+    global _forks, _counted_by
+    _forks, _counted_by = _forks + 1, os.getpid()
     if not _connected:
         return
     # A socket without a peer replaces each of them: reads end, and writes fail. Closing the sockets instead would free

@@ -1,0 +1,44 @@
+"""What is used only by the process and on the loop that opened it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import asyncio, ctypes, os, socket
+from bufstore.home import Home, owned_here
+
+async def main():
+    home, (ours, theirs) = Home(), socket.socketpair()
+    theirs.settimeout(10)
+    owned_here(ours)
+    child = {fork}()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        home.check()
+        ours.send(b"the parent's")
+        assert theirs.recv(100) == b"the parent's"
+        return
+    said = ""
+    try:
+        home.check()
+    except BaseException as e:
+        said = str(e)
+    try:
+        ours.send(b"the child's")
+    except OSError as e:
+        said += type(e).__name__
+    os._exit(said != "a store does not outlive a fork: open one in each processBrokenPipeError")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("fork", ["os.fork", "ctypes.PyDLL(None).fork"])
+def test_a_fork_is_noticed_though_nobody_tells_python_of_it(fork: str) -> None:
+    """Regression: uWSGI forks in C, so both of its workers used the connections of the process that had opened them."""
+    ended = subprocess.run([sys.executable, "-c", _SCRIPT.format(fork=fork)], capture_output=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr.decode()
