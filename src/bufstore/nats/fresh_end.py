@@ -13,14 +13,15 @@ So a proof in one answer says nothing about a position in another. What counts i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
-from bufstore.jetstream.stream import Shown
 from bufstore.shared_call import SharedCall
 from bufstore.tasks import end, spawn
+
+if TYPE_CHECKING:
+    from bufstore.nats.log import NatsLog
 
 #: Seconds in which every question that needs a proof ends.
 PROOF_S = 3.0
@@ -29,31 +30,12 @@ PROOF_S = 3.0
 _LAG_S = 0.25
 
 
-class Replicas(Protocol):
-    """The questions to a replicated log. All of them raise LogUnavailable."""
-
-    async def store_proof(self, expected: int | None = None) -> int:
-        """Store a message, on condition that the subject ends at `expected` if given; return the message's position.
-
-        Raises Conflict when the subject ends elsewhere, or is being written.
-        """
-        ...
-
-    async def shown(self, subjects: Sequence[str], start: int, timeout_s: float) -> Shown:
-        """See `NatsStream.shown`."""
-        ...
-
-    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """Return where each subject ends, from a node that believes it leads; 0 for nowhere."""
-        ...
-
-
 class FreshEnd:
     """Asks for the end of one subject. All callers that ask while a proof is on its way share the next one."""
 
-    def __init__(self, replicas: Replicas, subject: str, proof: str) -> None:
-        """`proof`: the subject of the messages that `Replicas.store_proof` stores."""
-        self._replicas = replicas
+    def __init__(self, log: NatsLog, subject: str, proof: str) -> None:
+        """`proof`: the subject of the messages that `NatsLog.store_proof` stores."""
+        self._log = log
         self._subject = subject
         self._proof = proof
         self._round = SharedCall(self._begin)
@@ -71,7 +53,7 @@ class FreshEnd:
 
     async def _begin(self) -> asyncio.Task[int]:
         """Store the proof; return the task that finds the end, which goes on beside the next proof."""
-        stored = await self._replicas.store_proof()
+        stored = await self._log.store_proof()
         look = spawn(self._look(stored), name="bufstore-fresh-end")
         self._looks.add(look)
         look.add_done_callback(self._looked)
@@ -96,7 +78,7 @@ class FreshEnd:
         deadline, pause = loop.time() + _LAG_S, 0.001
         while True:
             # Ask for the proof's own subject, too: an answer without any message does not say how far the replica is.
-            shown = await self._replicas.shown([self._subject, self._proof], 0, PROOF_S)
+            shown = await self._log.shown([self._subject, self._proof], 0, PROOF_S)
             found = [m.seq for m in shown.messages if m.subject == self._subject]
             if shown.end >= stored and (found or not shown.more):
                 return max(found, default=0)
@@ -109,11 +91,11 @@ class FreshEnd:
         """Return the end from a node that believes it leads, and that has the proof or the others' votes."""
         pause = 0.001
         while True:
-            (last,) = await self._replicas.ends([self._subject], PROOF_S)
+            (last,) = await self._log.ends([self._subject], PROOF_S)
             if last >= stored:
                 return last
             try:
-                await self._replicas.store_proof(last)
+                await self._log.store_proof(last)
             except Conflict:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.1)

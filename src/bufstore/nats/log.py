@@ -231,7 +231,11 @@ class NatsLog(NatsStream):
         return self.replicated
 
     async def store_proof(self, expected: int | None = None) -> int:
-        """See `bufstore.nats.fresh_end.Replicas`. Also raises LogFull, and LogRolledBack while the log is refused."""
+        """Store a message, on condition that the groups end at `expected` if given; return the message's position.
+
+        Raises Conflict when they end elsewhere, or one is being written; LogFull; LogRolledBack while the log is
+        refused; LogUnavailable.
+        """
         self._same.check()
         expected_of = self._subjects.groups if expected is not None else None
         message = Outgoing(self._subjects.proof, b"", expected=expected, expected_of=expected_of)

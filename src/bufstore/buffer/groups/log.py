@@ -23,10 +23,11 @@ from bufstore.buffer.groups.group import group_in, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.purging import Purging
 from bufstore.buffer.groups.sequencer import Sequencer
-from bufstore.buffer.groups.stream import READ_S, Floors, GroupsInStream, last_on, messages_on
+from bufstore.buffer.groups.stream import READ_S, GroupsInStream, last_on, messages_on
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import first_place, group_of, last_place, number_of
 from bufstore.buffer.ports.log import Ending, Floor, GroupSizes, Remains, Writes
+from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -47,7 +48,7 @@ _LAST_GROUPS = 64
 class GroupLog:
     """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.places`)."""
 
-    def __init__(self, stream: GroupsInStream, shared: Floors, config: BufferConfig, name: str) -> None:
+    def __init__(self, stream: GroupsInStream, shared: SharedState, config: BufferConfig, name: str) -> None:
         """`name`: the name of this process among those that follow the stream."""
         self._stream, self._shared, self._config, self._name = stream, shared, config, name
         self._subjects = Subjects(config.log.subject, config.log.partitions)

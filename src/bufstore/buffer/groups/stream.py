@@ -1,13 +1,13 @@
-"""What the log of groups needs of the stream that holds them, and of the shared state."""
+"""What the log of groups needs of the stream that holds them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from bufstore.buffer.groups.delivery import StreamFeed
 from bufstore.buffer.groups.others import Announcements
-from bufstore.buffer.ports.log import Floor, Generations
+from bufstore.buffer.ports.log import Generations
 from bufstore.buffer.windows import Windows
 from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
 
@@ -96,13 +96,6 @@ class GroupsInStream(Generations, Announcements, Protocol):
     async def overwrite(self, seq: int) -> None:
         """Remove one message, and overwrite it on disk; a no-op if it is gone."""
         ...
-
-
-class Floors(Protocol):
-    """Where floors are kept for all processes: `bufstore.buffer.ports.shared_state.SharedState`."""
-
-    async def put_floors(self, floors: Mapping[int, Floor]) -> None: ...
-    async def floors(self) -> dict[int, Floor]: ...
 
 
 async def last_on(stream: GroupsInStream, subject: str, timeout_s: float = READ_S) -> StoredMessage | None:
