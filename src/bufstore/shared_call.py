@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from bufstore.errors import Closed
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, see_error, spawn
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class SharedCall(Generic[T]):
             raise Closed("the store is closed")
         if self._next is None:
             self._next = spawn(self._run(self._running), name="bufstore-shared-call", apart=True)
-            self._next.add_done_callback(_looked_at)
+            self._next.add_done_callback(see_error)
         asked = self._next
         try:
             return await asyncio.shield(asked)
@@ -47,8 +47,3 @@ class SharedCall(Generic[T]):
             await asyncio.wait([before])
         self._running, self._next = self._next, None
         return await self._call()
-
-
-def _looked_at(task: asyncio.Task[T]) -> None:
-    if not task.cancelled():
-        task.exception()  # marks the error as seen: all callers may have been cancelled

@@ -115,6 +115,12 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
+def see_error(task: asyncio.Task[Any]) -> None:
+    """Look at the error of a task that is done. Otherwise asyncio warns of it when all callers were cancelled."""
+    if not task.cancelled():
+        task.exception()
+
+
 def interrupted(task: asyncio.Task[Any]) -> bool:
     """Whether a task that is done was ended by Ctrl-C: Python raises KeyboardInterrupt in whatever runs just then.
 

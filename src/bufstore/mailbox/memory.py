@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ from bufstore.mailbox.decisions import Step, as_seen, is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status, numbered
 from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import own_cancels_only, spawn
+from bufstore.tasks import own_cancels_only, set_within, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -262,9 +261,7 @@ class MemoryBackend(Backend):
             if due or self._closed or left <= 0:
                 return [self._deliver(t, now) for _, t in due[:limit]]
             soonest = min((w.due_ms - now for w in shared.wakes.values()), default=1000 * left) / 1000
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(soonest, left)):
-                    await shared.news.wait()
+            await set_within(shared.news, min(soonest, left))
 
     def _deliver(self, thread_id: str, now_ms: int) -> Signal:
         wake = self.shared.wakes[thread_id]

@@ -34,7 +34,7 @@ from bufstore.postgres.connection.errors import NoAnswer, Unconfirmed
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.takes import Takes
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, set_within, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -286,9 +286,7 @@ class PostgresBackend(Backend):
             with suppress(Closed):  # the notifier is closed: polling goes on
                 if await self._idle.begin():
                     continue  # look again: nobody tells of what came before
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._news.wait()
+            await set_within(self._news, left)
 
     async def _pull(self, limit: int) -> list[Any]:
         pulling = self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))

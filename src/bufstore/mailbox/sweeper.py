@@ -59,7 +59,12 @@ class Sweeper:
             self.trouble = None
             return False
         began_ms = box.backend.now_ms()
-        parts = self._reclaim_all, self._signal_all_due, partial(self._signal_lost, began_ms), self._purge
+        parts = (
+            partial(self._parts, self._reclaim),
+            partial(self._parts, self._signal_due),
+            partial(self._signal_lost, began_ms),
+            self._purge,
+        )
         errors: list[Exception] = []
         with box.counters.timed("sweep"):
             for part in parts:
@@ -81,12 +86,6 @@ class Sweeper:
         if self.trouble is None:
             _log.warning("cannot sweep; will try again: %s", e, exc_info=e, extra=_FAILED)
         self.trouble = f"{type(e).__name__}: {e}"
-
-    async def _reclaim_all(self) -> None:
-        await self._parts(self._reclaim)
-
-    async def _signal_all_due(self) -> None:
-        await self._parts(self._signal_due)
 
     async def _signal_lost(self, began_ms: int) -> None:
         box, c = self._mailbox, self._mailbox.config

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.shared_call import SharedCall
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, see_error, spawn
 
 if TYPE_CHECKING:
     from bufstore.nats.log import NatsLog
@@ -56,13 +56,9 @@ class FreshEnd:
         stored = await self._log.store_proof()
         look = spawn(self._look(stored), name="bufstore-fresh-end")
         self._looks.add(look)
-        look.add_done_callback(self._looked)
+        look.add_done_callback(self._looks.discard)
+        look.add_done_callback(see_error)
         return look
-
-    def _looked(self, look: asyncio.Task[int]) -> None:
-        self._looks.discard(look)
-        if not look.cancelled():
-            look.exception()  # all callers may have been cancelled
 
     async def _look(self, stored: int) -> int:
         try:

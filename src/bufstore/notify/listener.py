@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from bufstore.errors import Closed
 from bufstore.notify.broker import Teardown
 from bufstore.notify.protocol import Unlisten
-from bufstore.tasks import spawn
+from bufstore.tasks import see_error, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -130,13 +130,9 @@ class SharedListener(Generic[P, C]):
         """Let a step of the subscription run to its end, even if its caller is cancelled."""
         task = spawn(step, apart=True)
         self._moves.add(task)
-        task.add_done_callback(self._moved)
+        task.add_done_callback(self._moves.discard)
+        task.add_done_callback(see_error)
         await asyncio.shield(task)
-
-    def _moved(self, task: asyncio.Task[None]) -> None:
-        self._moves.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller has the error, or is gone
 
     async def _start(self) -> None:
         failures = self._failures

@@ -12,7 +12,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError, LogFull
 from bufstore.jetstream.messages import Held
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, see_error, spawn
 
 #: The ages, in seconds, of the look that a look is compared with: the highest, the lowest if possible, and the lowest.
 _REMEMBERED_S = 120.0
@@ -119,7 +119,7 @@ class FillForecast:
         now = asyncio.get_running_loop().time()
         if task is None or (task.done() and now - self._explained_at > _EXPLAINED_S):
             task = self._explaining = spawn(self._look(), name="bufstore-why-full")
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # so that it counts as retrieved
+            task.add_done_callback(see_error)
             self._explained_at = now
         with contextlib.suppress(TimeoutError, BufstoreError):
             async with asyncio.timeout(_EXPLAINING_S):

@@ -23,7 +23,7 @@ from bufstore.cli.conversations.writer import ConversationWriter, Written, flush
 from bufstore.cli.demo.view import Sample, View, new_view
 from bufstore.cli.running import EXIT_WRONG, Finite
 from bufstore.errors import BufstoreError
-from bufstore.tasks import spawn
+from bufstore.tasks import set_within, spawn
 from bufstore.threads.buffered import BufferedThreadStore
 
 if TYPE_CHECKING:
@@ -227,9 +227,7 @@ class Demonstration:
         start = (await store.statistics()).flusher
         entries, transactions = start.entries, start.transactions
         while not over.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SAMPLE_S):
-                    await over.wait()
+            await set_within(over, _SAMPLE_S)
             with contextlib.suppress(BufstoreError):
                 state = (await store.statistics()).flusher
                 now, flushed, commits = time.perf_counter(), state.entries - entries, state.transactions - transactions

@@ -15,7 +15,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.running import Failure, Finite
 from bufstore.errors import BufstoreError, FlushTimeout
-from bufstore.tasks import spawn
+from bufstore.tasks import set_within, spawn
 from bufstore.types import check_id
 
 _LOOK_EVERY_S = 0.25
@@ -103,9 +103,7 @@ async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
     async def work() -> None:
         async with inspecting(target) as inspection:
             while await inspection.members():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_EVERY_S):
-                        await over.wait()
+                await set_within(over, _LOOK_EVERY_S)
                 if over.is_set():
                     return
         needed.set()
