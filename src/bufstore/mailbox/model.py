@@ -134,7 +134,7 @@ def draft(
     **said: Any,
 ) -> Dispatch:
     """Return a dispatch to be enqueued; `said` has further fields of it. Raises InvalidId or InvalidRecord."""
-    made = Dispatch(
+    d = Dispatch(
         thread_id=thread_id,
         dispatch_id=uuid.uuid4().hex if dispatch_id is None else dispatch_id,
         payload=payload,
@@ -143,11 +143,6 @@ def draft(
         updated_at_ms=now_ms,
         **said,
     )
-    return check_dispatch(made, payload_max=payload_max)
-
-
-def check_dispatch(d: Dispatch, *, payload_max: int) -> Dispatch:
-    """Return `d` if it can be enqueued. Raises InvalidId or InvalidRecord, before any I/O."""
     check_id(d.thread_id, "thread_id")
     check_id(d.dispatch_id, "dispatch_id")
     for name in ("run_id", "dedupe_key"):
