@@ -80,12 +80,5 @@ def _behind(
     if postgres is None:
         raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")
     check_wrappable(store)
-    ledger = PostgresLedger(
-        postgres,
-        store,
-        schema=ledger_schema(schema, config.log),
-        timeout_s=timeout_s,
-        quarantine_max=config.quarantine_max,
-        lease_s=config.lease_s,
-    )
+    ledger = PostgresLedger.configured(config, postgres, store, ledger_schema(schema, config.log), timeout_s)
     return ledger, Backing(kind_of(store), ComparingReader(store, ledger))

@@ -106,14 +106,7 @@ class PostgresCheckpointStore:
         """See `CheckpointStore.behind`."""
         if self._behind:
             raise ConfigError(f"this PostgresCheckpointStore is already in use or was closed: {ANOTHER}")
-        ledger = PostgresLedger(
-            self._conninfo,
-            self,
-            schema=self.buffer_schema,
-            quarantine_max=config.quarantine_max,
-            lease_s=config.lease_s,
-        )
-        return ledger, Backing(
+        return PostgresLedger.configured(config, self._conninfo, self, self.buffer_schema), Backing(
             Kind(DOMAIN, f"{_KIND}{self.schema}"),
             self,
             open=self._open_behind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from psycopg import AsyncConnection
@@ -61,6 +61,14 @@ class PostgresLedger:
         self._owners: dict[int, str] = {}
         #: When takes began to find rows held by other sessions, and when one last did.
         self._held_since, self._held_at = 0.0, float("-inf")
+
+    @classmethod
+    def configured(
+        cls, config: BufferConfig, conninfo: str, target: Applies[Any], schema: str, timeout_s: float = 30.0
+    ) -> Self:
+        """Return the ledger of a buffer with this configuration."""
+        most, lease_s = config.quarantine_max, config.lease_s
+        return cls(conninfo, target, schema=schema, timeout_s=timeout_s, quarantine_max=most, lease_s=lease_s)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r})"

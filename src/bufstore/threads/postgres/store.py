@@ -138,15 +138,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         dsn = postgres or str(self.pool.conninfo)
         schema = check_schema(ledger_schema(self.schema, config.log))
         reader = _SnapshotReader(self, schema)
-        ledger = PostgresLedger(
-            dsn,
-            self,
-            schema=schema,
-            timeout_s=timeout_s,
-            quarantine_max=config.quarantine_max,
-            lease_s=config.lease_s,
-        )
-        return ledger, Backing(
+        return PostgresLedger.configured(config, dsn, self, schema, timeout_s), Backing(
             kind_of(self),
             reader,
             open=self._open_behind,
