@@ -12,7 +12,6 @@ from bench.contestant import Place
 from bench.ours import Ours
 from bench.stage import Stage
 from bufstore import PostgresThreadStore
-from bufstore.buffer.prepare import adopt
 from bufstore.threads.behind import buffer_of
 
 #: What it creates stays until the end of the run: see `BenchServers.clear`.
@@ -51,14 +50,12 @@ def fresh_options(stage: Stage) -> dict[str, str]:
 
 
 async def _hand_over(ours: Ours) -> None:
-    """Change the log's metadata to say that it is flushed there; otherwise the new schema would be refused."""
+    """Have the new schema name the log's target, and the log the new bucket; otherwise they would be refused."""
     log, place = ours.config.log, ours.place
     client = await nats.connect(place.nats)
     try:
         found = json.loads((await client.request(f"$JS.API.STREAM.INFO.{log.stream}")).data)["config"]
         found["metadata"] |= {"bufstore.bucket": log.bucket}
-        for name in ("domain", "store", "target"):
-            found["metadata"].pop(f"bufstore.{name}", None)
         answer = json.loads(
             (await client.request(f"$JS.API.STREAM.UPDATE.{log.stream}", json.dumps(found).encode())).data
         )
@@ -67,4 +64,7 @@ async def _hand_over(ours: Ours) -> None:
         await client.close()
     store = PostgresThreadStore(place.dsn, schema=ours.schema, pool_size=1)
     async with buffer_of(store, place.nats, ours.config, name="bench").connected() as buffer:
-        await adopt(buffer.log, buffer.ledger, log.stream, buffer.backing.kind)
+        epoch, named = await buffer.log.epoch(), buffer.log.target
+        assert epoch is not None and named is not None
+        await buffer.ledger.setup()
+        await buffer.ledger.claim(epoch, named)

@@ -28,6 +28,7 @@ from bufstore import (
     LogUnavailable,
     NatsConfig,
 )
+from bufstore.buffer.target import Target
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
@@ -456,9 +457,10 @@ async def test_a_store_without_apply_is_refused_at_open(deployment: Deployment) 
 
 @pytest.mark.parametrize("epoch", [-1, EPOCHS_MAX])
 def test_an_epoch_whose_positions_would_not_fit_is_refused(epoch: int) -> None:
+    target = Target("threads", "app", "x")
     with pytest.raises(ConfigError, match="epoch"):
-        stream_config(LogConfig(), epoch)
-    assert stream_config(LogConfig(), EPOCHS_MAX - 1)["first_seq"] < 1 << 62
+        stream_config(LogConfig(), epoch, target)
+    assert stream_config(LogConfig(), EPOCHS_MAX - 1, target)["first_seq"] < 1 << 62
 
 
 @pytest.mark.parametrize(

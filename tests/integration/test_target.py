@@ -1,11 +1,13 @@
-"""Commands and instances on a log that is flushed elsewhere, or does not say where, are refused and change nothing."""
+"""Commands and instances on a log that is flushed elsewhere, or no longer says where, are refused, change nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from typing import Any
 
+import nats
 import psycopg
 import pytest
 from psycopg import sql
@@ -28,30 +30,14 @@ async def says(deployment: Deployment, store: BufferedThreadStore) -> dict[str, 
     return {n: v for n, v in found["config"]["metadata"].items() if n.startswith("bufstore.")}
 
 
-async def forget(deployment: Deployment, **options: Any) -> None:
-    """Remove the marks that tie log and database to each other, as in an earlier release."""
-    async with deployment.store(flusher=False, **options) as store:
-        stream = store.buffer.session.stream  # type: ignore[attr-defined]
-        info = await stream.api(f"STREAM.INFO.{deployment.log.stream}")
-        old = {
-            n: v
-            for n, v in info["config"]["metadata"].items()
-            if n in ("bufstore.partitions", "bufstore.epoch", "bufstore.form")
-        }
-        await store.buffer.session.stream.api(
-            f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old}
-        )
-    await query(
-        deployment.servers.postgres.dsn,
-        f"UPDATE {deployment.name}.buffer_log SET domain = NULL, store = NULL, target = NULL",
-    )
-
-
-async def flushed_by_an_earlier_release(deployment: Deployment) -> None:
-    async with deployment.store() as store:
-        await store.checkpoint("t", [said(0)], run_of("t"))
-        await store.force_flush("t")
-    await forget(deployment)
+async def damage(deployment: Deployment, *names: str, **values: str) -> None:
+    """Remove these names from what the log says, and change these, as an operator might by hand."""
+    async with deployment.store(flusher=False) as store:
+        stream, name = store.buffer.session.stream, deployment.log.stream  # type: ignore[attr-defined]
+        config = (await stream.api(f"STREAM.INFO.{name}"))["config"]
+        changed = config["metadata"] | {f"bufstore.{n}": v for n, v in values.items()}
+        left = {n: v for n, v in changed.items() if n.removeprefix("bufstore.") not in names}
+        await stream.api(f"STREAM.UPDATE.{name}", config | {"metadata": left})
 
 
 async def helpdesk(deployment: Deployment) -> str:
@@ -88,26 +74,63 @@ async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment
         assert found.messages == [said(0)]
 
 
-async def test_setup_takes_no_log_of_an_earlier_release_away_from_an_apps_own_store(deployment: Deployment) -> None:
-    dsn, thread_id = await helpdesk(deployment), fresh()
-    async with HelpdeskStore(dsn) as mine:
-        own = {"inner": mine, "postgres": dsn, "schema": deployment.name}
-        async with deployment.store(**own) as store:
-            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-            await store.force_flush(thread_id)
-        await forget(deployment, **own)
-        refused = await cli(deployment, "setup")
-        assert (refused.code, "bufstore log adopt" in refused.err) == (2, True), refused
-        assert (await cli(deployment, "setup", "--own-store")).code == 0
-        async with deployment.store(**own) as store:
-            assert (await says(deployment, store))["bufstore.store"] == "app"
+async def test_setup_takes_no_log_away_from_an_apps_own_store(deployment: Deployment) -> None:
+    dsn = await helpdesk(deployment)
+    async with HelpdeskStore(dsn) as mine, deployment.store(inner=mine, postgres=dsn, schema=deployment.name):
+        pass
+    refused = await cli(deployment, "setup")
+    assert (refused.code, "in a process that opens that store" in refused.err) == (2, True), refused
+    assert (await cli(deployment, "setup", "--own-store")).code == 0
 
 
-async def test_setup_names_a_log_of_an_earlier_release_that_bufstores_own_tables_have(deployment: Deployment) -> None:
-    await flushed_by_an_earlier_release(deployment)
-    done = await cli(deployment, "setup", "--json")
-    assert (done.code, done.json["log_made"]) == (0, False), done
-    assert (await cli(deployment, "log", "show", "--json")).json["store"] == "bufstore.postgres"
+async def test_a_database_of_an_earlier_release_is_given_the_logs_name(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+        name = (await says(deployment, store))["bufstore.target"]
+    dsn, table = deployment.servers.postgres.dsn, f"{deployment.name}.buffer_log"
+    await query(dsn, f"UPDATE {table} SET domain = NULL, store = NULL, target = NULL")
+    elsewhere = Deployment(deployment.servers)
+    elsewhere.log = deployment.log
+    with pytest.raises(ConfigDrift, match="flushed nothing of this log"):
+        async with elsewhere.store():
+            pass
+    async with deployment.store():
+        assert await query(dsn, f"SELECT target FROM {table}") == [(name,)]
+
+
+@pytest.mark.parametrize("damaged", [("target", "store"), ("bucket",), ("failover_window_s",), {"epoch": "many"}])
+async def test_a_log_whose_metadata_somebody_has_damaged_is_refused_by_name(
+    deployment: Deployment, damaged: tuple[str, ...] | dict[str, str]
+) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        before = await says(deployment, store)
+        if isinstance(damaged, dict):
+            await damage(deployment, **damaged)
+        else:
+            await damage(deployment, *damaged)
+        # Who has the log open goes on with what it said before.
+        await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+        await store.force_flush("t")
+    with pytest.raises(ConfigDrift, match=r"metadata is .* Somebody has changed it"):
+        async with deployment.store():
+            pass
+    for command in (["status"], ["flush", "--all"], ["log", "show"], ["verify"], ["repair"], ["setup"]):
+        refused = await cli(deployment, *command)
+        assert (refused.code, "Somebody has changed it" in refused.err) == (2, True), refused
+    assert "Somebody has changed it" in (await cli(deployment, "doctor", "--json")).out
+    # The error's advice.
+    client = await nats.connect(deployment.servers.nats.url)
+    try:
+        name = deployment.log.stream
+        config = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)["config"]
+        config["metadata"] |= before
+        await client.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
+    finally:
+        await client.close()
+    async with deployment.store() as store:
+        assert len(await store.load_messages("t") or ()) == 2
 
 
 async def test_a_command_with_another_schema_is_refused(deployment: Deployment) -> None:
@@ -134,42 +157,6 @@ async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deploy
     assert refused.field == "database"
     assert (await says(deployment, winner))["bufstore.target"] in str(refused)
     await winner.aclose()
-
-
-@pytest.mark.long
-async def test_a_log_of_an_earlier_release_is_named_by_its_app_or_by_an_operator(deployment: Deployment) -> None:
-    await flushed_by_an_earlier_release(deployment)
-    elsewhere = Deployment(deployment.servers)
-    elsewhere.log = deployment.log
-    with pytest.raises(ConfigDrift, match="has flushed none of them"):
-        async with elsewhere.store():
-            pass
-    async with deployment.store() as store:
-        said_now = await says(deployment, store)
-        rows = await query(deployment.servers.postgres.dsn, f"SELECT target FROM {deployment.name}.buffer_log")
-        assert rows == [(said_now["bufstore.target"],)]
-        assert (said_now["bufstore.store"], said_now["bufstore.bucket"]) == ("bufstore.postgres", deployment.log.bucket)
-    await forget(deployment)
-    refused = await cli(deployment, "flush", "--all")
-    assert (refused.code, "bufstore log adopt" in refused.err) == (2, True), refused
-    warned = await cli(deployment, "doctor", "--json")
-    assert "bufstore log adopt" in warned.out
-    adopted = await cli(deployment, "log", "adopt", "--json")
-    assert (adopted.code, adopted.json["store"]) == (0, "bufstore.postgres"), adopted
-    assert (await cli(deployment, "log", "adopt", "--store", "app")).code == 2, "it says something else by now"
-    assert (await cli(deployment, "flush", "--all")).code == 0
-
-
-async def test_an_adopted_log_says_the_windows_of_the_app(deployment: Deployment) -> None:
-    await forget(deployment)
-    adopted = await cli(deployment, "log", "adopt", "--failover-window", 30, "--archive", "--json")
-    assert adopted.code == 0, adopted
-    assert (adopted.json["failover_window_s"], adopted.json["archive"]) == (30.0, True)
-    configured = Deployment(deployment.servers)
-    configured.name = deployment.name
-    configured.log = dataclasses.replace(deployment.log, failover_window_s=30.0, archive=True)
-    async with configured.store(flusher=False):
-        pass
 
 
 async def test_windows_are_changed_from_the_command_line_and_both_may_open_meanwhile(deployment: Deployment) -> None:

@@ -29,7 +29,8 @@ NO_ROOM = {"error": {"code": 503, "err_code": 10077, "description": "maximum byt
 
 
 def info(end: int, subjects: str = "thread.*.*") -> dict[str, Any]:
-    return {"state": {"last_seq": end, "first_seq": 1}, "config": {"subjects": [subjects], "metadata": {}}}
+    config = {"name": "THREADLOG", "subjects": [subjects], "metadata": {}}
+    return {"state": {"last_seq": end, "first_seq": 1}, "config": config}
 
 
 class Cluster:

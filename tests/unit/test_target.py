@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +21,9 @@ from bufstore import (
     repair,
 )
 from bufstore.buffer.prepare import new_target
-from bufstore.buffer.target import Kind, Target, check_flushable, check_same, is_proven
+from bufstore.buffer.target import Kind, Target, check_flushable, check_same
 from bufstore.memory import MemoryNats
-from bufstore.nats.setup import metadata_of, target_of
+from bufstore.nats.setup import metadata_of, said_by, target_of
 from bufstore.threads.protocol import kind_of
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -32,6 +31,8 @@ from unit.fake_log import run
 CONFIG = BufferConfig(
     log=LogConfig(failover_window_s=20.0), retain_after_flush_s=20.0, flush_interval_s=0.05, lease_s=4
 )
+
+TARGET = Target("threads", "app", "x")
 
 
 class Tickets(MemoryThreadStore):
@@ -58,11 +59,6 @@ async def use(inner: MemoryThreadStore, nats: MemoryNats, thread_id: str, messag
     async with await opened(inner, nats) as store:
         await store.checkpoint(thread_id, list(messages), run_of(thread_id))
         await store.force_flush(thread_id)
-
-
-def forgets(inner: MemoryThreadStore) -> None:
-    """Remove the name from the database, as if an earlier release had made it."""
-    inner.ledger(0)._named = None
 
 
 def test_the_entries_of_an_apps_own_store_are_flushed_into_no_other() -> None:
@@ -112,77 +108,26 @@ def test_instances_that_begin_at_the_same_time_on_one_database_agree() -> None:
     run(main())
 
 
-def test_a_log_and_a_database_of_an_earlier_release_are_given_the_name_by_who_can_prove_it() -> None:
+def test_a_database_without_the_name_is_given_the_logs_if_it_has_flushed_some_of_it() -> None:
+    """An earlier release made the database, or a restored copy is from before it had the name."""
+
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
         await use(inner, nats, thread_id)
-        stream = nats.streams["THREADLOG"]
-        stream.target = None
-        forgets(inner)
-        with pytest.raises(ConfigDrift, match="bufstore log adopt"):  # nothing was purged yet; once this was accepted
+        given = await inner.ledger(0).target()
+        inner.ledger(0)._named = None
+        with pytest.raises(ConfigDrift, match="bufstore repair"):  # nothing was purged yet
             await opened(MemoryThreadStore(), nats)
-        assert stream.target is None
         stores = await asyncio.gather(*(opened(inner, nats) for _ in range(3)))
         for store in stores:
             await store.aclose()
-        given = stream.target
-        assert given is not None
-        assert given == await inner.ledger(0).target()
-        # A restored copy without the name gets it again: the database from the log, the log from the database.
-        forgets(inner)
+        assert await inner.ledger(0).target() == given == nats.streams["THREADLOG"].target is not None
         await use(inner, nats, thread_id, [1, 2])
-        assert await inner.ledger(0).target() == given
-        stream.target = None
-        await use(inner, nats, thread_id, [1, 2, 3])
-        assert stream.target == given
 
     run(main())
 
 
-def test_who_meets_another_name_in_the_moment_of_giving_one_gives_way() -> None:
-    """Metadata has no compare-and-set: both databases have flushed a part of the log, and open at the same time."""
-
-    async def main() -> None:
-        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        await use(inner, nats, thread_id)
-        stream = nats.streams["THREADLOG"]
-        stream.target = None
-        forgets(inner)
-        opening = asyncio.create_task(opened(inner, nats))
-        while stream.target is None:  # noqa: ASYNC110 - nobody tells us
-            await asyncio.sleep(0)
-        stream.target = Target("threads", "bufstore.memory", "another")
-        with pytest.raises(ConfigDrift, match="'another'"):
-            await opening
-
-    run(main())
-
-
-def test_a_log_that_is_named_while_somebody_makes_sure_is_still_his() -> None:
-    """Nothing is flushed yet, and another instance on the same database is a moment faster."""
-
-    async def main() -> None:
-        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        async with await BufferedThreadStore.open(inner, nats=nats, config=replace(CONFIG, flusher=False)) as store:
-            await store.checkpoint(thread_id, [1], run_of(thread_id))
-        stream, ledger = nats.streams["THREADLOG"], inner.ledger(0)
-        stream.target = None
-        forgets(inner)
-        there = ledger.cursors
-
-        async def overtaken() -> Any:
-            if stream.target is None:
-                stream.target = await ledger.claim(0, new_target(kind_of(inner)))
-            return await there()
-
-        ledger.cursors = overtaken  # type: ignore[method-assign]
-        await use(inner, nats, thread_id, [1, 2])
-        assert stream.target == await ledger.target() is not None
-
-    run(main())
-
-
-@pytest.mark.parametrize("found", ["says nothing", "knows the generation", "of an earlier release"])
+@pytest.mark.parametrize("found", ["says nothing", "knows the generation"])
 def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobody_up(found: str) -> None:
     """The database was away when the store was opened, so only the flusher can find out."""
 
@@ -192,9 +137,6 @@ def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobo
         ledger = wrong.ledger(0)
         if found == "knows the generation":
             await ledger.set_epoch(0)
-        if found == "of an earlier release":
-            nats.streams["THREADLOG"].target = None
-            forgets(right)
         there = ledger.setup
 
         async def away(away_s: float | None = None) -> None:
@@ -267,11 +209,10 @@ def test_the_kind_of_a_store_does_not_hang_on_its_class() -> None:
         kind_of(Impossible())
 
 
-def test_a_command_takes_no_log_that_does_not_say_what_it_is_flushed_into() -> None:
+def test_a_command_takes_no_log_that_is_flushed_into_another_kind_of_store() -> None:
     ours = kind_of(PostgresThreadStore)
     check_flushable("LOG", Target("threads", "bufstore.postgres", "x"), ours)
     for named, says in (
-        (None, "bufstore log adopt"),
         (Target("threads", "app", "x"), "run this in a process that opens that store"),
         (Target("else", "bufstore.postgres", "x"), "domain is 'else'"),
     ):
@@ -283,12 +224,24 @@ def test_what_a_log_says_of_its_target_comes_back() -> None:
     target = new_target(Kind("threads", "app"))
     assert target.id != new_target(Kind("threads", "app")).id
     assert target_of(metadata_of(LogConfig(), 0, target)) == target
-    assert target_of(metadata_of(LogConfig(), 0)) is None
     check_same("LOG", target, None)
     check_same("LOG", target, target)
 
 
-def test_a_database_of_which_the_named_log_shows_nothing_is_not_the_one() -> None:
-    assert not is_proven(known=True, flushed=False, log_begun=False, log_named=True)
-    assert not is_proven(known=False, flushed=False, log_begun=True, log_named=False)
-    assert is_proven(known=False, flushed=False, log_begun=False, log_named=False)
+@pytest.mark.parametrize("damage", [*sorted(metadata_of(LogConfig(), 0, TARGET)), {"epoch": "x"}, {"partitions": ""}])
+def test_a_log_whose_metadata_somebody_has_damaged_is_refused(damage: str | dict[str, str]) -> None:
+    metadata = metadata_of(LogConfig(), 0, TARGET)
+    if isinstance(damage, str):
+        del metadata[damage]
+    else:
+        metadata |= {f"bufstore.{name}": value for name, value in damage.items()}
+    with pytest.raises(ConfigDrift) as caught:
+        said_by({"name": "LOG", "metadata": metadata})
+    assert caught.value.way_out
+    assert caught.value.what == "stream LOG"
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": {"somebody's": "own"}}])
+def test_a_stream_that_is_no_log_is_refused(metadata: dict[str, Any]) -> None:
+    with pytest.raises(ConfigDrift, match="not ours"):
+        said_by({"name": "LOG"} | metadata)

@@ -21,12 +21,14 @@ from bufstore import (
     change_log,
 )
 from bufstore.buffer.places import group_of
+from bufstore.buffer.target import Target
 from bufstore.memory import MemoryNats
 from bufstore.nats.finding import log_config
 from bufstore.nats.setup import metadata_of, windows_of, with_windows
 from helpers import fresh, run_of
 from unit.fake_log import run
 
+TARGET = Target("threads", "app", "x")
 AT_REST = Windows(failover_window_s=60.0, archive=False)
 CHANGES = st.tuples(
     st.none() | st.floats(0.1, 1e6), st.none() | st.booleans(), st.sampled_from(("change", "settle", "back"))
@@ -96,7 +98,7 @@ def test_a_log_of_before_with_a_longer_window_than_there_may_be_is_kept_so_and_o
     assert changing.changed(failover_window_s=before.failover_window_s) == before  # the change is undone
     assert changing.settled().keep_s == after_s
     found = {"name": "L", "subjects": ["l.groups.0"], "max_bytes": 1 << 30, "num_replicas": 1}
-    said = with_windows(metadata_of(LogConfig(), 0), before)
+    said = with_windows(metadata_of(LogConfig(), 0, TARGET), before)
     assert log_config(found | {"metadata": said}).failover_window_s == longest
 
 
@@ -105,10 +107,9 @@ def test_a_log_says_exactly_what_it_was_told(window_s: float, next_: tuple[float
     windows = Windows(failover_window_s=window_s, archive=True)
     if next_ is not None:
         windows = windows.changed(*next_)
-    said = with_windows(metadata_of(LogConfig(), 3) | {"somebody's": "own"}, windows)
-    assert windows_of(LogConfig(), said) == windows
+    said = with_windows(metadata_of(LogConfig(), 3, TARGET) | {"somebody's": "own"}, windows)
+    assert windows_of(said) == windows
     assert said["somebody's"] == "own"
-    assert windows_of(LogConfig(failover_window_s=20.0), {}).failover_window_s == 20.0, "a log of before"
 
 
 def test_who_is_configured_otherwise_than_the_log_is_refused() -> None:

@@ -13,14 +13,11 @@ from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import first_position
-from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, is_proven
+from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
+from bufstore.errors import ConfigDrift, LogRolledBack, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
-#: A log's metadata has no compare-and-set, so after a write we wait this long: by then a process that writes it at the
-#: same time has done so.
-_OTHERS_S = 1.0
 #: How long the open of a store waits for a Postgres that cannot be reached. A startup probe allows more.
 _AWAY_S = 5.0
 
@@ -87,20 +84,17 @@ async def meet(log: Log, ledger: Ledger, config: LogConfig, ours: Kind) -> None:
 async def _name(
     log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int, named: Target | None
 ) -> None:
-    """Record in log and ledger that they belong together, as the caller has found; create the log if it is missing.
+    """Record that log and ledger belong together, as the caller has found; create the log if it is missing.
 
-    `named`: the target that the log named when the caller looked. Another process may have written it since.
+    `named`: the target that the log names; None: there is no log.
     """
-    if epoch is None:
+    if epoch is None or named is None:
         target = await ledger.claim(known, new_target(ours))
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
     else:
-        target = await ledger.claim(epoch, named or new_target(ours))
-        if named is None:
-            await log.set_target(target)
-            await asyncio.sleep(_OTHERS_S)
+        target = await ledger.claim(epoch, named)
     await log.epoch()
     # Another process may have done the same with another database, or another store.
     check_kind(f"stream {stream}", log.target, ours)
@@ -108,42 +102,14 @@ async def _name(
     check_same(stream, log.target, target)
 
 
-async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
-    """Record in log and ledger that they belong together: an operator knows it, though one of them has no record.
-
-    Raises ConfigDrift when a record says something else, NoLog.
-    """
-    await ledger.setup()
-    epoch, noted = await log.epoch(checked=False), await ledger.target()
-    if epoch is None:
-        raise NoLog(stream)
-    for named in (log.target, noted):
-        check_kind(f"stream {stream}", named, ours)
-    check_same(stream, log.target, noted)
-    target = await ledger.claim(epoch, log.target or new_target(ours))
-    if log.target is None:
-        await log.set_target(target)
-    return target
-
-
 def new_target(kind: Kind) -> Target:
     """Return a target, with a new id, for a database that has none yet."""
     return Target(kind.domain, kind.store, secrets.token_hex(8))
 
 
-async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int, named: Target | None) -> bool:
-    """Return whether the ledger's content proves that it belongs to the log: see `is_proven`.
-
-    The caller has compared the two. `named`: the target that the log names.
-    """
-    cursors = (await ledger.cursors()).values()
-    _, end = await log.bounds()
-    return is_proven(
-        known=await ledger.epoch() is not None,
-        flushed=any(c.id and c.seq >= log.generation_start for c in cursors),
-        log_begun=end >= first_position(epoch),
-        log_named=named is not None,
-    )
+async def proven_by_ledger(log: Log, ledger: Ledger) -> bool:
+    """Return whether the ledger has flushed some of the log, and so belongs to it. The caller has compared the two."""
+    return any(c.id and c.seq >= log.generation_start for c in (await ledger.cursors()).values())
 
 
 async def _check(
@@ -159,8 +125,8 @@ async def _check(
     reason = await compare(log, ledger, stream, epoch, known)
     if reason is not None:
         raise LogRolledBack(reason)
-    if epoch is not None and (named is None or noted is None):
-        check_proof(stream, named, proven=await proven_by_ledger(log, ledger, epoch, named))
+    if named is not None and noted is None:
+        check_proof(stream, named, proven=await proven_by_ledger(log, ledger))
     return named, noted
 
 

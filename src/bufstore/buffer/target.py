@@ -2,8 +2,9 @@
 
 A log's entries belong in one store in one database. Both record this: the stream in its metadata, the database in its
 row for the log. Each records the domain (what entries mean), the kind of the store, and an id that was drawn once for
-the database. If all three are the same, log and database belong together. A side that has no record is either new, or
-was made by a release that wrote none; then the other side's record is copied to it only with a proof.
+the database. If all three are the same, log and database belong together. A database that has no record is either new,
+or was made by a release that wrote none; then the log's record is copied to it only with a proof: the database has
+flushed some of the log, and the log still has the entries at its cursors.
 """
 
 from __future__ import annotations
@@ -50,20 +51,10 @@ def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -
     )
 
 
-def check_flushable(stream: str, named: Target | None, ours: Kind) -> None:
+def check_flushable(stream: str, named: Target, ours: Kind) -> None:
     """Raise ConfigDrift unless the log says that it is for `ours`. A command or job asks before it touches the log."""
-    what = f"stream {stream}"
-    if named is None:
-        raise ConfigDrift(
-            what,
-            "store",
-            expected=ours.store,
-            found=None,
-            way_out="An earlier release created it and did not record which store it is flushed into: open it once "
-            "with the app's store and this release, or record it with `bufstore log adopt`.",
-        )
     check_kind(
-        what,
+        f"stream {stream}",
         named,
         ours,
         "bufstore's own commands and jobs cannot flush into the store of this log: run this in a process that opens "
@@ -84,24 +75,10 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
         )
 
 
-def check_proof(stream: str, named: Target | None, *, proven: bool) -> None:
-    """Raise ConfigDrift unless log and database surely belong together.
-
-    This is called before one side, which has no record, gets the other's. `named`: the target that the log names; None:
-    the log is the side without a record.
-    """
+def check_proof(stream: str, named: Target, *, proven: bool) -> None:
+    """Raise ConfigDrift unless a database that has no record surely belongs to the log, which names `named`."""
     if proven:
         return
-    if named is None:
-        raise ConfigDrift(
-            f"stream {stream}",
-            "database",
-            expected="this one",
-            found=None,
-            way_out="The log has entries of an earlier release, nothing says where they are flushed to, and this "
-            "Postgres has flushed none of them. Open it with the right Postgres and schema; if this is the right one, "
-            "record it with `bufstore log adopt`.",
-        )
     raise ConfigDrift(
         f"stream {stream}",
         "database",
@@ -110,15 +87,3 @@ def check_proof(stream: str, named: Target | None, *, proven: bool) -> None:
         way_out="Give the Postgres and schema that the log is flushed into. If that database is lost for good, "
         "`bufstore repair` moves what the log still has into this one.",
     )
-
-
-def is_proven(*, known: bool, flushed: bool, log_begun: bool, log_named: bool) -> bool:
-    """Return whether log and database belong together, when one has no record and nothing else speaks against it.
-
-    `known`: the database knows the log's generation. `flushed`: the database has flushed some of the log, and the log
-    still has the entries at its cursors. `log_begun`: the log has had an entry. `log_named`: the log names a target.
-    """
-    if log_named:
-        return flushed
-    # The log is of an earlier release: a database that knew it before anything was flushed counts as its own.
-    return flushed or known or not log_begun

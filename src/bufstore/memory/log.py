@@ -260,10 +260,6 @@ class MemoryLog:
         stream = self._streams.get(self._config.log.stream)
         return stream.target if stream is not None else None
 
-    async def set_target(self, target: Target) -> None:
-        stream = await self._turn()
-        stream.target = stream.target or target
-
     async def bounds(self) -> tuple[int, int]:
         stream = await self._turn()
         return stream.messages[0].seq if stream.messages else stream.end + 1, stream.end

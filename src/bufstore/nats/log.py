@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import nats.errors
@@ -15,7 +15,7 @@ from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, ConfigError, LogFull, LogUnavailable
+from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
@@ -27,15 +27,12 @@ from bufstore.nats.fresh_end import PROOF_S, FreshEnd
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
-    check_form,
     check_stream,
     epoch_of,
     is_withdrawn,
-    metadata_of,
     out_of_service,
+    said_by,
     stream_config,
-    target_of,
-    windows_of,
     with_windows,
     withdrawn,
 )
@@ -86,19 +83,20 @@ class NatsLog(NatsStream):
     async def epoch(self, *, checked: bool = True) -> int | None:
         """See `bufstore.buffer.ports.log.Generations`, also for the methods up to `remove`."""
         try:
-            info = await self._look()
+            info = await self.info()
         except StreamMissing:
             return None
-        check_form(self._config.log, info["config"])
+        found = info["config"]
+        self._windows, self._target = said_by(found)
         self._same.note(int(info["state"]["last_seq"]))
-        epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
+        epoch = check_stream(self._config.log, found) if checked else epoch_of(found)
         self._generation_start = first_sequence(epoch)
         return epoch
 
     async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
         info = await self.info(timeout_s)
-        metadata = info["config"].get("metadata") or {}
-        self._windows, self._target = windows_of(self._config.log, metadata), target_of(metadata)
+        with contextlib.suppress(ConfigDrift):  # what the log said when it was opened stands until it is opened again
+            self._windows, self._target = said_by(info["config"])
         return info
 
     @property
@@ -110,25 +108,16 @@ class NatsLog(NatsStream):
         return self._windows
 
     async def set_windows(self, windows: Windows) -> None:
-        await self._say(lambda metadata: with_windows(metadata, windows))
+        found = (await self._look())["config"]
+        said = with_windows(found.get("metadata") or {}, windows)
+        await self.api(f"STREAM.UPDATE.{self.name}", {**found, "metadata": said})
+        await self._look()
+        if self._windows != windows:
+            raise LogUnavailable("another process changed the log's metadata at the same time: try again")
 
     @property
     def target(self) -> Target | None:
         return self._target
-
-    async def set_target(self, target: Target) -> None:
-        said = metadata_of(self._config.log, await self.epoch(checked=False) or 0, target)
-        # Another process may have been faster.
-        await self._say(lambda metadata: dict(metadata) if target_of(metadata) is not None else said | dict(metadata))
-
-    async def _say(self, change: Callable[[Mapping[str, str]], dict[str, str]]) -> None:
-        """Change the stream's metadata. Raises LogUnavailable if another process wins at the same time."""
-        found = (await self._look())["config"]
-        said = change(found.get("metadata") or {})
-        await self.api(f"STREAM.UPDATE.{self.name}", {**found, "metadata": said})
-        now = (await self._look())["config"].get("metadata") or {}
-        if change(now) != now:
-            raise LogUnavailable("another process changed the log's metadata at the same time: try again")
 
     async def bounds(self) -> tuple[int, int]:
         info = await self._look()

@@ -68,8 +68,8 @@ class LogState(msgspec.Struct, frozen=True):
     end: int
     #: The bytes that all its messages take.
     bytes: int
-    #: Where the log is flushed to; None when it does not say.
-    target: Target | None
+    #: Where the log is flushed to.
+    target: Target
 
     def bytes_between(self, start: int, end: int) -> int:
         """Return about how many bytes the messages from `start` to before `end` take, if all are of the same size."""
@@ -110,7 +110,7 @@ class LogReader:
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
-        target = target_of(config.get("metadata") or {})
+        target = target_of(config["metadata"])
         return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
 
     async def message(self, sequence: int) -> StoredMessage | None:

@@ -35,38 +35,48 @@ _UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
 
 def epoch_of(found: Mapping[str, Any]) -> int:
     """Return the generation of an existing log."""
-    return int((found.get("metadata") or {}).get(_OURS + "epoch", "0"))
+    return int(found["metadata"][_OURS + "epoch"])
 
 
-def windows_of(config: LogConfig, metadata: Mapping[str, Any]) -> Windows:
-    """Return what a log says of its windows; `config` supplies what a log of an earlier release does not say."""
+def said_by(found: Mapping[str, Any]) -> tuple[Windows, Target]:
+    """Return what an existing log says of its windows, and where it is flushed to.
 
-    def seconds(name: str) -> float | None:
-        return float(metadata[_OURS + name]) if _OURS + name in metadata else None
+    Raises ConfigDrift for a stream that is no log, or a log of an earlier release, and for a log whose metadata
+    somebody has damaged.
+    """
+    metadata = found.get("metadata") or {}
+    _check_form(found["name"], metadata)
+    try:
+        windows, target = windows_of(metadata), target_of(metadata)
+        for name in ("epoch", "partitions"):
+            int(metadata[_OURS + name])
+        lanes_of(metadata), metadata[_OURS + "bucket"]
+    except (KeyError, ValueError) as e:
+        raise ConfigDrift(
+            f"stream {found['name']}",
+            "metadata",
+            expected="what was written when the log was made",
+            found=f"without {e.args[0]}" if isinstance(e, KeyError) else str(e),
+            way_out="Somebody has changed it since. Put it back with `nats stream edit`: domain, store, target and "
+            "epoch stand in table buffer_log of Postgres, the rest in the app's LogConfig.",
+        ) from None
+    return windows, target
 
-    def flag(name: str) -> bool | None:
-        return metadata[_OURS + name] == "true" if _OURS + name in metadata else None
 
-    window_s, archive = seconds("failover_window_s"), flag("archive")
+def windows_of(metadata: Mapping[str, Any]) -> Windows:
+    """Return what a log says of its windows; `said_by` has looked at the metadata."""
+    next_s, next_archive = (metadata.get(_OURS + name) for name in ("next_failover_window_s", "next_archive"))
     return Windows(
-        failover_window_s=config.failover_window_s if window_s is None else window_s,
-        archive=config.archive if archive is None else archive,
-        next_failover_window_s=seconds("next_failover_window_s"),
-        next_archive=flag("next_archive"),
+        failover_window_s=float(metadata[_OURS + "failover_window_s"]),
+        archive=metadata[_OURS + "archive"] == "true",
+        next_failover_window_s=float(next_s) if next_s is not None else None,
+        next_archive=next_archive == "true" if next_archive is not None else None,
     )
 
 
-def target_of(metadata: Mapping[str, Any]) -> Target | None:
-    """Return where an existing log says that it is flushed to; None when it does not say."""
-    if _OURS + "target" not in metadata:
-        return None
-    return Target(*(metadata.get(_OURS + name, "") for name in _TARGET))
-
-
-def with_target(metadata: Mapping[str, Any], target: Target) -> dict[str, str]:
-    """Return the log's metadata, with this target as where it is flushed to."""
-    said = (target.domain, target.store, target.id)
-    return dict(metadata) | {_OURS + name: value for name, value in zip(_TARGET, said, strict=True)}
+def target_of(metadata: Mapping[str, Any]) -> Target:
+    """Return where a log says that it is flushed to; `said_by` has looked at the metadata."""
+    return Target(*(metadata[_OURS + name] for name in _TARGET))
 
 
 def with_windows(metadata: Mapping[str, Any], windows: Windows) -> dict[str, str]:
@@ -96,16 +106,16 @@ def withdrawn(
     return {**found, "subjects": subjects, "metadata": metadata}, kept
 
 
-def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, str]:
+def metadata_of(config: LogConfig, epoch: int, target: Target) -> dict[str, str]:
     """Return the metadata of a new log: what it says of itself."""
     said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket, "form": _FORM}
     if config.lanes > 1:
         said |= {"lanes": str(config.lanes), "lane": str(config.lane)}
-    metadata = with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
-    return with_target(metadata, target) if target is not None else metadata
+    said |= zip(_TARGET, (target.domain, target.store, target.id), strict=True)
+    return with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
 
 
-def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, Any]:
+def stream_config(config: LogConfig, epoch: int, target: Target) -> dict[str, Any]:
     """Return the log's configuration: nothing ages out, nothing is dropped, and a full log refuses writes.
 
     Raises ConfigError for an epoch whose positions would not fit into 62 bits.
@@ -179,12 +189,14 @@ def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
 
 
 def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
-    """Compare an existing log with the configuration, and return its epoch. Raises ConfigDrift."""
-    metadata = found.get("metadata") or {}
-    what = f"stream {config.stream}"
+    """Compare an existing log, whose metadata `said_by` has looked at, with the configuration; return its epoch.
+
+    Raises ConfigDrift.
+    """
+    what, metadata = f"stream {config.stream}", found["metadata"]
     if found["subjects"] == out_of_service(config):
         raise LogRolledBack(f"a repair of stream {config.stream} was begun and not finished")
-    partitions = metadata.get(_OURS + "partitions")
+    partitions = metadata[_OURS + "partitions"]
     if partitions != str(config.partitions):
         raise ConfigDrift(
             what,
@@ -192,16 +204,11 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
             expected=str(config.partitions),
             found=partitions,
             way_out="The number of partitions is fixed for the life of a stream: "
-            f"set LogConfig.partitions to {partitions}"
-            + (
-                " or choose another stream and bucket."
-                if partitions
-                else ", or choose another stream: this one is not ours."
-            ),
+            f"set LogConfig.partitions to {partitions} or choose another stream and bucket.",
         )
     check_lanes(config, metadata)
-    check_bucket(config, metadata)
-    windows_of(config, metadata).check(config)
+    check_bucket(config.stream, config.bucket, metadata)
+    windows_of(metadata).check(config)
     if found.get("sealed"):  # sealing sets other fields, too
         raise ConfigDrift(
             what,
@@ -213,7 +220,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
             "begin a new log by `bufstore repair --apply`.",
         )
     check(what, _UNSET, found, "", f"nats stream edit {config.stream}")
-    wanted = stream_config(config, epoch_of(found))
+    wanted = stream_config(config, epoch_of(found), target_of(metadata))
     for field in ("first_seq", "metadata"):
         wanted.pop(field)
     check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
@@ -243,31 +250,41 @@ def check_lanes(config: LogConfig, metadata: Mapping[str, Any]) -> None:
             )
 
 
-def check_form(config: LogConfig, found: Mapping[str, Any]) -> None:
-    """Raise ConfigDrift for a log of an earlier release: this one cannot read its entries, which must not get lost."""
-    metadata = found.get("metadata") or {}
+def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
+    """Raise ConfigDrift for a stream that is no log, and for a log of an earlier release.
+
+    This release cannot read the entries of such a log, which must not get lost.
+    """
     form = metadata.get(_OURS + "form")
-    if form != _FORM and _OURS + "partitions" in metadata:
+    if _OURS + "partitions" not in metadata:
         raise ConfigDrift(
-            f"stream {config.stream}",
+            f"stream {stream}",
+            "partitions",
+            expected="a number",
+            found=None,
+            way_out="bufstore did not create this stream, it is not ours: choose another one.",
+        )
+    if form != _FORM:
+        raise ConfigDrift(
+            f"stream {stream}",
             "form",
             expected=_FORM,
             found=form,
             way_out="An earlier release wrote this log. With that release, stop all writers and run `bufstore flush "
-            f"--all`; remove the stream (`nats stream rm {config.stream}`); then, with this release, begin a new log "
+            f"--all`; remove the stream (`nats stream rm {stream}`); then, with this release, begin a new log "
             "by `bufstore repair --apply`.",
         )
 
 
-def check_bucket(config: LogConfig, metadata: Mapping[str, Any]) -> None:
+def check_bucket(stream: str, bucket: str, metadata: Mapping[str, Any]) -> None:
     """Raise ConfigDrift for a log that belongs to another bucket: its flushers and runs would be in two places."""
-    bucket = metadata.get(_OURS + "bucket", config.bucket)
-    if bucket != config.bucket:
+    found = metadata[_OURS + "bucket"]
+    if found != bucket:
         raise ConfigDrift(
-            f"stream {config.stream}",
+            f"stream {stream}",
             "bucket",
-            expected=config.bucket,
-            found=bucket,
-            way_out=f"A log and its bucket belong together: set LogConfig.bucket (--bucket) to {bucket}, or choose "
+            expected=bucket,
+            found=found,
+            way_out=f"A log and its bucket belong together: set LogConfig.bucket (--bucket) to {found}, or choose "
             "another stream.",
         )

@@ -135,14 +135,6 @@ async def a_log_out_of_service_is_removed_with_all_that_is_in_it(logs: Logs) -> 
 
 
 @_check()
-async def the_first_target_of_a_log_stands(logs: Logs) -> None:
-    here, there = await logs.made(), await logs.made()
-    await there.set_target(_ELSEWHERE)
-    await here.epoch()
-    assert here.target == _HERE
-
-
-@_check()
 async def windows_that_one_sets_another_reads(logs: Logs) -> None:
     here, there = await logs.made(), await logs.made()
     assert here.windows == Windows.of(logs.config.log)

@@ -83,7 +83,7 @@ async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
     reason = withdrawn or await compare(log, ledger, stream, epoch, await ledger.epoch())
     if reason is not None or named is None or noted is not None:
         return reason
-    if not await proven_by_ledger(log, ledger, epoch or 0, named):
+    if not await proven_by_ledger(log, ledger):
         return (
             f"stream {stream} is flushed into another database ({named.id}), and nothing of it was flushed into "
             "this one"

@@ -362,9 +362,6 @@ class GroupLog:
     def target(self) -> Target | None:
         return self._stream.target
 
-    async def set_target(self, target: Target) -> None:
-        await self._stream.set_target(target)
-
     async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
         return await self._stream.withdraw(common)
 

@@ -152,14 +152,7 @@ class Generations(Protocol):
 
     @property
     def target(self) -> Target | None:
-        """Where the log is flushed to, as it said when `epoch` looked; None: it does not say."""
-        ...
-
-    async def set_target(self, target: Target) -> None:
-        """Write into a log of an earlier release where it is flushed to, and everything else that a new log says.
-
-        Raises LogUnavailable, also when another process changed it at the same time.
-        """
+        """Where the log is flushed to, as it said when `epoch` looked; None: there was no log."""
         ...
 
     async def withdraw(self, common: Sequence[int]) -> Sequence[int]:

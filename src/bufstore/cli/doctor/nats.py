@@ -12,6 +12,8 @@ from rich.filesize import decimal
 from bufstore.buffer.flush.flusher_state import told_by_flushers
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import Target
+from bufstore.buffer.windows import Windows
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog
@@ -26,7 +28,7 @@ from bufstore.jetstream.server_version import VERSION_MIN, text_of, version_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.permissions import Role, permissions
 from bufstore.nats.session import NatsSession
-from bufstore.nats.setup import bucket_stream, check_shared_state, check_stream, target_of, windows_of
+from bufstore.nats.setup import bucket_stream, check_shared_state, check_stream, windows_of
 from bufstore.nats.shared_state import NatsSharedState
 
 _VERSION_ADVISED = (2, 15, 1)
@@ -88,14 +90,14 @@ async def _look(
         notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
         return None
     assert found is not None
-    config, metadata = found.config, info["config"].get("metadata") or {}
+    config = found.config
     log = SeenLog(config, found.target)
     try:
         _drift(notes, "log", lambda: check_stream(config, info["config"]))
     except LogRolledBack as e:  # out of service: nothing answers on its subjects, so permissions cannot be tried
         notes.say("log settings", Level.BAD, e.reason, "see Going back in time in docs/OPERATIONS.md")
         return log
-    _agreed(notes, config, metadata)
+    _agreed(notes, found.target, windows_of(info["config"]["metadata"]))
     _copies(notes, info)
     bucket = await _bucket(notes, stream, config, account)
     session = NatsSession(target.nats, BufferConfig.fitting(config, flusher=False), target.session)
@@ -171,12 +173,9 @@ def _drift(notes: Notes, what: str, compare: Any) -> None:
         notes.say(f"{what} settings", Level.OK, "as they must be")
 
 
-def _agreed(notes: Notes, config: LogConfig, metadata: dict[str, Any]) -> None:
+def _agreed(notes: Notes, target: Target, windows: Windows) -> None:
     """Note what the log says of itself, on which all its processes must agree."""
-    target, windows = target_of(metadata), windows_of(config, metadata)
-    found = f"{target.store}, database {target.id}" if target is not None else "it does not say"
-    advice = "made by an earlier release: start an app of this one first, or see `bufstore log adopt`"
-    notes.require("flushed into", target is not None, found, advice)
+    notes.say("flushed into", Level.OK, f"{target.store}, database {target.id}")
     window = f"{windows.failover_window_s:g} s{', archived' if windows.archive else ''}"
     if windows.changing:
         window += f", becoming {windows.next_failover_window_s:g} s{', archived' if windows.next_archive else ''}"

@@ -9,7 +9,6 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigDrift
-from bufstore.nats.finding import FoundLog
 from bufstore.threads.repairing import repair_buffer, repairing
 
 
@@ -37,17 +36,18 @@ async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Rep
     """Return what was found, and the command or call that mends it."""
     log, how = await target.find_log(), "bufstore repair --apply"
     if log is None:
-        lost = await target.lost_log(lane)
-        log = FoundLog(lost, await target.noted(lost))
+        config = await target.lost_log(lane)
+        named = await target.noted(config)
     else:
+        config, named = log
         try:
             target.check_ours(log)
         except ConfigDrift as e:
             if apply:
                 raise
             how = f"bufstore.repair(…, apply=True) in a process that has the store, because {e}"
-    repairs = repairing(BufferConfig.fitting(log.config))
-    return await repair_buffer(target.buffer_of(log.target, repairs), apply=apply), how
+    repairs = repairing(BufferConfig.fitting(config))
+    return await repair_buffer(target.buffer_of(named, repairs), apply=apply), how
 
 
 def _lines(found: Repaired, how: str) -> list[str]:

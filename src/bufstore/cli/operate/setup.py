@@ -146,8 +146,7 @@ async def _setup(
             raise ConfigError(f"stream {target.stream!r} is lane {lane} of a log: name the first lane's stream")
         wanted = _lanes(f"stream {target.stream}", wanted, found.config.lanes)
     async with _owner(target, roles) as connection:
-        if found is not None and not await tables.has_flushed(connection, target.schema):
-            # The log may be that of an app's own store, which must be the one to say so in it.
+        if found is not None:  # the log may be that of an app's own store
             target.check_threads(found)
         lanes = _lanes(f"schema {target.schema}", wanted, await tables.lanes(connection, target.schema))
         migrated: dict[str, dict[str, list[int]]] = {}

@@ -141,7 +141,7 @@ async def _check_database(deployment: Deployment, log: LogState) -> None:
     async with deployment.database(log.config) as (_, ledger):
         noted = await ledger.target()
     check_same(deployment.stream, log.target, noted)
-    check_proof(deployment.stream, log.target, proven=log.target is None or noted is not None)
+    check_proof(deployment.stream, log.target, proven=noted is not None)
 
 
 async def _note(deployment: Deployment, log: LogState, end: int) -> None:

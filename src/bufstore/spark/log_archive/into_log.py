@@ -177,8 +177,7 @@ class _IntoLane:
         """Raise ConfigError unless Postgres and the log go together."""
         log, noted = await log_of(self._deployment), await self._ledger.target()
         check_same(self._deployment.stream, log.target, noted)
-        if log.target is not None and noted is None:
-            check_proof(self._deployment.stream, log.target, proven=False)
+        check_proof(self._deployment.stream, log.target, proven=noted is not None)
         known = await self._ledger.epoch()
         if known is not None and known != log.epoch:
             raise ConfigError(

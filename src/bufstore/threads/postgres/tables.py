@@ -16,7 +16,6 @@ from bufstore.postgres.connection.migrate import (
     applied_migrations,
     check_schema,
     has_schema,
-    has_table,
     migrate,
     migrations_of,
     preparing,
@@ -54,14 +53,6 @@ async def missing(connection: AsyncConnection[Any], schema: str, parts: Sequence
 async def functions(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> list[str]:
     """Return the statements that make again those functions of these parts that name another schema. Only reads."""
     return [text for part in parts for text in await remaking(connection, schema, folder_of(part), part)]
-
-
-async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
-    """Whether a PostgresThreadStore of this schema holds anything. Only reads."""
-    if not await has_table(connection, schema, "threads"):
-        return False
-    rows = sql.SQL("SELECT FROM {}.threads LIMIT 1").format(sql.Identifier(schema))
-    return bool((await connection.execute(rows)).rowcount)
 
 
 async def lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
