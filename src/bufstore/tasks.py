@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import Task
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
@@ -10,8 +11,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+#: How many turns of the loop it takes, at most, until what arrived has been read, understood and told to a waiter.
+_TURNS = 10
+
 #: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
-_going_on: set[asyncio.Task[Any]] = set()
+_going_on: set[Task[Any]] = set()
 
 
 class StrayCancelledError(Exception):
@@ -45,7 +49,7 @@ def no_cancel_lost() -> Iterator[None]:
             raise asyncio.CancelledError
 
 
-def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -> asyncio.Task[T]:
+def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -> Task[T]:
     """Return a task that begins one turn of the loop later, even if an app has made the tasks of its loop eager.
 
     So a caller that keeps the task has it before its work begins. The task gets a copy of the caller's context, or with
@@ -56,7 +60,7 @@ def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -
     coroutine = work if asyncio.iscoroutine(work) else _result(work)
     # Not `create_task`, which asks the loop's task factory: nobody can tell whether an app's factory makes eager tasks,
     # as when Sentry has wrapped `asyncio.eager_task_factory`.
-    return asyncio.Task(coroutine, loop=loop, name=name, context=Context() if apart else None)
+    return Task(coroutine, loop=loop, name=name, context=Context() if apart else None)
 
 
 async def _result(work: Awaitable[T]) -> T:
@@ -74,7 +78,7 @@ class Closing:
     A caller that comes meanwhile waits for the same end. A later caller closes again, and must find nothing to do.
     """
 
-    _task: asyncio.Task[None] | None = None
+    _task: Task[None] | None = None
 
     async def __call__(self, close: Callable[[], Awaitable[None]]) -> None:
         """Run `close`, or wait for the run that has begun. Raises what `close` raises."""
@@ -83,7 +87,7 @@ class Closing:
         await asyncio.shield(self._task)
 
 
-def _keep(work: Awaitable[T], name: str | None) -> asyncio.Task[T]:
+def _keep(work: Awaitable[T], name: str | None) -> Task[T]:
     task = spawn(work, name=name)
     _going_on.add(task)
     task.add_done_callback(_going_on.discard)
@@ -108,6 +112,12 @@ def settle(answer: asyncio.Future[T], outcome: T | Exception) -> None:
         answer.set_result(outcome)
 
 
+async def what_came() -> None:
+    """Have the loop handle what has arrived: after it stood still, a deadline is over before that is read."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+
+
 async def set_within(event: asyncio.Event, seconds: float) -> None:
     """Return when the event is set, or after so many seconds."""
     with suppress(TimeoutError):
@@ -115,13 +125,13 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-def see_error(task: asyncio.Task[Any]) -> None:
+def see_error(task: Task[Any]) -> None:
     """Look at the error of a task that is done. Otherwise asyncio warns of it when all callers were cancelled."""
     if not task.cancelled():
         task.exception()
 
 
-def interrupted(task: asyncio.Task[Any]) -> bool:
+def interrupted(task: Task[Any]) -> bool:
     """Whether a task that is done was ended by Ctrl-C: Python raises KeyboardInterrupt in whatever runs just then.
 
     A loop that is run again afterwards, as IPython does, goes on without the task.

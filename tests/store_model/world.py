@@ -165,6 +165,7 @@ class World:
         self._patches = [
             mock.patch("secrets.randbits", self.chance.getrandbits),
             mock.patch("secrets.token_hex", lambda n: f"{self.chance.getrandbits(8 * n):0{2 * n}x}"),
+            mock.patch("bufstore.tasks.Task", lambda work, loop, **options: self._make_task(loop, work, **options)),
         ]
         for patch in self._patches:
             patch.start()

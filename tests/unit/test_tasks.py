@@ -240,7 +240,7 @@ def test_a_task_apart_knows_nothing_of_its_callers_context() -> None:
 
 def test_tasks_are_made_in_one_place() -> None:
     """Regression: on a loop with eager tasks a writer's task ended before it was kept, and nothing more was written."""
-    made = re.compile(r"(asyncio|loop|get_running_loop\(\))\.(create_task|Task)\(|ensure_future\(")
+    made = re.compile(r"(asyncio|loop|get_running_loop\(\))\.create_task\(|\bTask\(.*loop=|ensure_future\(")
     files = Path(bufstore.__file__).parent.rglob("*.py")
     assert [f.name for f in files if made.search(f.read_text())] == ["tasks.py"]
 

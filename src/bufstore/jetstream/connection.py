@@ -47,7 +47,7 @@ from bufstore.jetstream.questions import OF_READ, Doubt, Questions
 from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
-from bufstore.tasks import Closing, end, interrupted, no_cancel_lost, set_within, settle, spawn
+from bufstore.tasks import Closing, end, interrupted, no_cancel_lost, set_within, settle, spawn, what_came
 
 _log = logging.getLogger(__name__)
 
@@ -259,8 +259,10 @@ class Connection:
         except LogUnavailable as e:
             error = e
         except (AppendUnknown, *FAILURES) as e:
+            if isinstance(e, TimeoutError):
+                await what_came()
             error = e if isinstance(e, AppendUnknown) else meaning(e, sent=False, why=self._reason)
-            if isinstance(error, AppendUnknown):
+            if isinstance(error, AppendUnknown) and not side_by_side.ended:
                 self._drop(client, "a write got no answer")
         finally:
             self._pace.end(tokens[0])
@@ -296,9 +298,9 @@ class Connection:
 
         def heard(outcome: bytes | Exception) -> bool:
             settle(answer, outcome)
-            if doubt is None or not isinstance(outcome, bytes):
+            if not isinstance(outcome, bytes):
                 return False
-            if not doubt.refused(outcome):
+            if doubt is None or not doubt.refused(outcome):
                 accepted.append(outcome)
             return not accepted  # another leader may answer, too
 
@@ -321,8 +323,12 @@ class Connection:
                     await self._proven(doubt)
                 return accepted[0] if accepted else first
         except FAILURES as e:
-            if isinstance(e, TimeoutError) and not self._choice.single:  # a node behind a single address says so
-                self._failed(asked_at)
+            if isinstance(e, TimeoutError):
+                await what_came()
+                if accepted:
+                    return accepted[0]
+                if not self._choice.single:  # a node behind a single address says so
+                    self._failed(asked_at)
             raise meaning(e, sent=sent, why=self._reason) from None
         finally:
             self._questions.forget(token)

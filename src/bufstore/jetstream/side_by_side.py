@@ -33,6 +33,11 @@ class SideBySide:
         self._end(number, outcome)
         return False
 
+    @property
+    def ended(self) -> bool:
+        """Whether all messages have ended."""
+        return not self._left
+
     async def all_ended(self, prove: Callable[[Doubt], Awaitable[None]]) -> None:
         """Wait for the answers. A refused message has ended when no other answer has come by the time of a proof.
 
