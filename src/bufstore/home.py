@@ -17,10 +17,6 @@ from bufstore.errors import ConfigError
 
 #: The message of the error that a call raises in a forked process.
 FORKED = "a store does not outlive a fork: open one in each process"
-#: The number of forks from the process that imported this module to the current process.
-_forks = 0
-#: The process that has counted them.
-_counted_by = os.getpid()
 
 
 class Connected(Protocol):
@@ -30,29 +26,33 @@ class Connected(Protocol):
         """Return the socket's descriptor. A negative number, or any error, means that there is no socket now."""
 
 
-_connected: weakref.WeakSet[Connected] = weakref.WeakSet()
+#: The connections of each process: of this one, and of those that it was forked off from.
+_connected: dict[int, weakref.WeakSet[Connected]] = {}
 
 
 def owned_here(connected: Connected) -> None:
     """Note a connection of this process, so that a forked process cuts its copy of the socket off."""
-    _connected.add(connected)
+    _connected.setdefault(os.getpid(), weakref.WeakSet()).add(connected)
 
 
 class Home:
     """The event loop that runs, and the process that it runs in, when this object is made."""
 
-    __slots__ = ("_forks", "_loop")
+    __slots__ = ("_loop", "_process")
 
     def __init__(self) -> None:
         try:
-            self._loop, self._forks = asyncio.get_running_loop(), _forks_here()
+            self._loop, self._process = asyncio.get_running_loop(), os.getpid()
         except RuntimeError:
             raise ConfigError("no asyncio event loop runs here (on trio: use a blocking store in a thread)") from None
 
     @property
     def left(self) -> bool:
         """Whether this process was forked off since: then everything that was opened belongs to its parent."""
-        return self._forks != _forks_here()
+        if self._process == os.getpid():
+            return False
+        _cut_off()  # a host in C that forks tells Python of it only if it is asked to (uWSGI: --py-call-osafterfork)
+        return True
 
     def check(self) -> None:
         """Raise ConfigError in another process or on another loop, where what is kept for later calls would break."""
@@ -71,17 +71,11 @@ class Home:
         return True
 
 
-def _forks_here() -> int:
-    # A host in C that forks tells Python of it only if it is asked to (uWSGI: --py-call-osafterfork).
-    if os.getpid() != _counted_by:
-        _forked()
-    return _forks
-
-
-def _forked() -> None:
-    global _forks, _counted_by
-    _forks, _counted_by = _forks + 1, os.getpid()
-    if not _connected:
+def _cut_off() -> None:
+    """Let go of the sockets of the processes that this one was forked off from."""
+    others = [_connected.pop(process, ()) for process in list(_connected) if process != os.getpid()]
+    theirs = [connected for each in others for connected in each]
+    if not theirs:
         return
     # A socket without a peer replaces each of them: reads end, and writes fail. Closing the sockets instead would free
     # their numbers for later sockets, while the copies still use them. Shutting the sockets down would end the parent's
@@ -90,11 +84,10 @@ def _forked() -> None:
     other.close()
     with ours:
         ours.setblocking(False)
-        for connected in list(_connected):
+        for connected in theirs:
             with suppress(Exception):
-                if (theirs := connected.fileno()) >= 0:
-                    os.dup2(ours.fileno(), theirs, inheritable=False)
-    _connected.clear()
+                if (number := connected.fileno()) >= 0:
+                    os.dup2(ours.fileno(), number, inheritable=False)
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_cut_off)

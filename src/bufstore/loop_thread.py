@@ -144,19 +144,20 @@ class LoopThread:
         with held_at_exit(loop):
             try:
                 loop.run_forever()
+                until = loop.time() + _ENDS_S
                 # A call that was given up gives back what it has, and may need the other tasks for that.
-                self._wait(task for task in asyncio.all_tasks(loop) if task.cancelling())
+                self._wait((task for task in asyncio.all_tasks(loop) if task.cancelling()), until)
                 left = asyncio.all_tasks(loop)
                 for task in left:
                     task.cancel()
-                self._wait(left)
+                self._wait(left, until)
                 loop.run_until_complete(loop.shutdown_asyncgens())
             finally:
                 loop.close()
 
-    def _wait(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+    def _wait(self, tasks: Iterable[asyncio.Task[Any]], until: float) -> None:
         if ending := [*tasks]:
-            self._loop.run_until_complete(asyncio.wait(ending, timeout=_ENDS_S))
+            self._loop.run_until_complete(asyncio.wait(ending, timeout=max(until - self._loop.time(), 0)))
 
     def _stop(self) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: How many turns of the loop it takes, at most, until what arrived has been read, understood and told to a waiter.
+#: How many turns of the loop it takes until an answer that arrived has been read, understood and told to a waiter.
 _TURNS = 10
 
 #: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
@@ -116,6 +116,14 @@ async def what_came() -> None:
     """Have the loop handle what has arrived: after it stood still, a deadline is over before that is read."""
     for _ in range(_TURNS):
         await asyncio.sleep(0)
+
+
+async def ended_within(future: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait for a future for so many seconds, and for `what_came`; return whether it has ended."""
+    await asyncio.wait([future], timeout=seconds)
+    if not future.done():
+        await what_came()
+    return future.done()
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> None:

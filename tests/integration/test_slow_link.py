@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -118,25 +119,29 @@ async def test_what_has_come_of_an_answer_when_the_time_is_over_counts(deploymen
             proxy.to_client.heal()
 
 
-@pytest.mark.parametrize("writes", [0, 1, 3])
-async def test_an_answer_that_came_while_the_loop_stood_still_counts(deployment: Deployment, writes: int) -> None:
+@pytest.mark.parametrize("asked", ["one write", "several writes", "a request", "a read"])
+async def test_an_answer_that_came_while_the_loop_stood_still_counts(deployment: Deployment, asked: str) -> None:
     """Regression: the deadline was over before the answer was read, and a write took the connection of all with it."""
     async with deployment.store(flusher=False) as store:
         connection: Connection = store.buffer.session.connection  # type: ignore[attr-defined]
-        client, ended = connection.client(), dict[int, bytes | Exception]()
-        if writes:
-            messages = [Outgoing(f"$KV.{deployment.log.bucket}.probe{n}", b"") for n in range(writes)]
-            asking = asyncio.create_task(connection.write_each(messages, 1.0, ended.__setitem__))
-        else:
-            asking = asyncio.create_task(_answer(connection, ended))
+        stream, ended = store.buffer.session.stream, dict[int, Any]()
+        client = connection.client()
+        count = 3 if asked == "several writes" else 1
+
+        async def ask() -> None:
+            if asked == "a request":
+                ended[0] = await connection.request("$JS.API.INFO", b"", 1.0)
+            elif asked == "a read":
+                ended[0] = await stream.part("nothing.here", 0, 1.0, 1)
+            else:
+                messages = [Outgoing(f"$KV.{deployment.log.bucket}.probe{n}", b"") for n in range(count)]
+                await connection.write_each(messages, 1.0, ended.__setitem__)
+
+        asking = asyncio.create_task(ask())
         for _ in range(3):  # it is sent
             await asyncio.sleep(0)
         time.sleep(1.5)  # noqa: ASYNC251
         await asking
-        assert sorted(ended) == list(range(writes or 1))
-        assert all(isinstance(outcome, bytes) for outcome in ended.values()), ended
+        assert sorted(ended) == list(range(count))
+        assert not [outcome for outcome in ended.values() if isinstance(outcome, Exception)]
         assert connection.client() is client
-
-
-async def _answer(connection: Connection, ended: dict[int, bytes | Exception]) -> None:
-    ended[0] = await connection.request("$JS.API.INFO", b"", 1.0)

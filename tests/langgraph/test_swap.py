@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
 
 from bufstore import BufferConfig, ConfigDrift, ConfigError, StoreMisconfigured
+from bufstore.buffer.lanes import lane_of
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
 from helpers import fresh, query
@@ -154,9 +156,11 @@ async def test_tables_of_another_version_are_refused(place: Place, change: str, 
             pass
 
 
-async def test_tables_that_are_gone_with_what_was_flushed_are_not_made_anew(servers: Servers) -> None:
+@pytest.mark.parametrize("lane", [0, 1])
+async def test_tables_that_are_gone_with_what_was_flushed_are_not_made_anew(servers: Servers, lane: int) -> None:
     """Regression: every thread was read as if it had never been, and a graph began it again."""
-    place, thread_id = Place(servers), fresh()
+    place = Place(servers, lanes=2)
+    thread_id = next(name for name in map(str, itertools.count()) if lane_of(name, place.log) == lane)
     async with place.saver() as saver:
         at = await saver.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
         await saver.force_flush()
@@ -176,6 +180,25 @@ async def test_tables_that_are_gone_with_what_was_flushed_are_not_made_anew(serv
     await query(place.dsn, f"DROP SCHEMA {place.schema} CASCADE")
     async with place.saver() as saver:  # nothing is missing
         assert await saver.aget_tuple(config(thread_id)) is None
+
+
+async def test_in_a_database_that_is_refused_no_tables_are_made(servers: Servers) -> None:
+    """Regression: they were found when the buffer's schema was restored, and taken for those of its threads."""
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+        await saver.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+    buffer = f"{place.schema}_b"
+    for schema in (place.schema, buffer):
+        await query(place.dsn, f"ALTER SCHEMA {schema} RENAME TO {schema}_away")
+    with pytest.raises(ConfigDrift):
+        async with place.saver():
+            pass
+    await query(place.dsn, f"DROP SCHEMA {buffer} CASCADE")
+    await query(place.dsn, f"ALTER SCHEMA {buffer}_away RENAME TO {buffer}")
+    with pytest.raises(StoreMisconfigured, match="from one backup"):
+        async with place.saver():
+            pass
 
 
 async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from bufstore.buffer.domain import Backing
@@ -59,25 +61,34 @@ async def prepare_store(
     `away_s`: see `Ledger.setup`.
     """
     await ledger.setup(away_s)
-    await backing.setup()
-    await meet(log, ledger, config.log, backing.kind)
+    await _meet(log, ledger, config.log, backing)
 
 
-async def meet(log: Log, ledger: Ledger, config: LogConfig, ours: Kind) -> None:
-    """Make sure that log and ledger belong together and say so; create the log if it is missing.
+async def _meet(log: Log, ledger: Ledger, config: LogConfig, backing: Backing[Any]) -> None:
+    """Make sure that log and ledger belong together and say so; create the store's tables and the log if they lack.
 
     Raises ConfigDrift, LogRolledBack.
     """
-    epoch, known, layout = await log.epoch(), await ledger.epoch(), await ledger.layout()
-    try:
+    epoch, known, layout, ours = await log.epoch(), await ledger.epoch(), await ledger.layout(), backing.kind
+    with _refusing(log):
         check_layout(config, layout)
         named, noted = await _check(log, ledger, config.stream, ours, epoch, known)
+    # Not before: in a database that is refused, nobody may find tables that were never flushed into.
+    await backing.setup()
+    with _refusing(log):
         if named is None or noted is None:
             await _name(log, ledger, config.stream, ours, epoch, known or 0, named)
         if layout is None:
             await ledger.set_layout(layout_of(config))  # the existing log was compared with this configuration
+
+
+@contextmanager
+def _refusing(log: Log) -> Iterator[None]:
+    """Refuse the log for what the block raises: who only finds it out before a flush must not go on writing."""
+    try:
+        yield
     except (ConfigDrift, LogRolledBack) as e:
-        log.refuse(_why(e))  # a process that only finds this out when it begins to flush must not go on writing
+        log.refuse(_why(e))
         raise
 
 

@@ -59,8 +59,12 @@ def came_late(error: BaseException) -> bool:
 
 
 def most_telling(errors: Sequence[Exception]) -> Exception:
-    """Return one of the errors of connecting: what somebody has to mend says more than a server that is away."""
-    return next((e for e in errors if isinstance(e, ConfigError)), errors[-1])
+    """Return one of the errors of connecting: what somebody has to mend says more than a server that is away.
+
+    So does a server that is there.
+    """
+    late = next((e for e in errors if came_late(e)), errors[-1])
+    return next((e for e in errors if isinstance(e, ConfigError)), late)
 
 
 def may_not_publish(subject: str, api: str) -> tuple[ConfigError, set[str]]:

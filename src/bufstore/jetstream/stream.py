@@ -28,6 +28,7 @@ from bufstore.jetstream.messages import (
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.server_version import check_version
 from bufstore.shared_call import SharedCall
+from bufstore.tasks import ended_within
 
 _SUBJECTS_PER_GET = 1000
 #: How long a leader may take to prove that it leads, in seconds.
@@ -293,14 +294,13 @@ class NatsStream:
         try:
             with self._connection.answers(subject, get.add, get.end) as reply:
                 await frames.post(client, subject, json.dumps(request).encode(), reply)
-                async with asyncio.timeout(timeout_s):
-                    return await get.done
-        except TimeoutError:
-            if partly and (came := get.came()) is not None:
-                return came
-            raise LogUnavailable("the log did not answer a read in time") from None
+                if await ended_within(get.done, timeout_s):
+                    return get.done.result()
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
+        if partly and (came := get.came()) is not None:
+            return came
+        raise LogUnavailable("the log did not answer a read in time")
 
 
 def _is_refused(answer: bytes) -> bool:

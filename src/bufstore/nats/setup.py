@@ -50,15 +50,16 @@ def said_by(found: Mapping[str, Any]) -> tuple[Windows, Target]:
         windows, target = windows_of(metadata), target_of(metadata)
         for name in ("epoch", "partitions"):
             int(metadata[_OURS + name])
-        lanes_of(metadata), metadata[_OURS + "bucket"]
+        lanes_of(metadata), metadata[_OURS + "bucket"], metadata[_OURS + "form"]
     except (KeyError, ValueError) as e:
         raise ConfigDrift(
             f"stream {found['name']}",
             "metadata",
             expected="what was written when the log was made",
             found=f"without {e.args[0]}" if isinstance(e, KeyError) else str(e),
-            way_out="Somebody has changed it since. Put it back with `nats stream edit`: domain, store, target and "
-            "epoch stand in table buffer_log of Postgres, the rest in the app's LogConfig.",
+            way_out="Somebody has changed it since. `nats stream edit --metadata` sets all of it at once: give all "
+            "that it says now, and what lacks. domain, store, target and epoch stand in table buffer_log of Postgres, "
+            f"form is {_FORM}, and the rest is in the app's LogConfig.",
         ) from None
     return windows, target
 
@@ -262,9 +263,10 @@ def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
             "partitions",
             expected="a number",
             found=None,
-            way_out="bufstore did not create this stream, it is not ours: choose another one.",
+            way_out="bufstore did not create this stream, it is not ours: choose another one. (Or all that it said of "
+            "itself was removed by hand.)",
         )
-    if form != _FORM:
+    if form != _FORM and (form is not None or _OURS + "target" not in metadata):
         raise ConfigDrift(
             f"stream {stream}",
             "form",

@@ -86,6 +86,9 @@ async def _look(
         bucket = await _lacks(stream, bucket_stream(config))
         _room(notes, account, 1 + bucket, LogConfig.max_bytes)
         return SeenLog(config, there=False)
+    except ConfigDrift as e:
+        notes.say("log", Level.BAD, str(e))
+        return None
     except BufstoreError as e:
         notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
         return None

@@ -11,7 +11,7 @@ from typing import Any, LiteralString
 from psycopg import AsyncConnection, sql
 
 from bufstore.buffer.domain import Backing
-from bufstore.buffer.lanes import ledger_schema
+from bufstore.buffer.lanes import ledger_schema, ledger_schemas
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigError, StoreMisconfigured
@@ -84,6 +84,8 @@ class PostgresCheckpointStore:
         if timeout_s <= 0:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
+        #: The schemas of all lanes' buffers.
+        self._ledgers = [buffer_schema]
         self._conninfo = conninfo
         #: Whether a buffer has opened this store; the buffer also closes it.
         self._behind = False
@@ -96,6 +98,7 @@ class PostgresCheckpointStore:
     def of_lane(self, log: LogConfig) -> PostgresCheckpointStore:
         """See `CheckpointStore.of_lane`. The watermarks of every lane but the first are in a schema of their own."""
         if not log.lane:
+            self._ledgers = ledger_schemas(self.buffer_schema, log.lanes)
             return self
         lane = copy.copy(self)  # with the same pool
         lane.buffer_schema = check_schema(ledger_schema(self.buffer_schema, log))
@@ -136,7 +139,7 @@ class PostgresCheckpointStore:
             if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
                 if not await has_table(connection, self.schema, "checkpoint_migrations"):
-                    await check_never_flushed(connection, self.schema, self.buffer_schema)
+                    await check_never_flushed(connection, self.schema, self._ledgers)
                     await make_schema(connection, self.schema)
                     script = (_PACKAGE / "tables.sql").read_text(encoding="utf-8")
                     await connection.execute(rendered(script, self.schema))
@@ -278,20 +281,21 @@ def check_migration(schema: str, version: int | None) -> None:
     raise ConfigError(f"{found} supports only {MIGRATION}: upgrade bufstore")
 
 
-async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buffer_schema: str) -> None:
+async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buffer_schemas: Sequence[str]) -> None:
     """Raise StoreMisconfigured if threads were flushed: then LangGraph's tables, which are not there, had rows.
 
     Nobody may create them anew: all of these threads would be read as if they had never been, and be written on.
     """
-    if not await has_table(connection, buffer_schema, "buffer_threads"):
-        return
-    flushed = "SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1"
-    if (await connection.execute(sql.SQL(flushed).format(sql.Identifier(buffer_schema)))).rowcount:
-        raise StoreMisconfigured(
-            f"LangGraph's tables are not in schema {schema!r}, although threads were flushed into them, as schema "
-            f"{buffer_schema!r} says: restore both schemas from one backup, or give the tables' schema its name back. "
-            "To go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
-        )
+    for buffer_schema in buffer_schemas:
+        if not await has_table(connection, buffer_schema, "buffer_threads"):
+            continue
+        flushed = "SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1"
+        if (await connection.execute(sql.SQL(flushed).format(sql.Identifier(buffer_schema)))).rowcount:
+            raise StoreMisconfigured(
+                f"LangGraph's tables are not in schema {schema!r}, although threads were flushed into them, as schema "
+                f"{buffer_schema!r} says: restore all schemas from one backup, or give the tables' schema its name "
+                "back. To go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
+            )
 
 
 def _statements(schema: str, buffer_schema: str) -> dict[str, LiteralString]:
