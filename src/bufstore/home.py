@@ -32,6 +32,7 @@ _connected: dict[int, weakref.WeakSet[Connected]] = {}
 
 def owned_here(connected: Connected) -> None:
     """Note a connection of this process, so that a forked process cuts its copy of the socket off."""
+    _cut_off()
     _connected.setdefault(os.getpid(), weakref.WeakSet()).add(connected)
 
 
@@ -45,13 +46,14 @@ class Home:
             self._loop, self._process = asyncio.get_running_loop(), os.getpid()
         except RuntimeError:
             raise ConfigError("no asyncio event loop runs here (on trio: use a blocking store in a thread)") from None
+        _cut_off()
 
     @property
     def left(self) -> bool:
         """Whether this process was forked off since: then everything that was opened belongs to its parent."""
         if self._process == os.getpid():
             return False
-        _cut_off()  # a host in C that forks tells Python of it only if it is asked to (uWSGI: --py-call-osafterfork)
+        _cut_off()
         return True
 
     def check(self) -> None:
@@ -72,7 +74,11 @@ class Home:
 
 
 def _cut_off() -> None:
-    """Let go of the sockets of the processes that this one was forked off from."""
+    """Let go of the sockets of the processes that this one was forked off from.
+
+    A host in C that forks tells Python of it only if it is asked to (uWSGI: --py-call-osafterfork). So this is also
+    called before anything of this process is connected, and when something of another is used.
+    """
     others = [_connected.pop(process, ()) for process in list(_connected) if process != os.getpid()]
     theirs = [connected for each in others for connected in each]
     if not theirs:

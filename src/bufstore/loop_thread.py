@@ -25,6 +25,8 @@ _OWN_MAX_S = threading.TIMEOUT_MAX / 2
 _LOOKS_S = 1.0
 #: How long, in seconds, the loop waits for cancelled tasks before it ends.
 _ENDS_S = 5.0
+#: How much of that the others have in any case, when a call that was given up does not end.
+_LEAST_S = 0.5
 
 
 class Call(Generic[R]):
@@ -150,7 +152,7 @@ class LoopThread:
                 left = asyncio.all_tasks(loop)
                 for task in left:
                     task.cancel()
-                self._wait(left, until)
+                self._wait(left, max(until, loop.time() + _LEAST_S))
                 loop.run_until_complete(loop.shutdown_asyncgens())
             finally:
                 loop.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
 
-from bufstore import BufferConfig, ConfigDrift, ConfigError, StoreMisconfigured
+from bufstore import BufferConfig, ConfigDrift, ConfigError, LogRolledBack, StoreMisconfigured
 from bufstore.buffer.lanes import lane_of
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
@@ -172,6 +173,10 @@ async def test_tables_that_are_gone_with_what_was_flushed_are_not_made_anew(serv
     assert said["level"] == "bad"
     assert "from one backup" in said["found"]
     await command(place, "flush", code=None)
+    stream = f"{place.log.stream}-1" if lane else place.log.stream
+    await command(place, "repair", "--apply", "--stream", stream, code=2)
+    made = "SELECT count(*) FROM pg_tables WHERE schemaname = %s"
+    assert await query(place.dsn, made, place.schema) == [(0,)]
     await query(place.dsn, f"ALTER SCHEMA {place.schema}_away RENAME TO {place.schema}")
     async with place.saver() as saver:
         assert (await saver.aget_tuple(config(thread_id))).config == at  # type: ignore[union-attr]
@@ -180,6 +185,34 @@ async def test_tables_that_are_gone_with_what_was_flushed_are_not_made_anew(serv
     await query(place.dsn, f"DROP SCHEMA {place.schema} CASCADE")
     async with place.saver() as saver:  # nothing is missing
         assert await saver.aget_tuple(config(thread_id)) is None
+
+
+async def test_what_became_of_the_log_while_tables_were_made_counts(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a log that others had made, flushed and lost meanwhile was made again, and took writes."""
+    place, making, go_on, setup = Place(servers), asyncio.Event(), asyncio.Event(), PostgresCheckpointStore.setup
+
+    async def slow(self: PostgresCheckpointStore) -> None:
+        if not making.is_set():
+            making.set()
+            await go_on.wait()
+        await setup(self)
+
+    async def late() -> None:
+        async with place.saver(flusher=False):
+            pass
+
+    monkeypatch.setattr(PostgresCheckpointStore, "setup", slow)
+    opening = asyncio.create_task(late())
+    await making.wait()
+    async with place.saver() as saver:
+        await saver.aput(config(fresh()), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+        await saver.engine.buffer.session.stream.api(f"STREAM.DELETE.{place.log.stream}")  # type: ignore[attr-defined]
+    go_on.set()
+    with pytest.raises(LogRolledBack):
+        await opening
 
 
 async def test_in_a_database_that_is_refused_no_tables_are_made(servers: Servers) -> None:

@@ -94,9 +94,4 @@ def _numbered(first: LogConfig, lane: int) -> LogConfig:
 
 def ledger_schema(schema: str, log: LogConfig) -> str:
     """Return the schema of the ledger's tables; `schema` is the store's, which the first lane's ledger shares."""
-    return ledger_schemas(schema, log.lane + 1)[-1]
-
-
-def ledger_schemas(schema: str, lanes: int) -> list[str]:
-    """Return the schema of each lane's ledger, see `ledger_schema`."""
-    return [schema, *(f"{schema}_lane{lane}" for lane in range(1, lanes))]
+    return f"{schema}_lane{log.lane}" if log.lane else schema

@@ -69,16 +69,22 @@ async def _meet(log: Log, ledger: Ledger, config: LogConfig, backing: Backing[An
 
     Raises ConfigDrift, LogRolledBack.
     """
-    epoch, known, layout, ours = await log.epoch(), await ledger.epoch(), await ledger.layout(), backing.kind
+
+    async def compared() -> tuple[int | None, int | None, Target | None, Target | None]:
+        epoch, known = await log.epoch(), await ledger.epoch()
+        check_layout(config, await ledger.layout())
+        return epoch, known, *await _check(log, ledger, config.stream, backing.kind, epoch, known)
+
     with _refusing(log):
-        check_layout(config, layout)
-        named, noted = await _check(log, ledger, config.stream, ours, epoch, known)
+        _, _, named, noted = await compared()
     # Not before: in a database that is refused, nobody may find tables that were never flushed into.
     await backing.setup()
     with _refusing(log):
         if named is None or noted is None:
-            await _name(log, ledger, config.stream, ours, epoch, known or 0, named)
-        if layout is None:
+            epoch, known, named, noted = await compared()  # the setup may have taken long
+        if named is None or noted is None:
+            await _name(log, ledger, config.stream, backing.kind, epoch, known or 0, named)
+        if await ledger.layout() is None:
             await ledger.set_layout(layout_of(config))  # the existing log was compared with this configuration
 
 

@@ -236,9 +236,10 @@ class CheckpointLane:
 
     async def check_not_parked(self, thread_id: str) -> None:
         """Raise ThreadQuarantined if entries of the thread are in quarantine. Raises StoreUnavailable."""
-        watermark = (await self.buffer.reads.watermarks([thread_id])).get(thread_id)
-        if watermark is not None and watermark.broken_since is not None:
-            raise ThreadQuarantined(thread_id, watermark.broken_since)
+        reads, ledger = self.buffer.reads, self.buffer.ledger
+        since = (await reads.restored.counting(lambda: ledger.watermark(thread_id))).broken_since
+        if since is not None:
+            raise ThreadQuarantined(thread_id, since)
 
     async def delete(self, thread_id: str) -> None:
         """Append an entry that deletes the thread. Raises like `append`."""

@@ -256,8 +256,8 @@ def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
 
     This release cannot read the entries of such a log, which must not get lost.
     """
-    form = metadata.get(_OURS + "form")
-    if _OURS + "partitions" not in metadata:
+    form, begun = metadata.get(_OURS + "form"), _OURS + "epoch" in metadata
+    if not any(name.startswith(_OURS) for name in metadata):
         raise ConfigDrift(
             f"stream {stream}",
             "partitions",
@@ -266,7 +266,7 @@ def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
             way_out="bufstore did not create this stream, it is not ours: choose another one. (Or all that it said of "
             "itself was removed by hand.)",
         )
-    if form != _FORM and (form is not None or _OURS + "target" not in metadata):
+    if form != _FORM and (form is not None or (begun and _OURS + "target" not in metadata)):
         raise ConfigDrift(
             f"stream {stream}",
             "form",

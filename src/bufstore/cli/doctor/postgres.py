@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from psycopg import AsyncConnection, sql
 
-from bufstore.buffer.lanes import ledger_schema, ledger_schemas
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.cli.connect import Endpoints, langgraph_schema
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.doctor.together import SeenLog, check_together
@@ -68,7 +68,7 @@ async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckRe
             for lane in of_lane:
                 await _look_at_tables(lane, connection, target, ledger_schema(target.schema, config), log)
             if langgraphs is not None:
-                await _langgraph(notes, connection, langgraphs, ledger_schemas(target.schema, config.lanes))
+                await _langgraph(notes, connection, langgraphs, target.schema)
     except BufstoreError as e:
         if notes.checks:
             notes.say("looked at", Level.BAD, str(e))
@@ -171,13 +171,11 @@ async def _tables(
     return True
 
 
-async def _langgraph(
-    notes: Notes, connection: AsyncConnection[Any], schema: str, buffer_schemas: Sequence[str]
-) -> None:
+async def _langgraph(notes: Notes, connection: AsyncConnection[Any], schema: str, buffer_schema: str) -> None:
     """Check LangGraph's tables, which the log is flushed into."""
     if not await _value(connection, _IS_LANGGRAPHS, schema):
         try:
-            await check_never_flushed(connection, schema, buffer_schemas)
+            await check_never_flushed(connection, schema, buffer_schema)
         except StoreMisconfigured as e:
             notes.say("LangGraph tables", Level.BAD, str(e))
         else:

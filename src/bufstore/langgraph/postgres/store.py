@@ -11,7 +11,7 @@ from typing import Any, LiteralString
 from psycopg import AsyncConnection, sql
 
 from bufstore.buffer.domain import Backing
-from bufstore.buffer.lanes import ledger_schema, ledger_schemas
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigError, StoreMisconfigured
@@ -59,6 +59,10 @@ PRIVILEGES = {
 #: Whether the database sorts ids of checkpoints, as LangGraph makes them, by time: Czech sorts digits behind letters,
 #: Danish and Norwegian "aa" behind all, Welsh "dd" behind "df". Constants: where it does, the planner uses the index.
 _IN_ORDER = "('9'::text < 'a'::text AND 'aa'::text < 'ab'::text AND 'dd'::text < 'de'::text)"
+_LEDGERS = """
+SELECT schemaname FROM pg_catalog.pg_tables
+WHERE tablename = 'buffer_threads' AND (schemaname = %s OR starts_with(schemaname, %s || '_lane'))
+"""
 #: The key of the lock with which one process at a time creates the tables: any fixed number.
 _LOCK = 0x6C61_6E67_6772_6170
 
@@ -84,8 +88,8 @@ class PostgresCheckpointStore:
         if timeout_s <= 0:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
-        #: The schemas of all lanes' buffers.
-        self._ledgers = [buffer_schema]
+        #: The first lane's buffer_schema.
+        self._first = buffer_schema
         self._conninfo = conninfo
         #: Whether a buffer has opened this store; the buffer also closes it.
         self._behind = False
@@ -98,7 +102,6 @@ class PostgresCheckpointStore:
     def of_lane(self, log: LogConfig) -> PostgresCheckpointStore:
         """See `CheckpointStore.of_lane`. The watermarks of every lane but the first are in a schema of their own."""
         if not log.lane:
-            self._ledgers = ledger_schemas(self.buffer_schema, log.lanes)
             return self
         lane = copy.copy(self)  # with the same pool
         lane.buffer_schema = check_schema(ledger_schema(self.buffer_schema, log))
@@ -139,7 +142,7 @@ class PostgresCheckpointStore:
             if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
                 if not await has_table(connection, self.schema, "checkpoint_migrations"):
-                    await check_never_flushed(connection, self.schema, self._ledgers)
+                    await check_never_flushed(connection, self.schema, self._first)
                     await make_schema(connection, self.schema)
                     script = (_PACKAGE / "tables.sql").read_text(encoding="utf-8")
                     await connection.execute(rendered(script, self.schema))
@@ -281,20 +284,19 @@ def check_migration(schema: str, version: int | None) -> None:
     raise ConfigError(f"{found} supports only {MIGRATION}: upgrade bufstore")
 
 
-async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buffer_schemas: Sequence[str]) -> None:
+async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buffer_schema: str) -> None:
     """Raise StoreMisconfigured if threads were flushed: then LangGraph's tables, which are not there, had rows.
 
     Nobody may create them anew: all of these threads would be read as if they had never been, and be written on.
+    `buffer_schema`: the first lane's; those of the others are found.
     """
-    for buffer_schema in buffer_schemas:
-        if not await has_table(connection, buffer_schema, "buffer_threads"):
-            continue
-        flushed = "SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1"
-        if (await connection.execute(sql.SQL(flushed).format(sql.Identifier(buffer_schema)))).rowcount:
+    for (ledger,) in await (await connection.execute(_LEDGERS, [buffer_schema, buffer_schema])).fetchall():
+        flushed = sql.SQL("SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1")
+        if (await connection.execute(flushed.format(sql.Identifier(ledger)))).rowcount:
             raise StoreMisconfigured(
                 f"LangGraph's tables are not in schema {schema!r}, although threads were flushed into them, as schema "
-                f"{buffer_schema!r} says: restore all schemas from one backup, or give the tables' schema its name "
-                "back. To go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
+                f"{ledger!r} says: restore all schemas from one backup, or give the tables' schema its name back. To "
+                "go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
             )
 
 
