@@ -191,6 +191,7 @@ async def test_a_log_of_an_earlier_release_is_refused_and_told_how_to_go_on(depl
         result = await asyncio.to_thread(bufstore_cli, *command, **where(deployment))
         assert result.code != 0
         assert "An earlier release wrote this log" in result.err
+        assert "somebody has removed bufstore.form" in result.err
     client = await nats.connect(deployment.servers.nats.url)
     found = await client.jetstream().stream_info(deployment.log.stream)
     assert found.state.messages > 0

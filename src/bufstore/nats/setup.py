@@ -266,15 +266,16 @@ def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
             way_out="bufstore did not create this stream, it is not ours: choose another one. (Or all that it said of "
             "itself was removed by hand.)",
         )
-    if form != _FORM and (form is not None or (begun and _OURS + "target" not in metadata)):
+    if form != _FORM and (form is not None or begun):
         raise ConfigDrift(
             f"stream {stream}",
             "form",
             expected=_FORM,
             found=form,
-            way_out="An earlier release wrote this log. With that release, stop all writers and run `bufstore flush "
-            f"--all`; remove the stream (`nats stream rm {stream}`); then, with this release, begin a new log "
-            "by `bufstore repair --apply`.",
+            way_out="An earlier release wrote this log (or somebody has removed bufstore.form since: then set it to "
+            f"{_FORM} again with `nats stream edit --metadata`, which sets all of the metadata at once). With that "
+            "release, stop all writers and run `bufstore flush --all`; remove the stream "
+            f"(`nats stream rm {stream}`); then, with this release, begin a new log by `bufstore repair --apply`.",
         )
 
 
