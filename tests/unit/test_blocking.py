@@ -31,6 +31,7 @@ from bufstore import (
     Run,
     ThreadRunStore,
     VersionConflict,
+    loop_thread,
 )
 from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
 from bufstore.buffer.operate.quarantine import Quarantine
@@ -211,6 +212,30 @@ def test_an_open_that_is_given_up_may_need_the_other_tasks_to_end() -> None:
     with pytest.raises(CallTimeout):
         LoopThread(open_store, call_timeout_s=0.1)
     assert ended == ["asked", "opened"]
+
+
+def test_a_call_that_does_not_end_leaves_the_others_time_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "_ENDS_S", 0.1)
+    let_go, ended = asyncio.Event(), list[str]()
+
+    async def cleans() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("cleaned")
+            let_go.set()
+
+    async def open_store() -> None:
+        beside = asyncio.create_task(cleans())
+        while not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await let_go.wait()
+        await asyncio.wait([beside])
+
+    with pytest.raises(CallTimeout):
+        LoopThread(open_store, call_timeout_s=1)  # it waits as long for its thread
+    assert ended == ["cleaned"]
 
 
 def test_it_does_not_wait_for_itself() -> None:

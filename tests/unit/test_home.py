@@ -11,6 +11,9 @@ _SCRIPT = """
 import asyncio, ctypes, os, socket
 from bufstore.home import Home, owned_here
 
+async def opens():
+    Home()
+
 async def main():
     home, (ours, theirs) = Home(), socket.socketpair()
     theirs.settimeout(10)
@@ -24,21 +27,33 @@ async def main():
         return
     said = ""
     try:
+        {first}
+        ours.send(b"the child's")
+    except BaseException as e:
+        said = type(e).__name__
+    try:
         home.check()
     except BaseException as e:
-        said = str(e)
-    try:
-        ours.send(b"the child's")
-    except OSError as e:
-        said += type(e).__name__
-    os._exit(said != "a store does not outlive a fork: open one in each processBrokenPipeError")
+        said += " " + str(e)
+    os._exit(said != "{expected} a store does not outlive a fork: open one in each process")
 
 asyncio.run(main())
 """
 
 
 @pytest.mark.parametrize("fork", ["os.fork", "ctypes.PyDLL(None).fork"])
-def test_a_fork_is_noticed_though_nobody_tells_python_of_it(fork: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("home.check()", "ConfigError"),
+        # The child opens something of its own.
+        ("asyncio.new_event_loop().run_until_complete(opens())", "BrokenPipeError"),
+        ("owned_here(theirs)", "BrokenPipeError"),
+        ("home.left", "BrokenPipeError"),
+    ],
+)
+def test_a_fork_is_noticed_though_nobody_tells_python_of_it(fork: str, first: str, expected: str) -> None:
     """Regression: uWSGI forks in C, so both of its workers used the connections of the process that had opened them."""
-    ended = subprocess.run([sys.executable, "-c", _SCRIPT.format(fork=fork)], capture_output=True, timeout=60)
+    script = _SCRIPT.format(fork=fork, first=first, expected=expected)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr.decode()

@@ -199,11 +199,8 @@ def test_a_thread_is_written_to_after_an_interrupt_wherever_it_hits(
 
 def test_a_connection_is_watched_after_an_interrupt_and_ends_with_its_loop() -> None:
     """Regression: `asyncio.run` cancels all tasks, those of nats-py too, and then nobody was told that NATS is gone."""
-    it, recorder = Interrupted(asyncio.new_event_loop()), Recorder()
-    server = it.run(_started(recorder))
-    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    connection = Connection(NatsConfig(servers=[url]), "test")
-    it.run(connection.open())
+    it = Interrupted(asyncio.new_event_loop())
+    server, connection = it.run(_connected())
     it.interrupt("bufstore-nats-connection")
     first = it.run(connection.wait_up(10))
     it.run(first.close())
@@ -222,11 +219,8 @@ def test_a_connection_is_watched_after_an_interrupt_and_ends_with_its_loop() -> 
 
 
 def test_who_waits_for_a_connection_hears_that_its_loop_has_ended() -> None:
-    it, recorder = Interrupted(asyncio.new_event_loop()), Recorder()
-    server = it.run(_started(recorder))
-    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    connection = Connection(NatsConfig(servers=[url]), "test")
-    it.run(connection.open())
+    it = Interrupted(asyncio.new_event_loop())
+    server, connection = it.run(_connected())
     server.close()
     it.run(it.run(connection.wait_up(10)).close())
     waiting = it.loop.create_task(connection.wait_up(600))
@@ -239,5 +233,8 @@ def test_who_waits_for_a_connection_hears_that_its_loop_has_ended() -> None:
     it.end()
 
 
-async def _started(recorder: Recorder) -> asyncio.Server:
-    return await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
+async def _connected() -> tuple[asyncio.Server, Connection]:
+    server = await asyncio.start_server(Recorder().serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    await connection.open()
+    return server, connection
