@@ -15,6 +15,7 @@ outcome is known, nothing else is sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -132,7 +133,6 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
         messages, heads = unit.messages, self._heads
-        self._look_at_limit()
         self._admit(Queued(unit, heads.seen, heads.life, messages, unit.size or sum(map(size_of, messages))))
 
     def _admit(self, queued: Queued) -> None:
@@ -188,11 +188,8 @@ class Sequencer:
         return at is not None
 
     def _look_at_limit(self) -> None:
-        # For each unit: a context manager would cost more than the look.
-        try:  # noqa: SIM105
+        with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
             self.room = self._stream.message_bytes_max - HEAD_BYTES_MAX
-        except LogUnavailable:
-            pass  # not connected: the write will say so
 
     @property
     def oldest(self) -> int | None:
@@ -269,6 +266,7 @@ class Sequencer:
                 if queued.unit.given_up:
                     end_one(queued.unit, Conflict("its caller gave up"))
                     return
+                self._look_at_limit()
                 queued.unit.sent()  # it goes on even when a write's time is over: begun anew, it would never end
                 for number in queued.elsewhere:
                     payload = messages[number].body
