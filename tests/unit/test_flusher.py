@@ -11,6 +11,7 @@ import pytest
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.groups.feeds import PartitionFeed
 from bufstore.buffer.groups.log import GroupLog
@@ -622,6 +623,61 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
         assert {*map(group_of, it.ledger.parked.entries)} == {3, 5}
         assert group_of(max(acks)) == 6
         assert early == []
+
+    bench(main)
+
+
+class StandingStill:
+    """Has each flush of a bench wait until it may go on."""
+
+    def __init__(self, it: Bench) -> None:
+        self._flush = it.ledger.flush
+        self.begun, self.goes_on = asyncio.Event(), asyncio.Event()
+        it.ledger.flush = self._wait  # type: ignore[method-assign]
+
+    async def _wait(self, *arguments: Any, **options: Any) -> Any:
+        self.begun.set()
+        await self.goes_on.wait()
+        return await self._flush(*arguments, **options)
+
+
+def test_what_arrives_while_postgres_commits_is_decoded_meanwhile() -> None:
+    async def main(it: Bench) -> None:
+        flushes = StandingStill(it)
+        await it.start()
+        await it.writer.append(["first"])
+        await flushes.begun.wait()
+        for message in ("second", "third"):
+            await it.writer.append([message])
+        await it.writer.append(["other"], "u")
+        await asyncio.sleep(1)
+        assert it.flusher is not None
+        assert sum(len(owned.pending) for owned in it.flusher._owned.values()) == 4
+        flushes.goes_on.set()
+        assert await it.flushed("t", "u")
+        assert await it.stored() == ["first", "second", "third"]
+
+    bench(main)
+
+
+def test_an_error_in_what_arrives_while_postgres_commits_is_told_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(it: Bench) -> None:
+        flushes = StandingStill(it)
+        await it.start()
+        await it.writer.append(["first"])
+        await flushes.begun.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnedPartition, "_item", lambda *_: 1 / 0)
+            await it.writer.append(["second"])
+            await asyncio.sleep(1)
+        assert it.flusher is not None
+        flushes.goes_on.set()
+        assert await it.flushed("t")
+        assert await it.stored() == ["first", "second"]
+        assert it.flusher.state.takeovers == 4 + 1
+        assert "cannot decode what arrived" in caplog.text
 
     bench(main)
 

@@ -13,11 +13,13 @@ from bufstore import (
     BufferConfig,
     BufferedThreadStore,
     Closed,
+    Consistency,
     LogUnavailable,
     MemoryThreadStore,
     OutcomeUnknown,
     Receipt,
 )
+from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.config import NatsConfig
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.group_commit import GroupCommit
@@ -87,6 +89,44 @@ def test_a_flusher_goes_on_after_an_interrupt(name: str) -> None:
         assert it.run(store.health()).ok
         assert flusher.state.takeovers >= taken + len(flusher.state.partitions)  # what was in memory is in doubt
         assert not it.task(f"bufstore-flusher-{name}").done()
+    it.run(store.aclose())
+    it.end()
+
+
+def test_an_interrupt_in_what_arrives_while_postgres_commits_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Interrupted(JumpingLoop())
+    config = BufferConfig(flush_interval_s=0.05, lease_s=4)
+    opening = BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+    store: BufferedThreadStore = it.run(opening)
+    it.run(store.checkpoint("t", [1], run_of("t")))
+    it.run(store.force_flush_all())
+    flusher = store.buffer.flusher
+    assert flusher is not None
+    ledger = store.buffer.ledger
+    flush, begun, goes_on = ledger.flush, asyncio.Event(), asyncio.Event()
+
+    async def stands_still(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        await goes_on.wait()
+        return await flush(*arguments, **options)
+
+    def interrupts(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger, "flush", stands_still)
+    it.run(store.checkpoint("t", [1, 2], run_of("t", 2)))
+    it.run(begun.wait())
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnedPartition, "_item", interrupts)
+        writing = it.loop.create_task(store.checkpoint("t", [1, 2, 3], run_of("t", 3)))
+        it.expect_interrupt()
+    goes_on.set()
+    it.run(asyncio.wait_for(writing, 60))
+    it.run(store.force_flush_all())
+    found = it.run(store.load_messages("t", consistency=Consistency.EVENTUAL))
+    assert found == [1, 2, 3]
+    it.run(asyncio.sleep(10))
+    assert it.run(store.health()).ok
     it.run(store.aclose())
     it.end()
 

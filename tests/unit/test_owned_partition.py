@@ -113,3 +113,14 @@ def test_after_an_error_in_what_arrived_the_partition_is_not_relied_on() -> None
     with pytest.raises(AttributeError):
         owned.collect()
     assert owned.doubt is not None, "else the cursor would pass what was lost"
+
+
+def test_after_an_interrupt_while_something_is_taken_the_partition_is_not_relied_on() -> None:
+    class Interrupted(FakeFeed):
+        def take(self) -> list[StoredMessage]:
+            raise KeyboardInterrupt
+
+    owned = new_share(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        owned.collect()
+    assert owned.doubt is not None, "else the cursor would pass what was lost"

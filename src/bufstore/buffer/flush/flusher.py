@@ -230,8 +230,7 @@ class Flusher:
             if not self._stopping.is_set():
                 self._takeover.give_up()
             self._window_flusher.queues.adopt(self._loop.time())
-            for owned in list(self._owned.values()):
-                owned.collect()
+            self._collect()
             self._overdue.judge()
             if self._idle.due and not self._stopping.is_set():
                 # Whatever it moves, the next owners move: it must not hold up the end either.
@@ -250,10 +249,32 @@ class Flusher:
         self._window_began = None
         if self.state.pending:
             self._asked_at = float("-inf")
-        await self._window_flusher.settle_pending()
-        await self._window_flusher.settle_waiting()
-        await self._window_flusher.queue_waiting()
+        collecting = spawn(self._collect_meanwhile(), name="bufstore-flusher-collect")
+        try:
+            await self._window_flusher.settle_pending()
+            await self._window_flusher.settle_waiting()
+            await self._window_flusher.queue_waiting()
+        finally:
+            await end(collecting)
         self._clear_trouble()
+
+    async def _collect_meanwhile(self) -> None:
+        """Take what arrives for the next window, until cancelled, so that decoding it costs no time of its own."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._collect()
+
+    def _collect(self) -> None:
+        for owned in list(self._owned.values()):
+            try:
+                owned.collect()
+            except Exception:
+                _log.exception(
+                    "cannot decode what arrived of partition %d, which is taken again; nothing is lost",
+                    owned.cursor.partition,
+                    extra={"action": "flusher_error"},
+                )
 
     def _clear_trouble(self) -> None:
         if self._takeover.complete and self._log.refused is None:

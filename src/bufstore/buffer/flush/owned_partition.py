@@ -61,8 +61,8 @@ class OwnedPartition:
 
     def collect(self) -> None:
         """Take the messages that the feed has delivered."""
-        arrived = self.feed.take()
         try:
+            arrived = self.feed.take()
             for message in arrived:
                 item = self._item(message)
                 self._order.append((item.seq, id_of(item)))
@@ -70,8 +70,8 @@ class OwnedPartition:
                     continue
                 self.pending[item.seq] = item
                 self.pending_bytes += size_of(item)
-        except Exception as e:
-            # The cursor would pass the entries that are lost here.
+        except BaseException as e:
+            # The cursor would pass the entries that are lost here, also when a signal's handler raises.
             self.doubt = f"unexpected {type(e).__name__} while decoding the entries that arrived"
             raise
         if arrived:
