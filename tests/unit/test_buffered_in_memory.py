@@ -384,7 +384,7 @@ def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed(erro
         await store.set_parent(child, parent)
         children = store._lineage._children
 
-        async def away(thread_id: str) -> list[str]:
+        async def away(*_: object) -> list[str]:
             raise error
 
         store._lineage._children = away  # type: ignore[method-assign]
@@ -838,6 +838,46 @@ def test_what_the_log_does_not_show_of_a_thread_is_not_taken_for_nothing() -> No
             parents = {t: (await store.load_thread(t)).parent_thread_id for t in ("t", "above", "other")}  # type: ignore[union-attr]
             assert parents == {"t": "above", "above": None, "other": None}
             assert await store.load_thread_state("t") == {"cursor": 5}
+
+    run(main())
+
+
+def test_a_write_that_waits_for_a_silent_store_says_so() -> None:
+    """Regression: it said that the log accepts nothing, and operators looked at a NATS that was well."""
+
+    class Silent(MemoryThreadStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.answers = asyncio.Event()
+            self.answers.set()
+
+        async def load_checkpoint(self, thread_id: str) -> Any:
+            await self.answers.wait()
+            return await super().load_checkpoint(thread_id)
+
+        async def load_run(self, run_id: str) -> Any:
+            await self.answers.wait()
+            return await super().load_run(run_id)
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), Silent()
+        windows = replace(CONFIG, log=LogConfig(failover_window_s=20.0), retain_after_flush_s=20.0)
+        settings = replace(windows, append_timeout_s=4.0)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=settings) as store:
+            await store.checkpoint("t", [{"id": "1"}], run_of("t"))
+            await store.force_flush_all()
+            await asyncio.sleep(30)
+            for n in range(60):
+                await store.save_thread(f"o{n}")
+            await asyncio.sleep(90)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=settings) as store:
+            inner.answers.clear()
+            with pytest.raises(StoreUnavailable, match="nothing was stored"):
+                await store.checkpoint_append("t", [{"id": "2"}], run_of("t"))
+            await store.checkpoint("new", [1], run_of("new"))
+            inner.answers.set()
+            await store.checkpoint_append("t", [{"id": "2"}], run_of("t"))
+            assert await store.load_messages("t") == [{"id": "1"}, {"id": "2"}]
 
     run(main())
 

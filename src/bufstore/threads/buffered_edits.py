@@ -97,7 +97,7 @@ class BufferedEdits:
 
     async def _known(self, wanted: WantedEdit, state: ThreadState) -> Known:
         exists = wanted.run_id is not None and await self._runs.has(wanted.run_id, state)
-        return Known(state.thread, state.messages, exists)
+        return Known(state.thread, state.messages, exists, parked=state.watermark.broken_since is not None)
 
     @property
     def taken(self) -> bool:

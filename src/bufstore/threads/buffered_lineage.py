@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from functools import partial
 
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -56,6 +57,7 @@ from bufstore.threads.lineage import (
 )
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
+from bufstore.threads.parked_children import ParkedChildren
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
 from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
@@ -187,10 +189,11 @@ class BufferedLineage:
         base = None
         if wanted.children is not None:
             base = (await self._joined(wanted.thread_id))[0].watermark.applied_id
-        await check(self._family(None), wanted)
+        family = self._family(None)
+        await check(family, wanted)
         if wanted.children is Children.DETACH:
             # A child in quarantine cannot be detached: this raises ThreadQuarantined before anything is done.
-            for child in await self._children(wanted.thread_id):
+            for child in await family.children(wanted.thread_id):
                 await self._lanes.of(child).reads.thread(child, Consistency.READ_YOUR_WRITES)
         return base
 
@@ -254,8 +257,11 @@ class BufferedLineage:
             raise StoreUnavailable(f"only Postgres knows which parent thread {thread_id!r} has: {down}")
         return state.thread
 
-    async def _children(self, thread_id: str) -> list[str]:
-        """The ids of all children, flushed or not."""
+    async def _is_parked(self, thread_id: str) -> bool:
+        return (await self._joined(thread_id))[0].watermark.broken_since is not None
+
+    async def _children(self, parked: ParkedChildren, thread_id: str) -> list[str]:
+        """The ids of all children, flushed or not, or in quarantine."""
         query = ThreadQuery(parent_thread_id=thread_id)
         found: list[str] = []
         level, cursor = Consistency.READ_YOUR_WRITES, None
@@ -264,7 +270,7 @@ class BufferedLineage:
             found += [thread.thread_id for thread in page.threads]
             level, cursor = Consistency.EVENTUAL, page.next_cursor  # flushed by the first page's barrier
             if cursor is None:
-                return sorted(set(found))
+                return sorted({*found, *await parked.of(thread_id)})
 
     async def descendants(self, thread_id: str) -> list[str]:
         """The threads that a deletion with `Children.CASCADE` would take along."""
@@ -285,4 +291,5 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_EDITED)
             return receipt
 
-        return Family(self._thread, self._children, edit)
+        children = partial(self._children, ParkedChildren(self._lanes, self._thread))
+        return Family(self._thread, children, edit, parked=self._is_parked)

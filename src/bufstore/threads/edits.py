@@ -37,6 +37,8 @@ class Known(msgspec.Struct, frozen=True):
     messages: Sequence[bytes] = ()
     #: Whether the run that the edit creates exists.
     run_exists: bool = False
+    #: Whether entries of the thread are in quarantine, from which it may come even if it is not there.
+    parked: bool = False
 
 
 class WantedEdit(msgspec.Struct, frozen=True):
@@ -157,7 +159,8 @@ def delete_thread(thread_id: str) -> WantedEdit:
     """Delete the thread with all that belongs to it. The caller has handled its children."""
 
     def decide(known: Known) -> Removal:
-        _there(thread_id, known)
+        if not known.parked:
+            _there(thread_id, known)
         return Removal()
 
     return WantedEdit(thread_id, decide, heals=True)

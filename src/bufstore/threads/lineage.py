@@ -48,6 +48,10 @@ class LineageChange(msgspec.Struct, frozen=True, array_like=True):
 Going = Callable[[Sequence[str]], Awaitable[None]]
 
 
+async def _not_parked(_: str) -> bool:
+    return False
+
+
 class Family(NamedTuple):
     """Threads and their edits, as one change of lineage sees them."""
 
@@ -57,6 +61,8 @@ class Family(NamedTuple):
     edit: Callable[[edits.WantedEdit], Awaitable[Receipt]]
     #: Called with the descendants that a deletion takes along, before it deletes the first of them.
     going: Going | None = None
+    #: Whether entries of the thread are in quarantine, from which a thread that is not there may come.
+    parked: Callable[[str], Awaitable[bool]] = _not_parked
 
 
 def new_parent(thread_id: str, parent_thread_id: str | None) -> LineageChange:
@@ -119,7 +125,8 @@ class NamedParents:
 async def check(family: Family, wanted: LineageChange) -> None:
     """Raise NotFound or LineageError unless the change may be carried out."""
     thread_id = wanted.thread_id
-    if await family.thread(thread_id) is None:
+    deleted = wanted.children is not None
+    if await family.thread(thread_id) is None and not (deleted and await family.parked(thread_id)):
         raise NotFound(f"there is no thread {thread_id!r}")
     if wanted.children is None:
         await check_parent(family.thread, thread_id, wanted.parent_thread_id)

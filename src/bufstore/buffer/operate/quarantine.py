@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -73,7 +73,7 @@ class Quarantine:
 
         Raises InvalidId.
         """
-        return await self._replay(check_id(thread_id, "thread_id"), 0)
+        return await self._replay(thread_id, 0)
 
     async def threads(self, *, after: str = "", limit: int = _PAGE) -> Sequence[str]:
         """Return the threads behind `after` that have entries here, in order of their ids. Raises InvalidId."""
@@ -94,13 +94,27 @@ class Quarantine:
         return count
 
     async def _replay(self, thread_id: str, start: int) -> list[Replayed]:
-        done: list[Replayed] = []
-        refused: dict[int, str] = {}
-        single = False
+        return [outcome async for outcomes in replaying(self, thread_id, start) for outcome in outcomes]
+
+    async def _tell_all(self, threads: set[str]) -> None:
+        for thread_id in threads:
+            with contextlib.suppress(BufstoreError):  # writers also find out by a conflict or from Postgres
+                await self._tell(thread_id)
+
+
+async def replaying(quarantine: Quarantine, thread_id: str, start: int = 0) -> AsyncIterator[Sequence[Replayed]]:
+    """Replay as `Quarantine.replay_thread`, from position `start` on; yield what became of each transaction's entries.
+
+    So a caller knows what was applied before an error. Raises InvalidId.
+    """
+    check_id(thread_id, "thread_id")
+    refused: dict[int, str] = {}
+    single = applied = False
+    try:
         while True:
-            decide = _Decide(self._coalesce, thread_id, refused, single=single)
+            decide = _Decide(quarantine._coalesce, thread_id, refused, single=single)
             try:
-                replay = await self._ledger.parked.replay(thread_id, start, decide)
+                replay = await quarantine._ledger.parked.replay(thread_id, start, decide)
             except FlushFailed as e:
                 if e.verdict.needs_operator:
                     raise StoreMisconfigured(str(e)) from e
@@ -112,18 +126,15 @@ class Quarantine:
                 single = True
                 continue
             outcomes = replay.plan.outcomes
-            done += outcomes
             if not outcomes:
-                if any(o.outcome is Outcome.APPLIED for o in done):
-                    reach(Failpoint.REPLAY_COMMITTED)
-                    await self._tell_all({thread_id})
-                return done
+                return
+            applied = applied or any(o.outcome is Outcome.APPLIED for o in outcomes)
+            yield outcomes
             start = outcomes[-1].seq + 1
-
-    async def _tell_all(self, threads: set[str]) -> None:
-        for thread_id in threads:
-            with contextlib.suppress(BufstoreError):  # writers also find out by a conflict or from Postgres
-                await self._tell(thread_id)
+    finally:
+        if applied:
+            reach(Failpoint.REPLAY_COMMITTED)
+            await quarantine._tell_all({thread_id})
 
 
 class _Decide:

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from bufstore.buffer.entry import Malformed
-from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.quarantine import Quarantine, replaying
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.ports.ledger import ParkedInfo
 from bufstore.cli.connect import Endpoints, Options, connects
@@ -132,22 +132,20 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
     id_ = POSITION(what) if what is not None and what.isascii() and what.isdecimal() else None
     name = thread if thread is not None else what if id_ is None else None
 
-    async def work(target: Endpoints) -> list[Replayed]:
+    async def work(target: Endpoints) -> Sequence[Replayed]:
         async with _quarantine(target, applies=True) as it:
             if id_ is not None:
-                return list(await it.replay(id_))
+                entry = await it.show(id_)
+                return await replayed(it, entry.thread_id, id_) if entry.thread_id else list(await it.replay(id_))
             if name is not None:
-                return list(await it.replay_thread(name)) or _nothing(name)
+                return await replayed(it, name) or _nothing(name)
             done: list[Replayed] = []
             after = ""
             while threads := await it.threads(after=after):
                 for thread_id in threads:
-                    try:
-                        done += await it.replay_thread(thread_id)
-                    except _OF_ONE as e:
-                        done += await _staying(it, e, thread_id=thread_id, limit=_PAGE)
+                    done += await replayed(it, thread_id, one_of_many=True)
                 after = threads[-1]
-            return done + await _nameless(it)
+            return [*done, *await _nameless(it)]
 
     done = options.run(work)
     counts = Counter(o.outcome for o in done)
@@ -172,21 +170,36 @@ def discard(options: Options, ids: Sequence[int]) -> None:
                 try:
                     count += await it.discard([id_])
                 except _OF_ONE as e:
-                    left += await _staying(it, e, after=id_ - 1, limit=1)
+                    left += _staying(await it.page(after=id_ - 1, limit=1), e)
             return DiscardReport(discarded=count, missing=len(wanted) - count - len(left), left=left)
 
     report = options.run(work)
     options.answer(report, _show_discard, code=EXIT_WRONG if report.missing or report.left else 0)
 
 
-async def _staying(it: Quarantine, error: BufstoreError, **which: Any) -> list[Replayed]:
-    """Return the entries that stay because of an error of their thread alone (another session holds its row, say).
+async def replayed(it: Quarantine, thread_id: str, start: int = 0, *, one_of_many: bool = False) -> Sequence[Replayed]:
+    """Replay the thread's entries from position `start` on, as far as possible, and return what became of each.
 
-    Raises StoreUnavailable, StoreMisconfigured when Postgres answers nobody.
+    An error of the thread alone (another session holds its row, say) is raised if nothing was done before it, and the
+    thread is not `one_of_many`. Raises StoreUnavailable, StoreMisconfigured when Postgres answers nobody.
     """
-    page = await it.page(**which)
+    done: list[Replayed] = []
+    try:
+        async for outcomes in replaying(it, thread_id, start):
+            done += outcomes
+    except _OF_ONE as e:
+        if not (done or one_of_many):
+            raise
+        after = done[-1].seq if done else start - 1
+        while page := await it.page(thread_id=thread_id, after=after, limit=_PAGE):
+            done += _staying(page, e)
+            after = page[-1].seq
+    return done
+
+
+def _staying(entries: Sequence[ParkedInfo], error: BufstoreError) -> list[Replayed]:
     reason = f"its thread cannot be had (does another session hold its row?): {error}"
-    return [Replayed(seq=e.seq, thread_id=e.thread_id, outcome=Outcome.WAITS, reason=reason) for e in page]
+    return [Replayed(seq=e.seq, thread_id=e.thread_id, outcome=Outcome.WAITS, reason=reason) for e in entries]
 
 
 @asynccontextmanager
