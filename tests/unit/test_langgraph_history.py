@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import BufferConfig, ConfigError, LogConfig
+from bufstore import BufferConfig, ConfigError, LogConfig, ThreadQuarantined
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.operate.replay import Outcome
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore, memory_store
 from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import thin
 from bufstore.langgraph.model import CheckpointRow, Put
 from bufstore.memory import MemoryNats
-from langgraph_savers import checkpoint, config
+from langgraph_savers import META, checkpoint, config
 from thorough import examples
 from unit.fake_log import run
 
@@ -172,6 +175,40 @@ def test_a_mode_that_there_is_not_is_refused() -> None:
     for make in (MemoryCheckpointStore, lambda **mode: PostgresCheckpointStore("", **mode)):
         with pytest.raises(ConfigError, match="history"):
             make(history="none")
+
+
+@pytest.mark.parametrize("flushed", [1, 2])
+def test_a_thread_with_checkpoints_in_quarantine_is_not_pruned(flushed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with one flushed checkpoint, a prune did nothing and said so of a thread that had three.
+
+    With any number, a prune of idle threads with the strategy "delete" deleted what was acknowledged a moment ago.
+    """
+
+    async def refused(*_: Any) -> None:
+        raise FlushFailed("a trigger refuses it", Verdict.POISON)
+
+    async def main() -> None:
+        saver = await opened()
+        at: Any = config("t")
+        for n in range(flushed):
+            at = await put(saver, at, n, days_ago=2)
+        await saver.force_flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryCheckpointStore, "apply", refused)
+            for n in range(flushed, 4):
+                at = await saver.aput(at, checkpoint({"a": f"{n:032}"}, {"a": [n]}), META, {"a": f"{n:032}"})
+            await saver.force_flush()
+        assert await saver.engine.buffer.quarantine.count() == 4 - flushed
+        with pytest.raises(ThreadQuarantined):
+            await saver.aprune(["t"])
+        for strategy in ("keep_latest", "delete"):
+            assert await saver.aprune_idle(timedelta(days=1), strategy=strategy) == []
+        outcomes = [outcome.outcome for outcome in await saver.engine.buffer.quarantine.replay_thread("t")]
+        assert outcomes == [Outcome.APPLIED] * (4 - flushed)
+        assert len(await listed(saver)) == 4
+        await saver.aclose()
+
+    run(main())
 
 
 def test_idle_threads_are_pruned_or_deleted() -> None:

@@ -254,10 +254,11 @@ class CheckpointLane:
         """Append the drop that `choose` makes of the thread's checkpoints. Returns whether it chose any.
 
         The drop stands directly behind what was seen: a checkpoint between them might name values that are to go.
-        Raises ConcurrentWriter if others write all the time.
+        Raises ConcurrentWriter if others write all the time, ThreadQuarantined.
         """
         for _ in range(_DROP_TRIES):
             await self.flush(thread_id)
+            await self.check_not_parked(thread_id)
             last = await self._flushed_to(thread_id)
             drop = choose(await self._store.outlines(thread_id)) if last is not None else None
             if last is None:
@@ -270,7 +271,11 @@ class CheckpointLane:
         raise ConcurrentWriter(thread_id)
 
     async def delete_idle(self, thread_id: str, before: str) -> None:
-        """Delete the thread. Raises ConcurrentWriter if its last checkpoint is not older than this time."""
+        """Delete the thread. Raises ConcurrentWriter if its last checkpoint is not older than this time.
+
+        Raises ThreadQuarantined: what is parked may be newer, and after a deletion no replay brings it back.
+        """
+        await self.check_not_parked(thread_id)
         last = await self._flushed_to(thread_id)
         if last is None or any(outline.ts >= before for outline in await self._store.outlines(thread_id)):
             raise ConcurrentWriter(thread_id)

@@ -296,7 +296,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         Postgres, whichever is earlier.
 
         A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile;
-        "keep_latest" leaves threads with a DeltaChannel or in quarantine alone. Raises like `aprune`.
+        Threads in quarantine are left alone, and with "keep_latest" those with a DeltaChannel. Raises like `aprune`.
         """
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")
