@@ -76,6 +76,7 @@ class Appender(Generic[S, M]):
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
         self._unresolved = Unresolved(log, parts.subjects, stored.watermark)
+        self._stored = stored
         self._finder = TipFinder(parts, stored, self._tips, held)
         self._tasks: set[asyncio.Task[None]] = set()
         self._outstanding: Outstanding[M] = Outstanding()
@@ -251,6 +252,12 @@ class Appender(Generic[S, M]):
         """The error for a caller whose time is over, or whose answer was lost."""
         behind = write.maybe_behind
         if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
+            lane = self._lanes.get(thread_id)
+            if not self._log.trouble and self._stored.down is not None and lane is not None and lane.looks_up:
+                reason = self._stored.down
+                return StoreUnavailable(
+                    f"only Postgres knows thread {thread_id!r}: {reason}; nothing was stored; retry"
+                )
             why = f": {self._log.trouble}" if self._log.trouble else ""
             return LogUnavailable(f"the log accepted no entry in time{why}; nothing was stored; retry")
         if behind is not None:
@@ -391,6 +398,7 @@ class Appender(Generic[S, M]):
         `for_head`: only the first write in the queue needs what is looked for, and only that write fails without it.
         `now`: the tip found is that of now. False: it is that of a conflict, and queued writes may have come since.
         """
+        lane.looks_up = True
         try:
             while True:
                 anew, waiting, lane.forgotten, lane.stale = self._anew, len(lane.queue), 0, False
@@ -413,6 +421,7 @@ class Appender(Generic[S, M]):
                 lane, LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored"), for_head
             )
         else:
+            lane.looks_up = False
             self._advance(lane, tip, looked_up=waiting if now else 0)
 
     async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
@@ -427,6 +436,7 @@ class Appender(Generic[S, M]):
         raise AssertionError("tenacity ended without an outcome")
 
     def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
+        lane.looks_up = False
         self._tips.drop(lane.thread_id)
         count = 1 if for_head else len(lane.queue)
         failed, lane.queue[:count] = lane.queue[:count], []

@@ -45,6 +45,11 @@ V = TypeVar("V")
 class Stored(Protocol[S_co]):
     """What the store holds of threads: `bufstore.buffer.read.reads.Reads`."""
 
+    @property
+    def down(self) -> str | None:
+        """Why the store counts as down; None while it answers."""
+        ...
+
     async def joined(self, thread_id: str) -> tuple[S_co, int]:
         """The thread's state with its tail, and the position of its last entry in the log (0: none there).
 

@@ -70,6 +70,11 @@ class Reads(Generic[S]):
         #: Knows whether the store answers.
         self.store = StoreWatch(self._with_waiting, parts.config.read_timeout_s)
 
+    @property
+    def down(self) -> str | None:
+        """Why the store counts as down; None while it answers."""
+        return self.store.down
+
     async def aclose(self) -> None:
         """Stop checking whether the store is back."""
         await self.store.aclose()
