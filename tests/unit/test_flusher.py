@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush import owned_partition
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.verdict import Verdict
@@ -678,6 +679,38 @@ def test_an_error_in_what_arrives_while_postgres_commits_is_told_and_loses_nothi
         assert await it.stored() == ["first", "second"]
         assert it.flusher.state.takeovers == 4 + 1
         assert "cannot decode what arrived" in caplog.text
+
+    bench(main)
+
+
+@pytest.mark.parametrize("where", ["_item", "size_of"])
+def test_the_cursor_does_not_pass_what_could_not_be_decoded_during_a_commit(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a later entry of the partition was taken, and the write that let it wait in the ledger moved on."""
+
+    async def main(it: Bench) -> None:
+        here = [t for t in map(str, range(100)) if SUBJECTS.partition(t) == SUBJECTS.partition("t")]
+        lost, other = here[:2]
+        await it.start()
+        it.ledger.locked.add("t")
+        await it.writer.append(["waits in the ledger"], "t")
+        await asyncio.sleep(3)
+        flushes = StandingStill(it)
+        await it.writer.append(["first"], other)
+        await flushes.begun.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnedPartition if where == "_item" else owned_partition, where, lambda *_: 1 / 0)
+            await it.writer.append(["cannot be decoded now"], lost)
+            await asyncio.sleep(0.05)
+        await it.writer.append(["behind it"], "t")
+        await asyncio.sleep(0.05)
+        flushes.goes_on.set()
+        assert await it.flushed(lost, other)
+        it.ledger.locked.clear()
+        assert await it.flushed("t")
+        assert await it.stored(lost) == ["cannot be decoded now"]
+        assert await it.stored() == ["waits in the ledger", "behind it"]
 
     bench(main)
 

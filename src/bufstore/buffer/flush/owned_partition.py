@@ -60,16 +60,18 @@ class OwnedPartition:
         self.doubt: str | None = None
 
     def collect(self) -> None:
-        """Take the messages that the feed has delivered."""
+        """Take the messages that the feed has delivered, unless the memory of the partition is in doubt."""
+        if self.doubt is not None:
+            return
         try:
             arrived = self.feed.take()
             for message in arrived:
                 item = self._item(message)
+                if item.thread_id is None or item.seq > self._waits_to.get(item.thread_id, 0):
+                    self.pending[item.seq] = item
+                    self.pending_bytes += size_of(item)
+                # Last: the cursor passes what is in order here and not pending.
                 self._order.append((item.seq, id_of(item)))
-                if item.thread_id is not None and item.seq <= self._waits_to.get(item.thread_id, 0):
-                    continue
-                self.pending[item.seq] = item
-                self.pending_bytes += size_of(item)
         except BaseException as e:
             # The cursor would pass the entries that are lost here, also when a signal's handler raises.
             self.doubt = f"unexpected {type(e).__name__} while decoding the entries that arrived"
