@@ -186,7 +186,7 @@ def _look_up(chance: random.Random, oracle: Oracle, chapter: list[Item], seen: i
     last = chapter[-1]
     if chance.random() < 0.5:
         if isinstance(last, Malformed):
-            return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True)
+            return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken_since=last.seq)
         return Tip(last.seq, last.entry.id, Base.CHAINED, 0, last.entry.version, last.entry.keys, None)
     broken = watermark.broken_since is not None
     return Tip(

@@ -19,6 +19,7 @@ from bufstore import (
     ConfigDrift,
     Consistency,
     FlushTimeout,
+    IdempotencyConflict,
     LineageError,
     LogConfig,
     LogFull,
@@ -878,6 +879,44 @@ def test_a_write_that_waits_for_a_silent_store_says_so() -> None:
             inner.answers.set()
             await store.checkpoint_append("t", [{"id": "2"}], run_of("t"))
             assert await store.load_messages("t") == [{"id": "1"}, {"id": "2"}]
+
+    run(main())
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_retry_is_recognized_though_its_parent_is_gone(append: bool) -> None:
+    """Regression: the retry of a stored write was refused, as if nothing were stored."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        async def write(messages: list[Any], key: str) -> Receipt:
+            named = replace_run(run_of("child"), parent_thread_id="parent")
+            save = store.checkpoint_append if append else store.checkpoint
+            return await save("child", messages, named, idempotency_key=key)
+
+        for thread_id in ("parent", *(["child"] if append else [])):
+            await store.save_thread(thread_id)
+        await write([1], "key")
+        await store.delete_thread("parent", children=Children.DETACH)
+        assert (await write([1], "key")).repeated
+        with pytest.raises(LineageError):
+            await write([2], "another key")
+        with pytest.raises(IdempotencyConflict):
+            await write([2], "key")
+        assert await store.load_messages("child") == [1]
+
+    alone(main)
+
+
+def test_no_run_names_its_own_thread_as_parent_in_an_outage_either() -> None:
+    async def main() -> None:
+        inner = Away()
+        async with await BufferedThreadStore.open(inner, nats=MemoryNats(), config=CONFIG) as store:
+            inner.away = True
+            await asyncio.sleep(5)
+            with pytest.raises(LineageError):
+                await store.checkpoint("t", [1], replace_run(run_of("t"), parent_thread_id="t"))
+            inner.away = False
+            assert await store.load_thread("t") is None
 
     run(main())
 

@@ -397,3 +397,60 @@ def test_what_is_not_archived_stays() -> None:
             assert len(await content_of(store, thread_id)) == 1
 
     run(main())
+
+
+def test_what_is_parked_after_the_deletion_is_no_remains_of_before() -> None:
+    """Regression: whatever quarantine had of the thread was discarded once the failover window was over."""
+
+    async def main() -> None:
+        inner = Picky()
+        async with instance(MemoryNats(), inner) as store:
+            await store.checkpoint("t", ["secret"], run_of("t"))
+            erasing = asyncio.create_task(store.erase("t"))
+            await asyncio.sleep(5)
+            await store.checkpoint("t", ["new", "poison"], run_of("t", 1))
+            await store.checkpoint_append("t", ["newer"], run_of("t", 1))
+            await asyncio.sleep(5)
+            assert not erasing.done()
+            erasure = await erasing
+            assert (erasure.written_again, erasure.quarantined) == (("t",), 0)
+            assert await store.quarantine.count() == 2
+            inner.__class__ = MemoryThreadStore
+            await store.quarantine.replay_thread("t")
+            assert await store.load_messages("t") == ["new", "poison", "newer"]
+
+    run(main())
+
+
+def test_what_is_written_while_an_erasure_waits_is_told() -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        await store.checkpoint("t", ["secret"], run_of("t"))
+        erasing = asyncio.create_task(store.erase("t"))
+        await asyncio.sleep(5)
+        await store.checkpoint("t", ["new"], run_of("t", 1))
+        erasure = await erasing
+        assert (erasure.written_again, erasure.log_messages) == (("t",), 1)
+        assert await store.load_messages("t") == ["new"]
+
+    alone(main)
+
+
+def test_a_repeated_erasure_leaves_the_new_life_of_a_descendant_alone_that_is_parked() -> None:
+    async def main() -> None:
+        inner = Picky()
+        async with instance(MemoryNats(), inner) as store:
+            await store.checkpoint("parent", ["secret"], run_of("parent"))
+            await store.checkpoint("child", ["secret"], run_of("child", parent_thread_id="parent"))
+            interrupted = asyncio.create_task(store.erase("parent", children=Children.CASCADE))
+            await asyncio.sleep(5)
+            interrupted.cancel()
+            await asyncio.sleep(5)
+            await store.checkpoint("child", ["new", "poison"], run_of("child", 1))
+            await store.force_flush_all()
+            erasure = await store.erase("parent", children=Children.CASCADE)
+            assert (erasure.written_again, erasure.quarantined) == (("child",), 0)
+            inner.__class__ = MemoryThreadStore
+            await store.quarantine.replay_thread("child")
+            assert await store.load_messages("child") == ["new", "poison"]
+
+    run(main())

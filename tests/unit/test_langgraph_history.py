@@ -14,6 +14,7 @@ from bufstore import BufferConfig, ConfigError, LogConfig, ThreadQuarantined
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import Outcome
 from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.errors import ConcurrentWriter
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore, memory_store
 from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
@@ -206,6 +207,135 @@ def test_a_thread_with_checkpoints_in_quarantine_is_not_pruned(flushed: int, mon
         outcomes = [outcome.outcome for outcome in await saver.engine.buffer.quarantine.replay_thread("t")]
         assert outcomes == [Outcome.APPLIED] * (4 - flushed)
         assert len(await listed(saver)) == 4
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_thread_that_goes_into_quarantine_meanwhile_is_not_deleted_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any) -> None:
+        raise FlushFailed("a trigger refuses it", Verdict.POISON)
+
+    async def main() -> None:
+        saver = await opened()
+        at = await put(saver, config("t"), 0, days_ago=60)
+        await saver.force_flush()
+        store = saver.engine._store
+        outlines = store.outlines
+
+        async def meanwhile(thread_id: str) -> Any:
+            monkeypatch.setattr(MemoryCheckpointStore, "apply", refused)
+            await put(saver, at, 1)
+            await saver.force_flush()
+            return await outlines(thread_id)
+
+        store.outlines = meanwhile  # type: ignore[method-assign]
+        assert await saver.aprune_idle(timedelta(days=30), strategy="delete") == []
+        monkeypatch.undo()
+        assert [o.outcome for o in await saver.engine.buffer.quarantine.replay_thread("t")] == [Outcome.APPLIED]
+        assert len(await listed(saver)) == 2
+        await saver.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_prune_is_decided_on_the_checkpoints_that_it_deletes(idle: bool, delta: bool) -> None:
+    """Regression: what came after the first look was pruned, with history that holds the values of a DeltaChannel."""
+
+    async def main() -> None:
+        saver = await opened()
+        at: Any = config("t")
+        for n in range(2):
+            at = await put(saver, at, n, days_ago=60)
+        await saver.force_flush()
+        store, looks = saver.engine._store, 0
+        outlines = store.outlines
+
+        async def meanwhile(thread_id: str) -> Any:
+            nonlocal at, looks
+            found = await outlines(thread_id)
+            looks += 1
+            if looks == 1:
+                new: dict[str, Any] = {"counters_since_delta_snapshot": {"a": [1, 1]}} if delta else {}
+                at = await put(saver, at, 2, **new)
+            return found
+
+        store.outlines = meanwhile  # type: ignore[method-assign]
+        if idle:
+            assert await saver.aprune_idle(timedelta(days=30)) == []
+        elif delta:
+            with pytest.raises(NotImplementedError, match="DeltaChannel"):
+                await saver.aprune(["t"])
+        else:
+            await saver.aprune(["t"])
+        assert len(await listed(saver)) == (3 if idle or delta else 1)
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_copy_whose_target_is_deleted_meanwhile_does_not_go_on() -> None:
+    """Regression: the older checkpoints were written all the same, and the newest of these was the thread's newest."""
+
+    async def main() -> None:
+        saver = await opened()
+        at: Any = config("source")
+        for n in range(4):
+            new = {"a": f"{n:032}"}
+            at = await saver.aput(at, checkpoint(new, {"a": [n, "x" * 3_000_000]}), META, new)
+        lane = saver.engine.of("target")
+        append = lane.append
+
+        async def deleted(thread_id: str, operation: Any, **options: Any) -> Any:
+            receipt = await append(thread_id, operation, **options)
+            lane.append = append  # type: ignore[method-assign]
+            await saver.adelete_thread("target")
+            return receipt
+
+        lane.append = deleted  # type: ignore[method-assign]
+        with pytest.raises(ConcurrentWriter):
+            await saver.acopy_thread("source", "target")
+        assert await listed(saver, "target") == []
+        await saver.acopy_thread("source", "target")
+        assert len(await listed(saver, "target")) == 4
+        await saver.aclose()
+
+    run(main())
+
+
+def test_an_erasure_leaves_what_is_saved_meanwhile() -> None:
+    """Regression: entries in quarantine were discarded; and a deletion behind the log's last group took all else."""
+
+    async def refused(*_: Any) -> None:
+        raise FlushFailed("a trigger refuses it", Verdict.POISON)
+
+    async def main() -> None:
+        saver = await opened()
+        await put(saver, config("t"), 0)
+        buffer = saver.engine.buffer
+        remains = buffer.log.remains
+
+        async def meanwhile(below: Any) -> Any:
+            found = await remains(below)
+            await put(saver, config("t"), 1)
+            return found._replace(ends_log=True)
+
+        buffer.log.remains = meanwhile  # type: ignore[method-assign]
+        await saver.aerase_thread("t")
+        buffer.log.remains = remains  # type: ignore[method-assign]
+        assert len(await listed(saver)) == 1
+        await saver.adelete_thread("t")
+        with pytest.MonkeyPatch.context() as patch:
+            erasing = asyncio.create_task(saver.aerase_thread("t"))
+            await asyncio.sleep(5)
+            patch.setattr(MemoryCheckpointStore, "apply", refused)
+            await put(saver, config("t"), 2)
+            await saver.force_flush()
+        await erasing
+        assert [o.outcome for o in await buffer.quarantine.replay_thread("t")] == [Outcome.APPLIED]
+        assert len(await listed(saver)) == 1
         await saver.aclose()
 
     run(main())

@@ -5,9 +5,11 @@ In memory and in virtual time. A call may fail only while the store is away, and
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from bufstore import BufferConfig, LogConfig, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
-from langgraph_savers import checkpoint, config
+from langgraph_savers import META, checkpoint, config
 from thorough import examples
 from unit.fake_log import run
 
@@ -246,5 +248,49 @@ def test_the_model_reaches_what_it_is_about(store_away: bool) -> None:
         await world.run(steps)
         assert len(world.saved["t", ""]) == 3
         assert ("t", "child:1") in world.saved or not store_away
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["copied", "clock behind", "goes on"])
+def test_in_an_outage_the_log_tells_the_newest_checkpoint_or_nothing(how: str) -> None:
+    """Regression: a copied checkpoint, older than what the log no longer has, was the newest, and runs began there."""
+
+    async def main() -> None:
+        world = World()
+        log = LogConfig(partitions=1, failover_window_s=20.0)
+        world.config = replace(world.config, log=log, retain_after_flush_s=20.0)
+        saver = await world.opened()
+        source = checkpoint({"a": "1"}, {"a": ["of the source"]})
+        await saver.aput(config("source"), source, META, {"a": "1"})
+        newest = checkpoint({"a": "2"}, {"a": ["newest"]}, "f" * 36 if how == "clock behind" else None)
+        at = await saver.aput(config("t"), newest, META, {"a": "2"})
+        await saver.force_flush()
+        for n in range(4):
+            await saver.aput(config("other"), checkpoint({"a": str(n)}, {"a": [n]}), META, {"a": str(n)})
+            await saver.force_flush()
+            await asyncio.sleep(60)
+        if how == "copied":
+            await saver.acopy_thread("source", "t")
+        else:
+            await saver.aput(at, checkpoint({"a": "3"}, {"a": ["behind it"]}), META, {"a": "3"})
+        await saver.force_flush()
+        other = await world.opened()
+        world.weather.down = True
+        await asyncio.sleep(3)
+        if how == "goes on":
+            found = await other.aget_tuple(config("t"))
+            assert found is not None
+            assert found.checkpoint["channel_values"] == {"a": ["behind it"]}
+        else:
+            with pytest.raises(StoreUnavailable):
+                await other.aget_tuple(config("t"))
+        world.weather.down = False
+        await asyncio.sleep(10)
+        found = await other.aget_tuple(config("t"))
+        assert found is not None
+        assert found.checkpoint["channel_values"] == {"a": ["behind it" if how == "goes on" else "newest"]}
+        for each in (saver, other):
+            await each.aclose()
 
     run(main())

@@ -16,6 +16,7 @@ from bufstore import (
     LogConfig,
     MemoryThreadStore,
     NotFound,
+    OutcomeUnknown,
     StoreUnavailable,
     ThreadQuarantined,
 )
@@ -25,6 +26,7 @@ from bufstore.buffer.ports.ledger import FlushFailed, Replay
 from bufstore.cli.operate import quarantine as command
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
+from bufstore.threads.parked_parents import ParkedParents
 from helpers import run_of
 from unit.fake_log import run
 
@@ -158,6 +160,197 @@ def test_what_no_replay_can_read_stops_no_deletion() -> None:
             await store.force_flush_all()
             assert await store.quarantine.count() == 1
             await store.delete_thread("parent")
+
+    run(main())
+
+
+@pytest.mark.parametrize("to", ["other", None])
+def test_a_descendant_that_was_moved_away_is_not_deleted_with_its_old_parent(to: str | None) -> None:
+    async def main() -> None:
+        inner = Refusing()
+        async with opened(inner) as store:
+            for thread_id in ("parent", "other"):
+                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.checkpoint("child", [1], run_of("child", parent_thread_id="parent"))
+            await store.force_flush_all()
+            inner.refused.add("child")
+            await store.set_parent("child", to)
+            await store.force_flush_all()
+            inner.refused.clear()
+            with pytest.raises(ThreadQuarantined):
+                await store.delete_thread("parent", children=Children.CASCADE)
+            assert await replayed(store, "child") == [Outcome.APPLIED]
+            await store.delete_thread("parent", children=Children.CASCADE)
+            assert await store.load_messages("child") == [1]
+
+    run(main())
+
+
+@pytest.mark.parametrize("moved", [["parent", None], ["parent", "other"], ["other", "parent", "other"]])
+def test_a_thread_that_was_moved_on_is_no_child_though_all_of_it_is_parked(moved: list[str | None]) -> None:
+    async def main() -> None:
+        inner = Refusing()
+        async with opened(inner) as store:
+            for thread_id in ("parent", "other"):
+                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.force_flush_all()
+            inner.refused.add("child")
+            first, *later = moved
+            await store.checkpoint("child", [1], run_of("child", parent_thread_id=first))
+            for parent in later:
+                await store.set_parent("child", parent)
+            await store.force_flush_all()
+            inner.refused.clear()
+            await store.delete_thread("parent", children=Children.CASCADE)
+            assert set(await replayed(store, "child")) == {Outcome.APPLIED}
+            assert await store.load_messages("child") == [1]
+
+    run(main())
+
+
+def test_a_deletion_that_an_older_release_gave_up_is_not_said_to_be_done() -> None:
+    """A process of a release that knows no threads of which all is parked marks their deletions as done."""
+
+    async def main() -> None:
+        inner = Refusing()
+        inner.refused.add("t")
+        async with opened(inner) as store:
+            await store.checkpoint("t", [1], run_of("t"))
+            await store.force_flush_all()
+            lineage = store._lineage
+            carry_out = lineage._carry_out
+
+            async def given_up(record: Any, seq: int, going: Any = None) -> Any:
+                await lineage._mark(record, seq)
+                return await carry_out(record, seq, going)
+
+            lineage._carry_out = given_up  # type: ignore[method-assign]
+            with pytest.raises(OutcomeUnknown):
+                await store.delete_thread("t")
+            lineage._carry_out = carry_out  # type: ignore[method-assign]
+            await store.delete_thread("t")
+            assert await store.load_thread("t") is None
+
+    run(main())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replay_beside_a_deletion_hides_no_child(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        inner = Refusing()
+        inner.refused.add("child")
+        async with opened(inner) as store:
+            await store.checkpoint("parent", [1], run_of("parent"))
+            await store.checkpoint("child", [1], run_of("child", parent_thread_id="parent"))
+            await store.force_flush_all()
+            inner.refused.clear()
+            children = ParkedParents.children
+
+            async def meanwhile(parked: ParkedParents, thread_id: str) -> list[str]:
+                if when == "before":
+                    await replayed(store, "child")
+                found = await children(parked, thread_id)
+                if when == "after":
+                    await replayed(store, "child")
+                return found
+
+            monkeypatch.setattr(ParkedParents, "children", meanwhile)
+            with pytest.raises(LineageError):
+                await store.delete_thread("parent")
+            assert await store.load_messages("child") == [1]
+
+    run(main())
+
+
+def test_threads_below_one_that_only_quarantine_has_are_written() -> None:
+    """Regression: the ancestor did not exist for them, and each checkpoint of a new descendant was refused."""
+
+    async def main() -> None:
+        inner = Refusing()
+        inner.refused.add("root")
+        async with opened(inner) as store:
+            await store.checkpoint("root", [1], run_of("root"))
+            await store.checkpoint("child", [1], run_of("child", parent_thread_id="root"))
+            await store.force_flush_all()
+            await store.checkpoint("sibling", [1], run_of("sibling", parent_thread_id="root"))
+            await store.checkpoint("grandchild", [1], run_of("grandchild", parent_thread_id="child"))
+            await store.checkpoint("above", [1], run_of("above"))
+            with pytest.raises(ThreadQuarantined):
+                await store.set_parent("root", "above")
+            inner.refused.clear()
+            assert await replayed(store, "root") == [Outcome.APPLIED]
+            with pytest.raises(LineageError):
+                await store.delete_thread("root")
+
+    run(main())
+
+
+def test_a_checkpoint_that_names_a_parent_heals_its_thread() -> None:
+    """Regression: the parent was to be set before, in turn with other changes, which a broken chain refuses."""
+
+    async def main() -> None:
+        inner = Refusing()
+        async with opened(inner) as store:
+            for thread_id in ("parent", "t"):
+                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.force_flush_all()
+            inner.refused.add("t")
+            await store.checkpoint("t", [1, 2], run_of("t"))
+            await store.force_flush_all()
+            inner.refused.clear()
+            with pytest.raises(LineageError):
+                await store.checkpoint("t", [1, 2, 3], run_of("t", 1, parent_thread_id="nobody"))
+            await store.checkpoint("t", [1, 2, 3], run_of("t", 1, parent_thread_id="parent"))
+            await store.force_flush_all()
+            assert await store.load_messages("t") == [1, 2, 3]
+            thread = await store.load_thread("t")
+            assert thread is not None
+            assert thread.parent_thread_id == "parent"
+
+    run(main())
+
+
+def test_an_append_says_since_when_its_thread_is_in_quarantine() -> None:
+    """Regression: it named the thread's last entry."""
+
+    async def main() -> None:
+        inner = Refusing()
+        inner.refused.add("t")
+        async with opened(inner) as store:
+            since = [(await store.checkpoint_append("t", [n], run_of("t"))).thread_seq for n in range(3)]
+            await store.force_flush_all()
+            with pytest.raises(ThreadQuarantined) as refused:
+                await store.checkpoint_append("t", [3], run_of("t"))
+            with pytest.raises(ThreadQuarantined) as unread:
+                await store.load_messages("t")
+            assert refused.value.since == unread.value.since == since[0]
+
+    run(main())
+
+
+def test_each_parked_entry_is_read_once_for_all_deletions() -> None:
+    """Regression: each deletion read each of them, one at a time, and others waited for their turn in vain."""
+
+    async def main() -> None:
+        inner, reads = Refusing(), list[int]()
+        inner.refused.add("t")
+        async with opened(inner) as store:
+            for n in range(20):
+                await store.checkpoint_append("t", [n], run_of("t"))
+            await store.force_flush_all()
+            parked = store.buffer.ledger.parked
+            of_thread = parked.of_thread
+
+            async def counted(thread_id: str, start: int) -> Any:
+                found = (await of_thread(thread_id, start))[:7]
+                reads.append(len(found))
+                return found
+
+            parked.of_thread = counted  # type: ignore[method-assign]
+            for n in range(3):
+                await store.checkpoint(f"other {n}", [1], run_of(f"other {n}"))
+                await store.delete_thread(f"other {n}")
+            assert sum(reads) == 20
 
     run(main())
 

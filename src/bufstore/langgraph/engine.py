@@ -14,11 +14,12 @@ from bufstore.buffer.lanes import lane_configs, lane_of
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
-from bufstore.langgraph.lane import CheckpointLane, NewThreads, OnConflict
+from bufstore.langgraph.lane import CheckpointLane, LastPut, NewThreads, OnConflict
 from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointKey, CheckpointRow, Drop, Rows, Tables, WriteRow
 from bufstore.langgraph.outlines import all_but_latest, drop_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.reads import CheckpointBuffer
+from bufstore.langgraph.write import Overtaken
 from bufstore.nats.session import Nats
 from bufstore.tasks import together
 from bufstore.types import Consistency, check_choice
@@ -157,6 +158,8 @@ class CheckpointEngine:
         if not run_ids:
             return
         await self.flush(None)
+        # Before the store: a replay moves an entry from quarantine into the store, and must not do so between the two.
+        refused = [await lane.parked_of(frozenset(run_ids)) for lane in self.all]
         gone: dict[str, set[tuple[str, str]]] = {}
         for thread_id, ns, id_ in await self._store.of_runs(run_ids):
             gone.setdefault(thread_id, set()).add((ns, id_))
@@ -168,14 +171,15 @@ class CheckpointEngine:
                 return e
             return None
 
-        refused = await _of_each(list(gone), drop)
-        refused += [await lane.parked_of(frozenset(run_ids)) for lane in self.all]
-        for error in filter(None, refused):
+        for error in filter(None, [*await _of_each(list(gone), drop), *refused]):
             raise error
 
     async def prune(self, thread_ids: Sequence[str]) -> None:
-        """Delete all checkpoints of the threads but the newest of each namespace. Raises like `delete_for_runs`."""
-        await _of_each(thread_ids, lambda thread_id: self.of(thread_id).drop(thread_id, all_but_latest))
+        """Delete all checkpoints of the threads but the newest of each namespace. Raises like `delete_for_runs`.
+
+        Raises NotImplementedError for a thread with a DeltaChannel.
+        """
+        await _of_each(thread_ids, lambda thread_id: self.of(thread_id).drop(thread_id, partial(_prune, thread_id)))
 
     async def delete(self, thread_ids: Sequence[str]) -> None:
         """Delete the threads. Raises like `CheckpointLane.append`."""
@@ -189,12 +193,10 @@ class CheckpointEngine:
 
         async def changed(thread_id: str) -> bool:
             lane = self.of(thread_id)
-            if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
-                return False
             # The thread is not idle any more, or stopped until somebody decides about what is parked.
             with contextlib.suppress(ConcurrentWriter, ThreadQuarantined):
                 if not delete:
-                    return await lane.drop(thread_id, all_but_latest)
+                    return await lane.drop(thread_id, partial(_prune_idle, before))
                 await lane.delete_idle(thread_id, before)
                 return True
             return False
@@ -205,9 +207,17 @@ class CheckpointEngine:
     async def copy(self, source: str, target: str) -> None:
         """Copy all checkpoints of a thread, with their blobs and writes. Raises like `delete_for_runs`.
 
-        A large thread takes several entries, the newest checkpoints first, each behind its values and writes.
+        A large thread takes several entries, the newest checkpoints first, each behind its values and writes. Raises
+        ConcurrentWriter if somebody writes to the target, or deletes it, between these.
         """
-        lane = self.of(target)
+        lane, last = self.of(target), LastPut()
+
+        async def append() -> None:
+            try:
+                await lane.append(target, _copied(rows), last=last)
+            except Overtaken:
+                raise ConcurrentWriter(target) from None
+
         copied: set[BlobKey] = set()
         bytes_max = min(_COPY_BYTES, self._log.entry_bytes_max // 2)
         rows: list[CheckpointRow | BlobRow | WriteRow] = []
@@ -222,12 +232,12 @@ class CheckpointEngine:
             for row in parts:
                 added = _bytes_of(row)
                 if rows and size + added > bytes_max:
-                    await lane.append(target, _copied(rows))
+                    await append()
                     rows, size = [], 0
                 rows.append(row)
                 size += added
         if rows:
-            await lane.append(target, _copied(rows))
+            await append()
 
 
 async def _of_each(thread_ids: Sequence[str], change: Callable[[str], Awaitable[T]]) -> list[T]:
@@ -251,6 +261,18 @@ def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:
     if isinstance(row, CheckpointRow):
         return _ROW_BYTES + len(row.checkpoint) + len(row.metadata)
     return _ROW_BYTES + len(row.blob or b"")
+
+
+def _prune(thread_id: str, outlines: list[Outline]) -> Drop | None:
+    if any(outline.delta for outline in outlines):
+        raise NotImplementedError(f"thread {thread_id!r} has a DeltaChannel, whose value stands in earlier checkpoints")
+    return all_but_latest(outlines)
+
+
+def _prune_idle(before: str, outlines: list[Outline]) -> Drop | None:
+    if any(outline.delta or outline.ts >= before for outline in outlines):
+        return None
+    return all_but_latest(outlines)
 
 
 def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | None:

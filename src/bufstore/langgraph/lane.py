@@ -14,6 +14,7 @@ import msgspec
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.domain import nothing_to_do
 from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.operate.quarantine import discard_superseded
 from bufstore.config import BufferConfig
 from bufstore.errors import ConcurrentWriter, NotFound, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.langgraph.ancestors import Walk
@@ -258,12 +259,12 @@ class CheckpointLane:
         """
         for _ in range(_DROP_TRIES):
             await self.flush(thread_id)
-            await self.check_not_parked(thread_id)
             last = await self._flushed_to(thread_id)
             drop = choose(await self._store.outlines(thread_id)) if last is not None else None
             if last is None:
                 continue
             if drop is None:
+                await self.check_not_parked(thread_id)
                 return False
             with contextlib.suppress(ConcurrentWriter):
                 await self.append(thread_id, drop, only_behind=last)
@@ -275,7 +276,6 @@ class CheckpointLane:
 
         Raises ThreadQuarantined: what is parked may be newer, and after a deletion no replay brings it back.
         """
-        await self.check_not_parked(thread_id)
         last = await self._flushed_to(thread_id)
         if last is None or any(outline.ts >= before for outline in await self._store.outlines(thread_id)):
             raise ConcurrentWriter(thread_id)
@@ -290,10 +290,14 @@ class CheckpointLane:
         """Delete the thread, and remove what the log and the quarantine hold of it."""
         receipt = await self.append(thread_id, Delete())
         await self.flush(thread_id)
-        await self.buffer.eraser.erase({thread_id: receipt.thread_seq}, lambda t: self.append(t, Delete()))
-        quarantine = self.buffer.quarantine
-        while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
-            await quarantine.discard([entry.seq for entry in found])
+
+        async def write_behind(thread_id: str) -> None:
+            # Not behind a checkpoint that was saved meanwhile; then there is an entry behind what goes.
+            with contextlib.suppress(ConcurrentWriter):
+                await self.append(thread_id, Delete(), only_behind=receipt.id)
+
+        await self.buffer.eraser.erase({thread_id: receipt.thread_seq}, write_behind)
+        await discard_superseded(self.buffer.quarantine, thread_id)
 
     async def parked_of(self, run_ids: Container[str]) -> ThreadQuarantined | None:
         """Return the error of the first thread with an entry in quarantine that saves a checkpoint of these runs."""

@@ -26,7 +26,9 @@ from bufstore.langgraph.model import (
     BlobKey,
     CheckpointKey,
     CheckpointRow,
+    Delete,
     LangGraphChange,
+    Put,
     Tables,
     takes_sends,
     versions_of,
@@ -187,26 +189,34 @@ class CheckpointReads:
         """Return what the end of the thread's chain in the log tells by itself; None: it does not tell enough.
 
         The first checkpoint that a process saves on one that it has read carries all values, if they are not too large.
+        Which checkpoint is the newest, only the whole thread tells, or one that was saved behind the newest before it:
+        a copied one may be older than all that the log does not show, and so may one by a clock that is behind.
         """
         log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
         messages = await log.after(subject, 0)
-        tables, last = Tables(), 0
+        tables, last, whole = Tables(), 0, True
+        saved = set[CheckpointKey]()
         for item in items_of(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != last:
-                tables = Tables()
+                tables, whole = Tables(), False
             if isinstance(item, Malformed):
                 last = 0
                 continue
             try:
-                tables.apply(decode_payload(item.entry.payload))
+                operation = decode_payload(item.entry.payload)
+                tables.apply(operation)
+                whole = whole or isinstance(operation, Delete)
+                if isinstance(operation, Put) and (operation.checkpoint.parent or "") < operation.checkpoint.id:
+                    saved.add(operation.checkpoint.key)
             except ValueError:
-                tables = Tables()
+                tables, whole = Tables(), False
             last = item.entry.id
         row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
         if row is None:
             began = checkpoint_id is None and since in tables.checkpoints
             return (last, None) if began else None
-        complete = versions_of(row) <= tables.known | tables.untold and not takes_sends(row)
+        newest = checkpoint_id is not None or whole or row.key in saved
+        complete = newest and versions_of(row) <= tables.known | tables.untold and not takes_sends(row)
         return (last, (tables, row)) if complete else None
 
     async def _checkpoint(

@@ -60,13 +60,14 @@ class Appending(msgspec.Struct, gc=False):
         from_memory = memory is not None and memory.cached and not tip.seq and not alone
         if from_memory and not self.goes_on(self.thread_id, tip.flushed_seq):
             raise NeedBase
-        if tip.broken and not alone:
+        # What is parked is part of the thread: an operation that may only stand behind what was seen knows none of it.
+        if tip.broken_since and (not alone or self.only_behind is not None):
             if memory is not None and memory.cached:
                 raise StoreUnavailable(
                     f"Postgres is needed to check that the chain of thread {self.thread_id!r} is intact: retry once it "
                     "answers"
                 )
-            raise ThreadQuarantined(self.thread_id, tip.seq)
+            raise ThreadQuarantined(self.thread_id, tip.broken_since)
         if seen is not None and not (memory is not None and memory.own) and tip.id != seen():
             raise ConcurrentWriter(self.thread_id)
         if self.only_behind is not None and tip.id != self.only_behind:
@@ -77,7 +78,7 @@ class Appending(msgspec.Struct, gc=False):
             alone = True
         self.behind = tip.id if tip.seq or (memory is not None and not memory.cached) else None
         after = Known(own=True) if memory is not None or alone else None
-        if after is not None and memory is not None:
+        if after is not None and memory is not None and not self.deletes:
             after.life = memory.life
         self.left = after.life if after is not None else None
         return Draft(self.payload, alone, tip.version + 1, after, _nothing)

@@ -63,6 +63,9 @@ class MemoryParked:
     async def entry(self, seq: int) -> ParkedEntry | None:
         return self.entries.get(seq)
 
+    async def of_thread(self, thread_id: str, start: int) -> list[ParkedEntry]:
+        return [e for e in self._sorted() if e.thread_id == thread_id and e.seq >= start]
+
     async def present(self, seqs: Sequence[int]) -> set[int]:
         return {seq for seq in seqs if seq in self.entries}
 
@@ -73,7 +76,7 @@ class MemoryParked:
         self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
     ) -> Replay:
         before = self._rows.get(thread_id, Watermark())
-        replay = decide(before, [e for e in self._sorted() if e.thread_id == thread_id and e.seq >= start])
+        replay = decide(before, await self.of_thread(thread_id, start))
         if replay.change is None:
             return replay
         await apply_batch(self._target, [replay.change])

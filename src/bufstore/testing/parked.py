@@ -68,6 +68,9 @@ async def what_is_parked_comes_back_whole(ledgers: Ledgers) -> None:
             item=p.item,
         )  # fmt: skip
     assert await ledger.parked.entry(5) is None
+    assert [e.seq for e in await ledger.parked.of_thread("t", 0)] == [1, 3]
+    assert [e.item for e in await ledger.parked.of_thread("t", 2)] == [malformed]
+    assert await ledger.parked.of_thread("u", 0) == []
     assert await ledger.parked.present([1, 3, 5]) == {1, 3}
     assert await ledger.quarantined() == 3
 

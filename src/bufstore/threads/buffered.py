@@ -19,7 +19,7 @@ from bufstore.buffer.operate.audit import Verification, verification_of_all
 from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, InvalidQuery, StoreUnavailable
+from bufstore.errors import ConfigError, InvalidQuery, LineageError, StoreUnavailable
 from bufstore.nats.session import Nats
 from bufstore.threads.behind import lanes_of
 from bufstore.threads.buffered_edits import BufferedEdits
@@ -50,7 +50,7 @@ from bufstore.threads.queries import (
 )
 from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
-from bufstore.threads.write import Call, call_of
+from bufstore.threads.write import Call, call_of, refusing
 from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_choice, check_id
 
 _log = logging.getLogger(__name__)
@@ -153,9 +153,12 @@ class BufferedThreadStore(EditedStore):
         Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
-        if not self._runs.admitted(run):
-            await self._lineage.admit(run)
-        return await self._append("whole", call, call.whole_list, idempotency_key, producer)
+        draft = (
+            call.whole_list
+            if self._runs.admitted(run)
+            else await self._admitted(call.whole_list, run, idempotency_key, producer)
+        )
+        return await self._append("whole", call, draft, idempotency_key, producer)
 
     async def checkpoint_append(
         self,
@@ -174,9 +177,27 @@ class BufferedThreadStore(EditedStore):
         call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
         if len(delta) > 1:
             call.check_new_ids()
-        if not self._runs.admitted(run):
+        draft = (
+            call.appending
+            if self._runs.admitted(run)
+            else await self._admitted(call.appending, run, idempotency_key, producer)
+        )
+        return await self._append("append", call, draft, idempotency_key, producer)
+
+    async def _admitted(
+        self, draft: Prepare[MessageMemory], run: Run, key: str | None, producer: ProducerSequence | None
+    ) -> Prepare[MessageMemory]:
+        """Return the draft if the run may be saved. Raises LineageError, and what `Runs.claim` raises.
+
+        A write that may repeat another is refused only once that is known not to be: its parent may be gone since.
+        """
+        try:
             await self._lineage.admit(run)
-        return await self._append("append", call, call.appending, idempotency_key, producer)
+        except LineageError as e:
+            if key is None and producer is None:
+                raise
+            return refusing(e)
+        return draft
 
     def _append(
         self, kind: str, call: Call, draft: Prepare[MessageMemory], key: str | None, producer: ProducerSequence | None

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from functools import partial
 
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -38,6 +37,7 @@ from bufstore.errors import (
     Rejected,
     StoreMisconfigured,
     StoreUnavailable,
+    ThreadQuarantined,
     Unavailable,
 )
 from bufstore.failpoints import Failpoint, reach
@@ -57,7 +57,7 @@ from bufstore.threads.lineage import (
 )
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
-from bufstore.threads.parked_children import ParkedChildren
+from bufstore.threads.parked_parents import ParkedParents
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
 from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
@@ -87,6 +87,7 @@ class BufferedLineage:
         self._shared = lanes.first.shared
         self._runs, self._lists, self._edits = runs, lists, edits
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
+        self._parked = ParkedParents(lanes, self._thread)
         #: The ids of changes whose record may have been stored.
         self._placed: set[int] = set()
         #: Changes of this process take turns: else each would finish the one that is under way, and look again.
@@ -167,8 +168,10 @@ class BufferedLineage:
                 receipt = msgspec.structs.replace(await self._carry_out(mine, seq, going), repeated=False)
             except (Overtaken, NotFound) as e:
                 state, last = await self._joined(wanted.thread_id)
-                if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
-                    # The thread was deleted and written again, or written to and not deleted.
+                there = state.thread is not None or state.watermark.broken_since is not None
+                if wanted.children is not None and there and isinstance(e, Overtaken):
+                    # The thread was deleted and written again, or written to and not deleted. Or a process of an older
+                    # release, which knows nothing of a thread that only quarantine has, marked the change as done.
                     raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
                 receipt = Receipt(wanted.thread_id, last, state.watermark.applied_id, state.watermark.version)
             except LogFull as e:
@@ -191,10 +194,14 @@ class BufferedLineage:
             base = (await self._joined(wanted.thread_id))[0].watermark.applied_id
         family = self._family(None)
         await check(family, wanted)
+        # What cannot be done to a child in quarantine is refused before anything is done.
         if wanted.children is Children.DETACH:
-            # A child in quarantine cannot be detached: this raises ThreadQuarantined before anything is done.
             for child in await family.children(wanted.thread_id):
                 await self._lanes.of(child).reads.thread(child, Consistency.READ_YOUR_WRITES)
+        elif wanted.children is Children.CASCADE:
+            leaving = await self._parked.leaving(wanted.thread_id, lambda t: descendants(family, t))
+            if leaving is not None:
+                raise ThreadQuarantined(*leaving)
         return base
 
     async def _finish(self, record: _Record, seq: int) -> None:
@@ -250,27 +257,30 @@ class BufferedLineage:
         return await self._lanes.of(thread_id).reads.joined(thread_id)
 
     async def _thread(self, thread_id: str) -> Thread | None:
-        """The thread as reads show it, even with a broken chain. Raises StoreUnavailable if its parent is unknown."""
+        """The thread as reads show it, even with a broken chain. Raises StoreUnavailable if its parent is unknown.
+
+        A thread of which quarantine has everything is there, and empty: a replay makes it.
+        """
         state, _ = await self._joined(thread_id)
+        if state.thread is None and state.watermark.broken_since is not None:
+            return Thread(thread_id=thread_id)
         if state.partial and state.thread is not None and state.thread.parent_thread_id is None:
             down = self._lanes.of(thread_id).reads.store.down
             raise StoreUnavailable(f"only Postgres knows which parent thread {thread_id!r} has: {down}")
         return state.thread
 
-    async def _is_parked(self, thread_id: str) -> bool:
-        return (await self._joined(thread_id))[0].watermark.broken_since is not None
-
-    async def _children(self, parked: ParkedChildren, thread_id: str) -> list[str]:
+    async def _children(self, thread_id: str) -> list[str]:
         """The ids of all children, flushed or not, or in quarantine."""
-        query = ThreadQuery(parent_thread_id=thread_id)
-        found: list[str] = []
-        level, cursor = Consistency.READ_YOUR_WRITES, None
+        await self._lists.settle()
+        # Before the store: a replay moves an entry from quarantine into the store, and must not do so between the two.
+        found = await self._parked.children(thread_id)
+        query, cursor = ThreadQuery(parent_thread_id=thread_id), None
         while True:
-            page = await self._lists.threads(query, LIMIT_MAX, cursor, level)
+            page = await self._lists.threads(query, LIMIT_MAX, cursor, Consistency.EVENTUAL)
             found += [thread.thread_id for thread in page.threads]
-            level, cursor = Consistency.EVENTUAL, page.next_cursor  # flushed by the first page's barrier
+            cursor = page.next_cursor
             if cursor is None:
-                return sorted({*found, *await parked.of(thread_id)})
+                return sorted(set(found))
 
     async def descendants(self, thread_id: str) -> list[str]:
         """The threads that a deletion with `Children.CASCADE` would take along."""
@@ -291,5 +301,4 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_EDITED)
             return receipt
 
-        children = partial(self._children, ParkedChildren(self._lanes, self._thread))
-        return Family(self._thread, children, edit, parked=self._is_parked)
+        return Family(self._thread, self._children, edit)

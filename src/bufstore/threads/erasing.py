@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 from bufstore.buffer.entry import entry_id
+from bufstore.buffer.operate.quarantine import discard_superseded
 from bufstore.errors import AlreadyExists, NotFound
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.tasks import together
@@ -17,7 +20,6 @@ from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.lanes import ThreadBuffer, ThreadLanes
 from bufstore.threads.lineage import Children, deletion
 
-_PAGE = 1000
 #: How many threads are read at the same time.
 _AT_ONCE = 50
 
@@ -30,8 +32,8 @@ class Erasure:
     thread_ids: tuple[str, ...]
     #: Whether anything of them was found: the thread itself, messages in the log, parked entries, or rows set aside.
     found: bool
-    #: The threads that exist: they were written to since their deletion, or were not deleted because they are no
-    #: descendants any more. Their earlier content may exist, too; none of it was taken from quarantine or `set_aside`.
+    #: The threads that exist, or that only quarantine has: they were written to since their deletion, or were not
+    #: deleted because they are no descendants any more. Their earlier content may exist, too.
     written_again: tuple[str, ...]
     #: How many messages were removed from the log.
     log_messages: int
@@ -73,7 +75,8 @@ class ThreadEraser:
         removed = sum(log.removed for log in logs)
         again = [t for log in logs for t in log.written_again]
         erased = [t for t in threads if t not in again]
-        quarantined = sum([await self._unpark(t) for t in erased])
+        quarantined = sum([await discard_superseded(self._lanes.of(t).quarantine, t) for t in erased])
+        again += await self._existing(erased)  # what was written while this waited stays
         set_aside = await self._erase_set_aside(erased) if self._erase_set_aside is not None else 0
         archived = max([await buffer.ledger.archived() for buffer, _ in self._lanes.shared_out(threads)])
         await ledger.end_erasure(thread_id, remembered)
@@ -95,7 +98,8 @@ class ThreadEraser:
         found: list[str] = []
         for some in (thread_ids[n : n + _AT_ONCE] for n in range(0, len(thread_ids), _AT_ONCE)):
             states = await together(self._lanes.of(t).reads.joined(t) for t in some)
-            found += [t for t, (state, _) in zip(some, states, strict=True) if state.thread is not None]
+            there = [s.thread is not None or s.watermark.broken_since is not None for s, _ in states]
+            found += compress(some, there)
         return found
 
     async def _erase(self, buffer: ThreadBuffer, threads: Sequence[str]) -> _FromLog:
@@ -103,7 +107,7 @@ class ThreadEraser:
         # A scan shows what is on the log's disk; a lookup by thread does not show what nobody needs any more.
         last = {m.subject: m async for _, m in buffer.log.scan(threads=threads)}
         below = {t: await self._removed_at(buffer, t, last.get(buffer.subjects.of(t))) for t in threads}
-        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq}, self._remove_remains)
+        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq}, self._write_behind)
         return _FromLog(removed, [t for t, seq in below.items() if seq is None])
 
     async def _removed_at(self, buffer: ThreadBuffer, thread_id: str, last: StoredMessage | None) -> int | None:
@@ -124,14 +128,12 @@ class ThreadEraser:
         except AlreadyExists:
             return watermark.flushed_seq if watermark.gone else None
 
+    async def _write_behind(self, thread_id: str) -> None:
+        with suppress(AlreadyExists):  # then the thread was written to again: there is an entry behind what goes
+            await self._remove_remains(thread_id)
+
     async def _remove_remains(self, thread_id: str) -> int:
         return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq
-
-    async def _unpark(self, thread_id: str) -> int:
-        quarantine, count = self._lanes.of(thread_id).quarantine, 0
-        while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
-            count += await quarantine.discard([entry.seq for entry in found])
-        return count
 
 
 class _FromLog(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.errors import InvalidQuery, LineageError, NotFound
+from bufstore.errors import InvalidQuery, LineageError, NotFound, ThreadQuarantined
 from bufstore.newest import Newest
 from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
@@ -48,10 +48,6 @@ class LineageChange(msgspec.Struct, frozen=True, array_like=True):
 Going = Callable[[Sequence[str]], Awaitable[None]]
 
 
-async def _not_parked(_: str) -> bool:
-    return False
-
-
 class Family(NamedTuple):
     """Threads and their edits, as one change of lineage sees them."""
 
@@ -61,8 +57,6 @@ class Family(NamedTuple):
     edit: Callable[[edits.WantedEdit], Awaitable[Receipt]]
     #: Called with the descendants that a deletion takes along, before it deletes the first of them.
     going: Going | None = None
-    #: Whether entries of the thread are in quarantine, from which a thread that is not there may come.
-    parked: Callable[[str], Awaitable[bool]] = _not_parked
 
 
 def new_parent(thread_id: str, parent_thread_id: str | None) -> LineageChange:
@@ -107,13 +101,16 @@ class NamedParents:
         parent = run.parent_thread_id
         if parent is None or self._good.get(run.thread_id) == parent:
             return
+        if parent == run.thread_id:
+            raise LineageError(f"thread {parent!r} cannot be its own parent")
         thread = await self._thread(run.thread_id)
         if thread is None or (thread.parent_thread_id is None and self._change is None):
             await check_parent(self._thread, run.thread_id, parent)
         elif thread.parent_thread_id is None and self._change is not None:
             try:
                 await self._change(new_parent(run.thread_id, parent))
-            except NotFound:  # the thread was deleted meanwhile, so it will be new
+            except (NotFound, ThreadQuarantined):
+                # The thread was deleted meanwhile, so it will be new; or it waits for a checkpoint to heal it.
                 await check_parent(self._thread, run.thread_id, parent)
         self._good[run.thread_id] = parent
 
@@ -125,8 +122,7 @@ class NamedParents:
 async def check(family: Family, wanted: LineageChange) -> None:
     """Raise NotFound or LineageError unless the change may be carried out."""
     thread_id = wanted.thread_id
-    deleted = wanted.children is not None
-    if await family.thread(thread_id) is None and not (deleted and await family.parked(thread_id)):
+    if await family.thread(thread_id) is None:
         raise NotFound(f"there is no thread {thread_id!r}")
     if wanted.children is None:
         await check_parent(family.thread, thread_id, wanted.parent_thread_id)

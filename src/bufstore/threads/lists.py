@@ -118,6 +118,10 @@ class BufferedLists:
         page = await store.query_threads(query, limit=limit, cursor=cursor)
         return msgspec.structs.replace(page, quarantined=broken.intersection(t.thread_id for t in page.threads))
 
+    async def settle(self) -> None:
+        """Wait until everything that the log holds now is flushed. Raises ReadNotFresh."""
+        await self._barrier(Consistency.READ_YOUR_WRITES)
+
     async def _whole(self, level: Consistency, thread_id: str) -> None:
         """Wait as `_barrier` does; raise ThreadQuarantined if the thread's chain is broken."""
         await self._barrier(level, check_id(thread_id, "thread_id"))

@@ -45,7 +45,7 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def whole_list(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
         """Draft the whole list: a delta if the predecessor's content is known and begins alike, else a snapshot."""
-        if tip.memory is None or tip.broken:
+        if tip.memory is None or tip.broken_since:
             return self._draft(0, 0, MessageMemory(), True)
         keep = tip.memory.common(self.digests)
         return self._draft(keep, keep, tip.memory, keep == 0)
@@ -56,8 +56,8 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
         Messages without ids can be appended without knowing the thread's content.
         """
         memory, version, expected = tip.memory, tip.version, self.expected_version
-        if tip.broken:
-            raise ThreadQuarantined(self.thread_id, tip.seq)
+        if tip.broken_since:
+            raise ThreadQuarantined(self.thread_id, tip.broken_since)
         if memory is None and (not tip.judged or any(self.ids)):
             raise NeedBase
         if expected is not None and expected != version:
@@ -116,6 +116,15 @@ def _call(
     return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), run, save, expected_version)
 
 
+def refusing(error: Exception) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
+    """Make the draft function of a write that is refused, unless it repeats one that is stored."""
+
+    def draft(_: Tip[MessageMemory]) -> Draft[MessageMemory]:
+        raise error
+
+    return draft
+
+
 class Moved(Exception):
     """The thread is not what the edit was decided on: decide again."""
 
@@ -135,8 +144,8 @@ def editing(
     gone = isinstance(payload, Removal)
 
     def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
-        if tip.broken and not gone:
-            raise ThreadQuarantined(thread_id, tip.seq)
+        if tip.broken_since and not gone:
+            raise ThreadQuarantined(thread_id, tip.broken_since)
         if tip.id != decided_on or (not tip.seq and tip.memory is None):
             if tip.memory is None:
                 raise NeedBase

@@ -253,7 +253,7 @@ class Appender(Generic[S, M]):
         behind = write.maybe_behind
         if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
             lane = self._lanes.get(thread_id)
-            if not self._log.trouble and self._stored.down is not None and lane is not None and lane.looks_up:
+            if not self._log.trouble and self._stored.down is not None and lane is not None and lane.asks_store:
                 reason = self._stored.down
                 return StoreUnavailable(
                     f"only Postgres knows thread {thread_id!r}: {reason}; nothing was stored; retry"
@@ -307,6 +307,7 @@ class Appender(Generic[S, M]):
             # Only once this process has looked at the log: its first look forgets everything, and `_find` would have to
             # search once more.
             if self._life and (need := needs(queue[0])) is not None:
+                lane.asks_store = True
                 self._spawn(lane, self._find(lane, self._search(need, thread_id, None), for_head=True))
             else:
                 self._spawn(lane, self._find(lane, lambda: self._finder.look_up(thread_id)))
@@ -322,6 +323,7 @@ class Appender(Generic[S, M]):
             self._fail(lane, error, for_head=False)
             return
         if taken.needs is not None:
+            lane.asks_store = taken.needs is not Need.TIP
             self._spawn(lane, self._find(lane, self._search(taken.needs, thread_id, tip), for_head=True))
         elif unit is None:
             self._advance(lane)
@@ -398,13 +400,13 @@ class Appender(Generic[S, M]):
         `for_head`: only the first write in the queue needs what is looked for, and only that write fails without it.
         `now`: the tip found is that of now. False: it is that of a conflict, and queued writes may have come since.
         """
-        lane.looks_up = True
         try:
             while True:
                 anew, waiting, lane.forgotten, lane.stale = self._anew, len(lane.queue), 0, False
                 try:
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
+                    lane.asks_store = False  # or not only
                     tip = await self._find_again(lane, find)
                 if lane.stale:  # `forget` came meanwhile: trust neither what was found nor what the look began with
                     self._tips.drop(lane.thread_id)
@@ -421,7 +423,7 @@ class Appender(Generic[S, M]):
                 lane, LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored"), for_head
             )
         else:
-            lane.looks_up = False
+            lane.asks_store = False
             self._advance(lane, tip, looked_up=waiting if now else 0)
 
     async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
@@ -436,7 +438,7 @@ class Appender(Generic[S, M]):
         raise AssertionError("tenacity ended without an outcome")
 
     def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
-        lane.looks_up = False
+        lane.asks_store = False
         self._tips.drop(lane.thread_id)
         count = 1 if for_head else len(lane.queue)
         failed, lane.queue[:count] = lane.queue[:count], []

@@ -101,8 +101,8 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
     #: The position of the thread's last entry when the log forgot heads after a lookup began: the lookup must not find
     #: an older one. 0: nothing was forgotten.
     forgotten: int = 0
-    #: Whether the thread's last entry is being looked up.
-    looks_up: bool = False
+    #: Whether the store is being asked about the thread, before its next write can be judged.
+    asks_store: bool = False
     #: How often in succession another writer was faster.
     conflicts: int = 0
 

@@ -214,7 +214,7 @@ def _judge(
         write.id, tip.id, tip.base, tip.seen, version, draft.self_contained, keys, complete, known, payload
     )
     message = Outgoing(subject, payload, header, tip.seq if first else None)
-    after = Tip(-1, write.id, Base.CHAINED, 0, version, keys, memory, False, complete, known, judged=tip.judged)
+    after = Tip(-1, write.id, Base.CHAINED, 0, version, keys, memory, 0, complete, known, judged=tip.judged)
     return Drafted(draft, message, size_of(message), after)
 
 

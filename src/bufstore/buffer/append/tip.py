@@ -28,8 +28,9 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     keys: bytes
     #: None when the content is unknown here: only a self-contained entry can follow, unless the tip is `judged`.
     memory: M | None
-    #: True when the thread's chain is broken: only a self-contained entry can be applied.
-    broken: bool = False
+    #: The position since which the thread's chain is broken, so that only a self-contained entry can be applied; 0: it
+    #: is not.
+    broken_since: int = 0
     keys_complete: bool = True
     #: The highest numbers of the thread's producers; None while they are unknown.
     producers: bytes | None = None
@@ -77,7 +78,7 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
     try:
         entry = decode(last)
     except MalformedEntry:
-        return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, keys_complete=False)
+        return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken_since=last.seq, keys_complete=False)
     if entry.base is not Base.CHAINED:
         first = StoredEntry("", last.seq, msgspec.structs.replace(entry, payload=b""))
         return Tip(last.seq, entry.id, Base.CHAINED, 0, entry.version, b"", None, keys_complete=False, first=first)
@@ -104,7 +105,7 @@ def tip_in_log(seq: int, watermark: Watermark, memory: M | None) -> Tip[M]:
         version=watermark.version,
         keys=watermark.keys,
         memory=memory,
-        broken=watermark.broken_since is not None,
+        broken_since=watermark.broken_since or 0,
         producers=watermark.producers,
     )
 
@@ -124,7 +125,7 @@ def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | Non
         version=watermark.version,
         keys=watermark.keys,
         memory=memory,
-        broken=watermark.broken_since is not None,
+        broken_since=watermark.broken_since or 0,
         producers=watermark.producers,
         flushed_seq=watermark.flushed_seq,
         asked_at=asked_at,

@@ -283,7 +283,7 @@ class TipFinder(Generic[S, M]):
     async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
         """The tip as it is now; `known` was the tip some time ago."""
         self._tips.drop(thread_id)
-        if known.broken:
+        if known.broken_since:
             return await self.of_content(thread_id)  # a replay heals a chain without writing an entry
         last = await self._last.of(self._subjects.of(thread_id))
         if last is not None and last.seq == known.seq:
@@ -313,7 +313,7 @@ class TipFinder(Generic[S, M]):
                     return tip_of_message(messages[-1])
             entries.append(item)
             known = tip.producers if e.producers is None else e.producers
-            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, False, e.keys_complete, known)
+            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, 0, e.keys_complete, known)
         if memory is None:
             try:
                 self._domain.coalesce(thread_id, before.version, entries)

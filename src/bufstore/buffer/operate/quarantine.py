@@ -137,6 +137,18 @@ async def replaying(quarantine: Quarantine, thread_id: str, start: int = 0) -> A
             await quarantine._tell_all({thread_id})
 
 
+async def discard_superseded(quarantine: Quarantine, thread_id: str) -> int:
+    """Discard what a deletion of the thread has superseded. Returns how many entries that were.
+
+    What was written after the deletion is acknowledged, too, and was parked for a reason of its own.
+    """
+    count = after = 0
+    while found := await quarantine.page(thread_id=thread_id, after=after, limit=_PAGE):
+        after = found[-1].seq
+        count += await quarantine.discard([entry.seq for entry in found if entry.superseded])
+    return count
+
+
 class _Decide:
     """Decides within a replay's transaction. `single`: apply at most one entry."""
 

@@ -140,6 +140,10 @@ class ParkedEntries(Protocol):
         """The entry that stood at a position, whole."""
         ...
 
+    async def of_thread(self, thread_id: str, start: int) -> list[ParkedEntry]:
+        """The thread's entries from a position on, oldest first, whole: only the first ones if there are many."""
+        ...
+
     async def present(self, seqs: Sequence[int]) -> set[int]:
         """Those of these positions whose entries are in quarantine."""
         ...

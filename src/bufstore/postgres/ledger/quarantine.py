@@ -20,9 +20,9 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors
 from bufstore.postgres.ledger.tables import LedgerTables
 
-#: How many entries of a thread one replay transaction takes, and how many bytes.
-_REPLAY_ENTRIES = 500
-_REPLAY_BYTES = 64 << 20
+#: How many entries of a thread are read at once, as by a transaction that replays them, and how many bytes.
+_AT_ONCE = 500
+_BYTES_AT_ONCE = 64 << 20
 
 #: Items are parked whole: an entry, or messages that make no entry.
 _decoder = msgspec.msgpack.Decoder(StoredEntry | tuple[StoredMessage, ...])
@@ -43,6 +43,10 @@ class PostgresParked:
     async def entry(self, seq: int) -> ParkedEntry | None:
         rows = await self._tables.run("parked_entry", seq)
         return _entry(rows[0]) if rows else None
+
+    async def of_thread(self, thread_id: str, start: int) -> list[ParkedEntry]:
+        rows = await self._tables.run("parked_of_thread", thread_id, start, _AT_ONCE, _BYTES_AT_ONCE)
+        return [_entry(row) for row in rows]
 
     async def present(self, seqs: Sequence[int]) -> set[int]:
         return {row[0] for row in await self._tables.run("parked_at", arrays.longs(seqs))}
@@ -72,7 +76,7 @@ class PostgresParked:
                     locked = await self._tables.on(connection, "lock_thread", thread_id, self._idle_max)
                     row = Watermark(*locked[0][:7]) if locked else Watermark()
                     found = await self._tables.on(
-                        connection, "parked_of_thread", thread_id, start, _REPLAY_ENTRIES, _REPLAY_BYTES
+                        connection, "parked_of_thread", thread_id, start, _AT_ONCE, _BYTES_AT_ONCE
                     )
                     replay = decide(row, [_entry(r) for r in found])
                     if replay.change is not None:
