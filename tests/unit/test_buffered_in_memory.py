@@ -883,6 +883,37 @@ def test_a_write_that_waits_for_a_silent_store_says_so() -> None:
     run(main())
 
 
+def test_in_an_outage_a_thread_is_shown_whole_or_the_read_says_what_lacks() -> None:
+    """Regression: it was read without metadata and parent, as if it had none."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), Away()
+        async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
+            await store.save_thread("parent")
+            await store.save_thread("t", ThreadMetadata(title="a title"))
+            receipt = await store.set_parent("t", "parent")
+            await store.checkpoint("t", [1], run_of("t"))
+            await store.force_flush_all()
+            whole = await store.load_checkpoint("t")
+            assert whole is not None
+            assert not whole.partial
+        async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
+            inner.away = True
+            await store.checkpoint("new", [1], run_of("new"))
+            part = await store.load_checkpoint("t", at_least=receipt)
+            assert part is not None
+            assert (part.partial, part.messages, part.latest_run) == (True, whole.messages, whole.latest_run)
+            with pytest.raises(StoreUnavailable, match="metadata"):
+                await store.load_thread("t", at_least=receipt)
+            assert await store.load_messages("new") == [1]
+            inner.away = False
+            await asyncio.sleep(5)
+            assert await store.load_checkpoint("t") == whole
+            assert await store.load_thread("t") == whole.thread
+
+    run(main())
+
+
 @pytest.mark.parametrize("append", [False, True])
 def test_a_retry_is_recognized_though_its_parent_is_gone(append: bool) -> None:
     """Regression: the retry of a stored write was refused, as if nothing were stored."""

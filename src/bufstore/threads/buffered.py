@@ -243,6 +243,8 @@ class BufferedThreadStore(EditedStore):
         level is not reached in ``read_timeout_s``, StoreUnavailable when only Postgres has the answer. If a parked
         entry has broken the thread's chain, raises ThreadQuarantined; with `quarantined` "known", shows the thread
         without that entry and whatever builds on it (as Consistency.EVENTUAL does).
+
+        While Postgres is away, the log may have a thread's messages and latest run, but no more: see `partial`.
         """
         return (await self._state(thread_id, consistency, at_least, quarantined)).checkpoint()
 
@@ -254,8 +256,16 @@ class BufferedThreadStore(EditedStore):
         at_least: Receipt | None = None,
         quarantined: Quarantined = "raise",
     ) -> Thread | None:
-        """The thread without its messages. Arguments and errors as in `load_checkpoint`."""
-        return (await self._state(thread_id, consistency, at_least, quarantined)).thread
+        """The thread without its messages. Arguments and errors as in `load_checkpoint`.
+
+        Also raises StoreUnavailable when Postgres is away and the log has the thread's messages, but not its metadata,
+        its parent or its open run.
+        """
+        state = await self._state(thread_id, consistency, at_least, quarantined)
+        if state.partial and state.thread is not None:
+            down = self.lanes.of(thread_id).reads.store.down
+            raise StoreUnavailable(f"only Postgres knows metadata and parent of thread {thread_id!r}: {down}")
+        return state.thread
 
     async def load_messages(
         self,

@@ -146,6 +146,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     latest_run: Run | None
     #: What `save_thread_state` saved last.
     state: Any = None
+    #: True while Postgres is away and the log does not have the whole thread: messages and latest run are all there;
+    #: parent, metadata, open run and state are only what the log tells of them.
+    partial: bool = False
 
     @property
     def version(self) -> int:

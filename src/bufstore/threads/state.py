@@ -30,4 +30,5 @@ class ThreadState(State, frozen=True, kw_only=True):
             messages=[decode_message(m) for m in self.messages],
             latest_run=decode_run(self.latest_run) if self.latest_run is not None else None,
             state=decode_message(self.state) if self.state is not None else None,
+            partial=self.partial,
         )
