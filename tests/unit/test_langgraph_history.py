@@ -276,7 +276,8 @@ def test_a_prune_is_decided_on_the_checkpoints_that_it_deletes(idle: bool, delta
     run(main())
 
 
-def test_a_copy_whose_target_is_deleted_meanwhile_does_not_go_on() -> None:
+@pytest.mark.parametrize("meanwhile", ["deleted", "forgotten"])
+def test_a_copy_whose_target_is_deleted_meanwhile_does_not_go_on(meanwhile: str) -> None:
     """Regression: the older checkpoints were written all the same, and the newest of these was the thread's newest."""
 
     async def main() -> None:
@@ -288,16 +289,20 @@ def test_a_copy_whose_target_is_deleted_meanwhile_does_not_go_on() -> None:
         lane = saver.engine.of("target")
         append = lane.append
 
-        async def deleted(thread_id: str, operation: Any, **options: Any) -> Any:
+        async def interrupted(thread_id: str, operation: Any, **options: Any) -> Any:
             receipt = await append(thread_id, operation, **options)
             lane.append = append  # type: ignore[method-assign]
-            await saver.adelete_thread("target")
+            if meanwhile == "deleted":
+                await saver.adelete_thread("target")
+            else:
+                lane.buffer.appender.forget("target")
             return receipt
 
-        lane.append = deleted  # type: ignore[method-assign]
-        with pytest.raises(ConcurrentWriter):
-            await saver.acopy_thread("source", "target")
-        assert await listed(saver, "target") == []
+        lane.append = interrupted  # type: ignore[method-assign]
+        if meanwhile == "deleted":
+            with pytest.raises(ConcurrentWriter):
+                await saver.acopy_thread("source", "target")
+            assert await listed(saver, "target") == []
         await saver.acopy_thread("source", "target")
         assert len(await listed(saver, "target")) == 4
         await saver.aclose()
@@ -336,6 +341,26 @@ def test_an_erasure_leaves_what_is_saved_meanwhile() -> None:
         await erasing
         assert [o.outcome for o in await buffer.quarantine.replay_thread("t")] == [Outcome.APPLIED]
         assert len(await listed(saver)) == 1
+        await saver.aclose()
+
+    run(main())
+
+
+def test_an_erasure_whose_deletion_is_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: Any) -> None:
+        raise FlushFailed("a foreign key refuses it", Verdict.POISON)
+
+    async def main() -> None:
+        saver = await opened()
+        await put(saver, config("t"), 0)
+        await saver.force_flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryCheckpointStore, "apply", refused)
+            with pytest.raises(ThreadQuarantined):
+                await saver.aerase_thread("t")
+        await saver.engine.buffer.quarantine.replay_thread("t")
+        await saver.aerase_thread("t")
+        assert await listed(saver) == []
         await saver.aclose()
 
     run(main())

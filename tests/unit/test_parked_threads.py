@@ -285,27 +285,33 @@ def test_threads_below_one_that_only_quarantine_has_are_written() -> None:
     run(main())
 
 
-def test_a_checkpoint_that_names_a_parent_heals_its_thread() -> None:
-    """Regression: the parent was to be set before, in turn with other changes, which a broken chain refuses."""
-
+@pytest.mark.parametrize("how", ["set_parent", "checkpoint"])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_no_circle_closes_through_what_is_parked(how: str, flushed: bool) -> None:
     async def main() -> None:
         inner = Refusing()
         async with opened(inner) as store:
-            for thread_id in ("parent", "t"):
-                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.checkpoint("below", [1], run_of("below"))
+            if flushed:
+                await store.checkpoint("root", [1], run_of("root"))
             await store.force_flush_all()
-            inner.refused.add("t")
-            await store.checkpoint("t", [1, 2], run_of("t"))
+            inner.refused.add("root")
+            if flushed:
+                await store.set_parent("root", "below")
+            else:
+                await store.checkpoint("root", [1], run_of("root", parent_thread_id="below"))
             await store.force_flush_all()
-            inner.refused.clear()
             with pytest.raises(LineageError):
-                await store.checkpoint("t", [1, 2, 3], run_of("t", 1, parent_thread_id="nobody"))
-            await store.checkpoint("t", [1, 2, 3], run_of("t", 1, parent_thread_id="parent"))
-            await store.force_flush_all()
-            assert await store.load_messages("t") == [1, 2, 3]
-            thread = await store.load_thread("t")
-            assert thread is not None
-            assert thread.parent_thread_id == "parent"
+                if how == "set_parent":
+                    await store.set_parent("below", "root")
+                else:
+                    await store.checkpoint("below", [1], run_of("below", 1, parent_thread_id="root"))
+            inner.refused.clear()
+            assert await replayed(store, "root") == [Outcome.APPLIED]
+            root, below = await store.load_thread("root"), await store.load_thread("below")
+            assert root is not None
+            assert below is not None
+            assert (root.parent_thread_id, below.parent_thread_id) == ("below", None)
 
     run(main())
 

@@ -14,12 +14,11 @@ from bufstore.buffer.lanes import lane_configs, lane_of
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
-from bufstore.langgraph.lane import CheckpointLane, LastPut, NewThreads, OnConflict
+from bufstore.langgraph.lane import CheckpointLane, NewThreads, OnConflict
 from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointKey, CheckpointRow, Drop, Rows, Tables, WriteRow
 from bufstore.langgraph.outlines import all_but_latest, drop_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.reads import CheckpointBuffer
-from bufstore.langgraph.write import Overtaken
 from bufstore.nats.session import Nats
 from bufstore.tasks import together
 from bufstore.types import Consistency, check_choice
@@ -210,14 +209,8 @@ class CheckpointEngine:
         A large thread takes several entries, the newest checkpoints first, each behind its values and writes. Raises
         ConcurrentWriter if somebody writes to the target, or deletes it, between these.
         """
-        lane, last = self.of(target), LastPut()
-
-        async def append() -> None:
-            try:
-                await lane.append(target, _copied(rows), last=last)
-            except Overtaken:
-                raise ConcurrentWriter(target) from None
-
+        lane = self.of(target)
+        behind: int | None = None
         copied: set[BlobKey] = set()
         bytes_max = min(_COPY_BYTES, self._log.entry_bytes_max // 2)
         rows: list[CheckpointRow | BlobRow | WriteRow] = []
@@ -232,12 +225,12 @@ class CheckpointEngine:
             for row in parts:
                 added = _bytes_of(row)
                 if rows and size + added > bytes_max:
-                    await append()
+                    behind = (await lane.append(target, _copied(rows), only_behind=behind)).id
                     rows, size = [], 0
                 rows.append(row)
                 size += added
         if rows:
-            await append()
+            await lane.append(target, _copied(rows), only_behind=behind)
 
 
 async def _of_each(thread_ids: Sequence[str], change: Callable[[str], Awaitable[T]]) -> list[T]:

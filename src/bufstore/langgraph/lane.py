@@ -287,16 +287,16 @@ class CheckpointLane:
         return None if state.operations else state.watermark.applied_id
 
     async def erase(self, thread_id: str) -> None:
-        """Delete the thread, and remove what the log and the quarantine hold of it."""
+        """Delete the thread, and remove what the log and the quarantine hold of it.
+
+        Raises ThreadQuarantined if Postgres refuses the deletion.
+        """
         receipt = await self.append(thread_id, Delete())
         await self.flush(thread_id)
-
-        async def write_behind(thread_id: str) -> None:
-            # Not behind a checkpoint that was saved meanwhile; then there is an entry behind what goes.
-            with contextlib.suppress(ConcurrentWriter):
-                await self.append(thread_id, Delete(), only_behind=receipt.id)
-
-        await self.buffer.eraser.erase({thread_id: receipt.thread_seq}, write_behind)
+        since = (await self.buffer.ledger.watermark(thread_id)).broken_since
+        if since is not None and since <= receipt.thread_seq:
+            raise ThreadQuarantined(thread_id, since)
+        await self.buffer.eraser.erase({thread_id: receipt.thread_seq})
         await discard_superseded(self.buffer.quarantine, thread_id)
 
     async def parked_of(self, run_ids: Container[str]) -> ThreadQuarantined | None:

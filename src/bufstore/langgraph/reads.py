@@ -189,12 +189,13 @@ class CheckpointReads:
         """Return what the end of the thread's chain in the log tells by itself; None: it does not tell enough.
 
         The first checkpoint that a process saves on one that it has read carries all values, if they are not too large.
-        Which checkpoint is the newest, only the whole thread tells, or one that was saved behind the newest before it:
-        a copied one may be older than all that the log does not show, and so may one by a clock that is behind.
+        Which checkpoint is the newest, only the whole thread tells, or one that was saved behind another: a copied one
+        may be older than what the log does not show, and so may one by a clock that is behind. (A fork of an older
+        checkpoint by such a clock is taken for the newest all the same.)
         """
         log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
         messages = await log.after(subject, 0)
-        tables, last, whole = Tables(), 0, True
+        tables, last, whole = Tables(), 0, False
         saved = set[CheckpointKey]()
         for item in items_of(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != last:
@@ -205,7 +206,8 @@ class CheckpointReads:
             try:
                 operation = decode_payload(item.entry.payload)
                 tables.apply(operation)
-                whole = whole or isinstance(operation, Delete)
+                # The writer of a self-contained entry knew that there was nothing before it, or was told to take it so.
+                whole = whole or isinstance(operation, Delete) or (item.entry.self_contained and not last)
                 if isinstance(operation, Put) and (operation.checkpoint.parent or "") < operation.checkpoint.id:
                     saved.add(operation.checkpoint.key)
             except ValueError:

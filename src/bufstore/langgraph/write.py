@@ -78,7 +78,7 @@ class Appending(msgspec.Struct, gc=False):
             alone = True
         self.behind = tip.id if tip.seq or (memory is not None and not memory.cached) else None
         after = Known(own=True) if memory is not None or alone else None
-        if after is not None and memory is not None and not self.deletes:
+        if after is not None and memory is not None:
             after.life = memory.life
         self.left = after.life if after is not None else None
         return Draft(self.payload, alone, tip.version + 1, after, _nothing)

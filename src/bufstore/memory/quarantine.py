@@ -72,6 +72,9 @@ class MemoryParked:
     async def threads(self, after: str, limit: int) -> list[str]:
         return sorted({e.thread_id for e in self.entries.values() if e.thread_id and e.thread_id > after})[:limit]
 
+    async def ends(self) -> dict[str, int]:
+        return {e.thread_id: e.seq for e in self._sorted() if e.thread_id is not None}
+
     async def replay(
         self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
     ) -> Replay:

@@ -71,6 +71,7 @@ async def what_is_parked_comes_back_whole(ledgers: Ledgers) -> None:
     assert [e.seq for e in await ledger.parked.of_thread("t", 0)] == [1, 3]
     assert [e.item for e in await ledger.parked.of_thread("t", 2)] == [malformed]
     assert await ledger.parked.of_thread("u", 0) == []
+    assert await ledger.parked.ends() == {"t": 3}
     assert await ledger.parked.present([1, 3, 5]) == {1, 3}
     assert await ledger.quarantined() == 3
 

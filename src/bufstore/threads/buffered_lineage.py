@@ -87,7 +87,7 @@ class BufferedLineage:
         self._shared = lanes.first.shared
         self._runs, self._lists, self._edits = runs, lists, edits
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
-        self._parked = ParkedParents(lanes, self._thread)
+        self._parked = ParkedParents(lanes, self._shown)
         #: The ids of changes whose record may have been stored.
         self._placed: set[int] = set()
         #: Changes of this process take turns: else each would finish the one that is under way, and look again.
@@ -257,13 +257,22 @@ class BufferedLineage:
         return await self._lanes.of(thread_id).reads.joined(thread_id)
 
     async def _thread(self, thread_id: str) -> Thread | None:
-        """The thread as reads show it, even with a broken chain. Raises StoreUnavailable if its parent is unknown.
+        """The thread with the parent that it has, or would have after a replay of what is parked of it.
 
-        A thread of which quarantine has everything is there, and empty: a replay makes it.
+        A thread of which quarantine has everything is there: a replay makes it. Raises StoreUnavailable if the parent
+        is not known.
         """
         state, _ = await self._joined(thread_id)
-        if state.thread is None and state.watermark.broken_since is not None:
-            return Thread(thread_id=thread_id)
+        if state.watermark.broken_since is None:
+            return self._known(thread_id, state)
+        parent = await self._parked.parent_of(thread_id)
+        return msgspec.structs.replace(state.thread or Thread(thread_id=thread_id), parent_thread_id=parent)
+
+    async def _shown(self, thread_id: str) -> Thread | None:
+        """The thread as reads show it, even with a broken chain. Raises StoreUnavailable if its parent is unknown."""
+        return self._known(thread_id, (await self._joined(thread_id))[0])
+
+    def _known(self, thread_id: str, state: ThreadState) -> Thread | None:
         if state.partial and state.thread is not None and state.thread.parent_thread_id is None:
             down = self._lanes.of(thread_id).reads.store.down
             raise StoreUnavailable(f"only Postgres knows which parent thread {thread_id!r} has: {down}")

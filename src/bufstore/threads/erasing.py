@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -107,7 +106,7 @@ class ThreadEraser:
         # A scan shows what is on the log's disk; a lookup by thread does not show what nobody needs any more.
         last = {m.subject: m async for _, m in buffer.log.scan(threads=threads)}
         below = {t: await self._removed_at(buffer, t, last.get(buffer.subjects.of(t))) for t in threads}
-        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq}, self._write_behind)
+        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq})
         return _FromLog(removed, [t for t, seq in below.items() if seq is None])
 
     async def _removed_at(self, buffer: ThreadBuffer, thread_id: str, last: StoredMessage | None) -> int | None:
@@ -127,10 +126,6 @@ class ThreadEraser:
             return await self._remove_remains(thread_id)
         except AlreadyExists:
             return watermark.flushed_seq if watermark.gone else None
-
-    async def _write_behind(self, thread_id: str) -> None:
-        with suppress(AlreadyExists):  # then the thread was written to again: there is an entry behind what goes
-            await self._remove_remains(thread_id)
 
     async def _remove_remains(self, thread_id: str) -> int:
         return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.errors import InvalidQuery, LineageError, NotFound, ThreadQuarantined
+from bufstore.errors import InvalidQuery, LineageError, NotFound
 from bufstore.newest import Newest
 from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
@@ -109,8 +109,7 @@ class NamedParents:
         elif thread.parent_thread_id is None and self._change is not None:
             try:
                 await self._change(new_parent(run.thread_id, parent))
-            except (NotFound, ThreadQuarantined):
-                # The thread was deleted meanwhile, so it will be new; or it waits for a checkpoint to heal it.
+            except NotFound:  # the thread was deleted meanwhile, so it will be new
                 await check_parent(self._thread, run.thread_id, parent)
         self._good[run.thread_id] = parent
 

@@ -31,6 +31,9 @@ class _Parked(msgspec.Struct):
     named: dict[int, _Named]
 
 
+_NOTHING = _Parked(0, 0, {})
+
+
 class ParkedParents:
     """Reads each entry in quarantine once, for all changes of lineage that a process makes."""
 
@@ -50,6 +53,10 @@ class ParkedParents:
         candidates = [t for t, parked in threads.items() if any(n.parent == thread_id for n in parked.named.values())]
         return [t for t in candidates if await self._parent_of(t, threads[t]) == thread_id]
 
+    async def parent_of(self, thread_id: str) -> str | None:
+        """Return the parent that the thread would have after a replay. Raises StoreUnavailable, StoreMisconfigured."""
+        return await self._parent_of(thread_id, (await self._look()).get(thread_id, _NOTHING))
+
     async def leaving(
         self, thread_id: str, descendants: Callable[[str], Awaitable[list[str]]]
     ) -> tuple[str, int] | None:
@@ -66,13 +73,13 @@ class ParkedParents:
         return None
 
     async def _parent_of(self, thread_id: str, parked: _Parked) -> str | None:
-        """Return the parent that the thread would have after a replay."""
-        there = await self._lanes.of(thread_id).ledger.parked.present(list(parked.named))
+        named = parked.named
+        there = await self._lanes.of(thread_id).ledger.parked.present(list(named)) if named else ()
         thread = await self._thread(thread_id)
         parent = thread.parent_thread_id if thread is not None else None
-        for named in (parked.named[seq] for seq in sorted(there)):
-            if named.replaces or parent is None:
-                parent = named.parent
+        for found in (named[seq] for seq in sorted(there)):
+            if found.replaces or parent is None:
+                parent = found.parent
         return parent
 
     async def _look(self) -> dict[str, _Parked]:
@@ -81,17 +88,19 @@ class ParkedParents:
             for lane in self._lanes.all:
                 broken = await lane.ledger.broken()
                 marks = await lane.ledger.watermarks(sorted(broken)) if broken else {}
+                ends = await lane.ledger.parked.ends() if broken else {}
                 for thread_id, (watermark, _) in marks.items():
                     if (since := watermark.broken_since) is not None:
                         before = self._threads.get(thread_id, _Parked(since, since, {}))
-                        found[thread_id] = await self._looked(lane, thread_id, since, before)
+                        found[thread_id] = await self._looked(lane, thread_id, since, before, ends.get(thread_id, 0))
             self._threads = found
             return found
 
-    async def _looked(self, lane: ThreadBuffer, thread_id: str, since: int, before: _Parked) -> _Parked:
+    async def _looked(self, lane: ThreadBuffer, thread_id: str, since: int, before: _Parked, end: int) -> _Parked:
+        """`end`: the position of the thread's last entry in quarantine."""
         named = {seq: found for seq, found in before.named.items() if seq >= since}
         start = max(before.next, since)
-        while entries := await lane.ledger.parked.of_thread(thread_id, start):
+        while start <= end and (entries := await lane.ledger.parked.of_thread(thread_id, start)):
             named.update((entry.seq, found) for entry in entries if (found := _named_in(entry)) is not None)
             start = entries[-1].seq + 1
         return _Parked(since, start, named)

@@ -9,13 +9,14 @@ Postgres has them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import passed_by_all
 from bufstore.buffer.ports.log import Remains
 from bufstore.buffer.read.flush_waiter import FlushWaiter
-from bufstore.errors import FlushTimeout
+from bufstore.errors import FlushTimeout, LogUnavailable
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 
 _LOOK_S = 0.25
 
@@ -28,10 +29,8 @@ class Eraser:
         self._subjects, self._config = parts.subjects, parts.config
         self._waiter = waiter
 
-    async def erase(self, threads: Mapping[str, int], write_behind: Callable[[str], Awaitable[object]]) -> int:
+    async def erase(self, threads: Mapping[str, int]) -> int:
         """Remove each thread's entries below its position, once that is allowed. Returns how many there were.
-
-        `write_behind`: writes an entry that may stay into a thread, because the last message of the log never goes.
 
         Returns after `failover_window_s` at the earliest, unless there is nothing to remove. Raises FlushTimeout when
         removal is still not allowed after twice the window plus `flush_timeout_s`; LogUnavailable, StoreUnavailable.
@@ -40,11 +39,18 @@ class Eraser:
         if not remains.entries:
             return 0
         if remains.ends_log:
-            await write_behind(next(iter(threads)))
+            await self._write_behind()
         await self._flushed(remains)
         await self._settled(remains)
         await self._log.erase(remains)
         return remains.entries
+
+    async def _write_behind(self) -> None:
+        """Store a group without entries, because the last message of the log never goes. Raises LogUnavailable."""
+        try:
+            await self._log.publish_batch([], self._config.append_timeout_s)
+        except (Conflict, AppendUnknown) as e:
+            raise LogUnavailable(f"the erasure could not begin; erase again: {e}") from None
 
     async def _flushed(self, remains: Remains) -> None:
         """Return once everything that goes is flushed. Owners that would wait for more entries are asked not to."""

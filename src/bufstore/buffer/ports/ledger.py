@@ -152,6 +152,10 @@ class ParkedEntries(Protocol):
         """Threads behind `after` that have entries in quarantine, in order."""
         ...
 
+    async def ends(self) -> dict[str, int]:
+        """The position of the last entry in quarantine of each thread that has some."""
+        ...
+
     async def replay(
         self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
     ) -> Replay:

@@ -54,6 +54,9 @@ class PostgresParked:
     async def threads(self, after: str, limit: int) -> list[str]:
         return [row[0] for row in await self._tables.run("parked_threads", after, limit)]
 
+    async def ends(self) -> dict[str, int]:
+        return dict(await self._tables.run("parked_ends"))
+
     async def park(self, connection: AsyncConnection[Any], parked: Sequence[Parked]) -> None:
         """Park entries, as part of a flush transaction. Raises QuarantineFull, QuarantineBusy."""
         try:

@@ -35,6 +35,10 @@ SELECT seq FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]);
 SELECT DISTINCT thread_id FROM {schema}.buffer_quarantine WHERE thread_id > $1::text COLLATE "C"
 ORDER BY thread_id LIMIT $2::bigint;
 
+-- name: parked_ends
+-- The position of each thread's last parked entry.
+SELECT thread_id, max(seq) FROM {schema}.buffer_quarantine WHERE thread_id IS NOT NULL GROUP BY thread_id;
+
 -- name: parked_of_thread
 -- The thread's parked entries from a position on, oldest first: $3 entries at most, and $4 bytes at most (or one
 -- entry).
