@@ -91,7 +91,9 @@ class ParkedParents:
                 ends = await lane.ledger.parked.ends() if broken else {}
                 for thread_id, (watermark, _) in marks.items():
                     if (since := watermark.broken_since) is not None:
-                        before = self._threads.get(thread_id, _Parked(since, since, {}))
+                        before = self._threads.get(thread_id)
+                        if before is None or before.since > since:  # the latter in a Postgres that went back
+                            before = _Parked(since, since, {})
                         found[thread_id] = await self._looked(lane, thread_id, since, before, ends.get(thread_id, 0))
             self._threads = found
             return found
