@@ -208,6 +208,31 @@ def test_a_thread_that_was_moved_on_is_no_child_though_all_of_it_is_parked(moved
     run(main())
 
 
+def test_a_thread_that_was_deleted_and_written_again_is_no_child_of_before_though_that_is_parked() -> None:
+    async def main() -> None:
+        inner = Refusing()
+        async with opened(inner) as store:
+            for thread_id in ("parent", "other"):
+                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.checkpoint("child", [1], run_of("child", parent_thread_id="parent"))
+            await store.force_flush_all()
+            inner.refused.add("child")
+            await store.delete_thread("child")
+            await store.checkpoint("child", ["new"], run_of("child", 1, parent_thread_id="other"))
+            await store.force_flush_all()
+            inner.refused.clear()
+            for delete in (store.delete_thread, store.erase):
+                with pytest.raises(ThreadQuarantined):
+                    await delete("parent", children=Children.CASCADE)
+            with pytest.raises(LineageError):
+                await store.delete_thread("other")
+            assert await replayed(store, "child") == [Outcome.APPLIED] * 2
+            await store.delete_thread("parent", children=Children.CASCADE)
+            assert await store.load_messages("child") == ["new"]
+
+    run(main())
+
+
 def test_a_deletion_that_an_older_release_gave_up_is_not_said_to_be_done() -> None:
     """A process of a release that knows no threads of which all is parked marks their deletions as done."""
 

@@ -327,7 +327,7 @@ class CheckpointReads:
 
     @property
     def _down(self) -> str:
-        return self._buffer.reads.store.down or "it does not answer"
+        return self._buffer.reads.store.reason
 
     async def _read(self, thread_id: str, asked: Asked, level: Consistency) -> tuple[Part, Tail]:
         """Return rows, and a tail that begins at or below their watermark."""

@@ -263,7 +263,7 @@ class BufferedThreadStore(EditedStore):
         """
         state = await self._state(thread_id, consistency, at_least, quarantined)
         if state.partial and state.thread is not None:
-            down = self.lanes.of(thread_id).reads.store.down
+            down = self.lanes.of(thread_id).reads.store.reason
             raise StoreUnavailable(f"only Postgres knows metadata and parent of thread {thread_id!r}: {down}")
         return state.thread
 
@@ -312,7 +312,7 @@ class BufferedThreadStore(EditedStore):
         """
         state = await self._state(thread_id, consistency, at_least, quarantined)
         if state.partial and state.state is None:
-            down = self.lanes.of(thread_id).reads.store.down
+            down = self.lanes.of(thread_id).reads.store.reason
             raise StoreUnavailable(f"only Postgres knows the state of thread {thread_id!r}: {down}")
         return decode_message(state.state) if state.state is not None else None
 

@@ -274,7 +274,7 @@ class BufferedLineage:
 
     def _known(self, thread_id: str, state: ThreadState) -> Thread | None:
         if state.partial and state.thread is not None and state.thread.parent_thread_id is None:
-            down = self._lanes.of(thread_id).reads.store.down
+            down = self._lanes.of(thread_id).reads.store.reason
             raise StoreUnavailable(f"only Postgres knows which parent thread {thread_id!r} has: {down}")
         return state.thread
 

@@ -11,7 +11,7 @@ from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.operate.replay import ParkedEntry
 from bufstore.threads.lanes import ThreadBuffer, ThreadLanes
 from bufstore.threads.model import Thread
-from bufstore.threads.payload import Edit, Payload, decode_payload
+from bufstore.threads.payload import Edit, Payload, Removal, decode_payload
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -114,6 +114,8 @@ def _named_in(entry: ParkedEntry) -> _Named | None:
         payload = decode_payload(entry.item.entry.payload) if isinstance(entry.item, StoredEntry) else None
     except ValueError:
         return None
+    if isinstance(payload, Removal):
+        return _Named(None, replaces=True)
     if isinstance(payload, Edit) and payload.parent is not None:
         return _Named(payload.parent[0], replaces=True)
     if isinstance(payload, Payload) and payload.save.parent_thread_id is not None:

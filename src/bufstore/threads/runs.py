@@ -70,7 +70,7 @@ class Runs:
             reads = self._lanes.of(state.thread.thread_id).reads
             whole, _ = await reads.joined(state.thread.thread_id, proven=True)
             if whole.partial:
-                raise StoreUnavailable(f"only Postgres knows about run {run_id!r}: {reads.store.down}")
+                raise StoreUnavailable(f"only Postgres knows about run {run_id!r}: {reads.store.reason}")
             return await self._in_state(run_id, whole)
         # The run is not in the tail, so it is not newer than the watermark: the store has it.
         return await self._store.load_run(run_id)

@@ -34,6 +34,11 @@ class StoreWatch(Generic[S]):
         #: Why the store counts as down; None while it answers.
         self.down: str | None = None
 
+    @property
+    def reason(self) -> str:
+        """Why it had no answer."""
+        return self.down or "it does not answer"
+
     async def aclose(self) -> None:
         """Stop checking whether the store is back."""
         await end(self._probe, self._question, *self._ending)
