@@ -153,11 +153,9 @@ class BufferedThreadStore(EditedStore):
         Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
-        draft = (
-            call.whole_list
-            if self._runs.admitted(run)
-            else await self._admitted(call.whole_list, run, idempotency_key, producer)
-        )
+        draft: Prepare[MessageMemory] = call.whole_list
+        if not self._runs.admitted(run):
+            draft = await self._admitted(draft, run, idempotency_key, producer)
         return await self._append("whole", call, draft, idempotency_key, producer)
 
     async def checkpoint_append(
@@ -177,11 +175,9 @@ class BufferedThreadStore(EditedStore):
         call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
         if len(delta) > 1:
             call.check_new_ids()
-        draft = (
-            call.appending
-            if self._runs.admitted(run)
-            else await self._admitted(call.appending, run, idempotency_key, producer)
-        )
+        draft: Prepare[MessageMemory] = call.appending
+        if not self._runs.admitted(run):
+            draft = await self._admitted(draft, run, idempotency_key, producer)
         return await self._append("append", call, draft, idempotency_key, producer)
 
     async def _admitted(
