@@ -37,8 +37,14 @@ class Call(Generic[R]):
     not held while Python code runs.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Awaitable[R]]) -> None:
-        self._loop, self._work = loop, work
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Callable[[], Awaitable[R]],
+        serves: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`serves`: whether the loop still begins calls; asked there."""
+        self._loop, self._work, self._serves = loop, work, serves
         self._task: asyncio.Task[R] | None = None
         self._done = False
         #: Gets the result and the error, of which one is None.
@@ -74,6 +80,10 @@ class Call(Generic[R]):
                 self._loop.call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
+        if not self._serves():
+            self._done = True
+            self._ended.put((None, asyncio.CancelledError()))
+            return
         self._task = spawn(self._run())
         self._task.add_done_callback(self._end)
 
@@ -105,9 +115,10 @@ class LoopThread:
         if isinstance(call_timeout_s, bool) or not isinstance(call_timeout_s, int | float) or not call_timeout_s > 0:
             raise ConfigError(f"{type(self).__name__}.call_timeout_s must be a number above 0, not {call_timeout_s!r}")
         self._timeout_s = min(call_timeout_s, _OWN_MAX_S)
-        # A signal handler may close the store while its thread holds the lock in a call.
-        self._lock = threading.RLock()
+        # No lock guards these: a signal handler's error at the beginning of a `with` would leave it held (Python 3.14).
         self._closing = self._stopped = False
+        #: Whether the loop begins calls.
+        self._serves = True
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(LastingExecutor(thread_name_prefix="bufstore-blocking"))
@@ -132,10 +143,9 @@ class LoopThread:
         self._check_thread()
         if os.getpid() != self._process or exit_came():
             return
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
+        if self._closing:
+            return
+        self._closing = True
         try:
             self._call(self._store.aclose, self._timeout_s, closing=True)
         finally:
@@ -146,6 +156,7 @@ class LoopThread:
         with held_at_exit(loop):
             try:
                 loop.run_forever()
+                self._serves = False
                 until = loop.time() + _ENDS_S
                 # A call that was given up gives back what it has, and may need the other tasks for that.
                 self._wait((task for task in asyncio.all_tasks(loop) if task.cancelling()), until)
@@ -162,8 +173,7 @@ class LoopThread:
             self._loop.run_until_complete(asyncio.wait(ending, timeout=max(until - self._loop.time(), 0)))
 
     def _stop(self) -> None:
-        with self._lock:
-            self._closing = True
+        self._closing = True
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         try:
@@ -177,15 +187,15 @@ class LoopThread:
             raise ConfigError("a blocking store does not outlive a fork: open one in each process")
         if exit_came():
             raise Closed("the interpreter ends: call the store, and close it, before that")
-        call = Call(self._loop, work)
+        call = Call(self._loop, work, lambda: self._serves)
         try:
-            with self._lock:
-                if self._closing is not closing:
-                    raise Closed("the store is closed")
-                try:
-                    call.begin()
-                except RuntimeError:  # a signal handler has closed the loop since
-                    raise Closed("the store is closed") from None
+            # A call that begins behind a `close` is refused by the store, or by the loop.
+            if self._closing is not closing:
+                raise Closed("the store is closed")
+            try:
+                call.begin()
+            except RuntimeError:  # the loop was closed since
+                raise Closed("the store is closed") from None
             return call.result(lambda: not (self._stopped or exit_came()), timeout_s)
         except asyncio.CancelledError:
             raise Closed("the store was closed before the call ended; a write may or may not be stored") from None

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from bufstore.errors import Closed
-from bufstore.tasks import end, see_error, spawn
+from bufstore.tasks import end, outlasted, see_error, spawn
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class SharedCall(Generic[T]):
             self._next.add_done_callback(see_error)
         asked = self._next
         try:
-            return await asyncio.shield(asked)
+            return await outlasted(asked)
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if asked.cancelled() and caller is not None and not caller.cancelling():

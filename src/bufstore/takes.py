@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from bufstore.errors import BufstoreError
-from bufstore.tasks import spawn
+from bufstore.tasks import outlasted, spawn
 
 T = TypeVar("T")
 HandBack = Callable[[Any], Awaitable[object]]
@@ -27,7 +27,7 @@ class Takes:
         """Return what `taking` gives. A cancelled caller leaves at once; `taking` goes on, and its result goes back."""
         task = spawn(taking)
         try:
-            return await asyncio.shield(task)
+            return await outlasted(task)
         except asyncio.CancelledError:
             self.abandon(task, hand_back)
             raise
@@ -45,7 +45,7 @@ class Takes:
         """Return the result. It goes on to its end however often the caller is cancelled; `aclose` waits for it."""
         task = spawn(work)
         self.leave(task)
-        return await asyncio.shield(task)
+        return await outlasted(task)
 
     async def aclose(self) -> None:
         """Return when all is handed back, or after a time: the rest comes back by itself when its time is over."""

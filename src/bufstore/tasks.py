@@ -67,9 +67,23 @@ async def _result(work: Awaitable[T]) -> T:
     return await work
 
 
+async def outlasted(task: asyncio.Future[T]) -> T:
+    """Return the task's result. It goes on if the caller is cancelled meanwhile; nobody is told of its error then.
+
+    `asyncio.shield` is the same up to Python 3.13. From 3.14 on it reports such an error to the loop, as if nobody
+    knew of it.
+    """
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.add_done_callback(see_error)
+        raise
+    return task.result()
+
+
 async def to_the_end(work: Awaitable[T], *, name: str | None = None) -> T:
     """Return the result. The work goes on to its end even if the caller is cancelled meanwhile, however often."""
-    return await asyncio.shield(_keep(work, name))
+    return await outlasted(_keep(work, name))
 
 
 class Closing:
@@ -84,7 +98,7 @@ class Closing:
         """Run `close`, or wait for the run that has begun. Raises what `close` raises."""
         if self._task is None or self._task.done():
             self._task = _keep(close(), "bufstore-close")
-        await asyncio.shield(self._task)
+        await outlasted(self._task)
 
 
 def _keep(work: Awaitable[T], name: str | None) -> Task[T]:
@@ -133,7 +147,7 @@ async def set_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-def see_error(task: Task[Any]) -> None:
+def see_error(task: asyncio.Future[Any]) -> None:
     """Look at the error of a task that is done. Otherwise asyncio warns of it when all callers were cancelled."""
     if not task.cancelled():
         task.exception()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.shared_call import SharedCall
-from bufstore.tasks import end, see_error, spawn
+from bufstore.tasks import end, outlasted, see_error, spawn
 
 if TYPE_CHECKING:
     from bufstore.nats.log import NatsLog
@@ -44,7 +44,7 @@ class FreshEnd:
     async def __call__(self) -> int:
         """Return where the subject ends; 0 for nowhere. Raises LogFull, LogUnavailable."""
         look = await self._round()
-        return await asyncio.shield(look)
+        return await outlasted(look)
 
     async def aclose(self) -> None:
         """End the tasks that run."""

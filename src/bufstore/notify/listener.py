@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from bufstore.errors import Closed
 from bufstore.notify.broker import Teardown
 from bufstore.notify.protocol import Unlisten
-from bufstore.tasks import see_error, spawn
+from bufstore.tasks import outlasted, see_error, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class SharedListener(Generic[P, C]):
         self._moves.add(task)
         task.add_done_callback(self._moves.discard)
         task.add_done_callback(see_error)
-        await asyncio.shield(task)
+        await outlasted(task)
 
     async def _start(self) -> None:
         failures = self._failures

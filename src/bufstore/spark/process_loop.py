@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from bufstore.at_exit import exit_came, held_at_exit
 from bufstore.errors import Closed
-from bufstore.tasks import spawn
+from bufstore.tasks import outlasted, spawn
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Loop:
                 return await open_()
 
             task = self._opened[key] = spawn(opening())
-        return cast(T, await asyncio.shield(task))
+        return cast(T, await outlasted(task))
 
 
 _lock = threading.Lock()

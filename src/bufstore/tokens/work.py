@@ -42,7 +42,7 @@ from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
-from bufstore.tasks import end, own_cancels_only, spawn
+from bufstore.tasks import end, outlasted, own_cancels_only, spawn
 from bufstore.tokens import model
 from bufstore.tokens.fence import REFUSED, Hold, Keyed, Register, holder_name
 from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
@@ -161,12 +161,12 @@ class ExclusiveWork(Keyed):
         for worker in workers:
             worker.add_done_callback(self._failing.discard)
         try:
-            await asyncio.gather(*map(asyncio.shield, workers))
+            await asyncio.gather(*map(outlasted, workers))
         finally:  # when one worker has failed, none goes on after this call has ended
             for worker in workers:
                 worker.cancel()  # once: a second cancel would stop the worker in the middle of handing back
                 self._takes.leave(worker)
-            await asyncio.gather(*map(asyncio.shield, workers), return_exceptions=True)
+            await asyncio.gather(*map(outlasted, workers), return_exceptions=True)
 
     # For people.
 

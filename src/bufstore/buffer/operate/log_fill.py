@@ -12,7 +12,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError, LogFull
 from bufstore.jetstream.messages import Held
-from bufstore.tasks import end, see_error, spawn
+from bufstore.tasks import end, outlasted, see_error, spawn
 
 #: The ages, in seconds, of the look that a look is compared with: the highest, the lowest if possible, and the lowest.
 _REMEMBERED_S = 120.0
@@ -123,7 +123,7 @@ class FillForecast:
             self._explained_at = now
         with contextlib.suppress(TimeoutError, BufstoreError):
             async with asyncio.timeout(_EXPLAINING_S):
-                return type(error)(why_full(str(error), await asyncio.shield(task)))
+                return type(error)(why_full(str(error), await outlasted(task)))
         return error
 
     async def aclose(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, outlasted, spawn
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class StoreWatch(Generic[S]):
         """Return whether the store does not even answer a small query, which is asked once for all callers."""
         if self._question is None or self._question.done():
             self._question = spawn(self._ask_little(), name="bufstore-store-question")
-        await asyncio.shield(self._question)
+        await outlasted(self._question)
         return self.down is not None
 
     async def _ask_little(self) -> None:
