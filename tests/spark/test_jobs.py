@@ -80,6 +80,25 @@ async def test_what_is_archived_comes_back_into_an_empty_postgres(
     assert await held(elsewhere, threads) == {t: list(range(9)) for t in threads}
 
 
+async def test_a_thread_that_postgres_refuses_is_left_out_alone(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    """Regression: one entry that Postgres refuses made the whole restore fail, each time, as if Postgres were away."""
+    path, threads = str(tmp_path / "archive"), [fresh() for _ in range(6)]
+    await write(deployment, threads, range(2))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    elsewhere = Deployment(deployment.servers)
+    await asyncio.to_thread(restore, spark, path, where(elsewhere), dry_run=True)  # makes the tables
+    schema, refused = elsewhere.name, threads[2]
+    await query(elsewhere.servers.postgres.dsn, f"ALTER TABLE {schema}.threads ADD CHECK (thread_id <> '{refused}')")
+    report = await asyncio.to_thread(restore, spark, path, where(elsewhere), tasks=1)
+    assert (report.applied, report.refused, report.threads) == (10, 2, 6)
+    (reason,) = report.reasons
+    assert reason.startswith(f"thread {refused!r}: Postgres refuses its entries: "), reason
+    assert "23514" in reason
+    assert await in_postgres(elsewhere, threads) == {t: [0, 1] if t != refused else None for t in threads}
+
+
 @pytest.mark.long
 async def test_an_archive_with_a_gap_or_a_changed_file_is_not_restored(
     spark: Any, deployment: Deployment, tmp_path: Path

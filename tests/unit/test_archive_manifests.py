@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from bufstore import ConfigError, NatsConfig
+from bufstore import ConfigError, LogConfig, NatsConfig
 from bufstore.buffer.subjects import first_position
+from bufstore.buffer.target import Target
+from bufstore.nats.ranges import LogState
 from bufstore.spark import ArchiveOvertaken, DataLoss, Deployment
 from bufstore.spark.connection_options import connection_options
 from bufstore.spark.log_archive import archive_job
@@ -41,6 +43,20 @@ def test_an_archive_is_whole_and_goes_with_one_generation() -> None:
     with pytest.raises(ConfigError):
         epoch_after(ranges, "later", 0)
     assert first_position(1) > 9
+
+
+def test_a_log_that_ends_before_its_archive_has_lost_something() -> None:
+    """Regression: archiving waited for the positions to come anew; what got them meanwhile was never archived."""
+    manifests = [manifest(1, 5), manifest(5, 9)]
+
+    def log(end: int, created: str = "then") -> LogState:
+        return LogState(LogConfig(), created, 0, 1, end, 0, Target("threads", "postgres", "x"))
+
+    assert archive_job._begin(manifests, log(9)) == archive_job._begin(manifests, log(12)) == 9
+    with pytest.raises(DataLoss, match="lost its end"):
+        archive_job._begin(manifests, log(8))
+    with pytest.raises(DataLoss, match="no longer exists"):
+        archive_job._begin(manifests, msgspec.structs.replace(log(20, "later"), first=10))
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6), st.randoms())

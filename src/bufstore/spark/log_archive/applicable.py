@@ -22,13 +22,14 @@ class RestoreCounts(Counts):
     #: Entries that were applied (or written into the log), and entries that had been there already.
     applied: int = 0
     present: int = 0
-    #: Entries that cannot be applied, and those behind them in their threads. Nothing was done with them.
+    #: Entries that cannot be applied, as they would be parked, and those behind that build on them. Nothing was done
+    #: with them.
     refused: int = 0
     reasons: list[str] = msgspec.field(default_factory=list)
 
 
 class Applicable(NamedTuple):
-    """The entries that take effect, as one change, up to the first entry that cannot be applied."""
+    """The entries that take effect, as one change; those that a flush would park are refused."""
 
     plan: Plan
     change: Any
@@ -45,11 +46,17 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     todo, change = decide_thread(thread_id, row, behind, {}, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")
-    # Apply only up to the first entry that cannot be applied: a restore parks nothing.
+    # What a flush would park does nothing here: a restore parks nothing. What takes effect behind it does so all the
+    # same, as it did then: a deletion, say, or a whole list.
     first, cause = todo.park[0].item, todo.park[0].cause
-    before = [item for item in behind if item.seq < first.seq]
+    last = todo.apply[-1].seq if todo.apply else 0
+    before = [item for item in behind if item.seq < max(first.seq, last + 1)]
+    parked = sum(parked.item.seq <= last for parked in todo.park)
     todo, change = decide_thread(thread_id, row, before, {}, coalesce, complete=True)
-    return Applicable(todo, change, len(behind) - len(before), _reason(thread_id, first, cause))
+    since = todo.watermark.broken_since
+    watermark = msgspec.structs.replace(todo.watermark, broken_since=since if since == row.broken_since else None)
+    todo = msgspec.structs.replace(todo, watermark=watermark, park=())
+    return Applicable(todo, change, parked + len(behind) - len(before), _reason(thread_id, first, cause))
 
 
 def is_removal(item: Item) -> bool:

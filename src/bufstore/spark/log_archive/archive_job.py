@@ -54,8 +54,9 @@ def archive(
     them, the next run does. Keep one archive for each deployment: another folder begins anew, and the flushers keep
     only what lies above the furthest position that was archived.
 
-    Raises DataLoss when a part was purged before it was archived, or when the stream is not that of the newest range:
-    then give `start` to continue there, and accept that entries may be missing. Raises ConfigError when another stream
+    Raises DataLoss when a part was purged before it was archived, when the log ends before the archive does, or when
+    the stream is not that of the newest range: then give `start` to continue there, and accept that entries may be
+    missing. Raises ConfigError when another stream
     in the archive has the same numbers: that needs another folder. Raises ArchiveOvertaken when another run has
     archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not the one that
     the log is flushed into.
@@ -99,6 +100,11 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
     if not manifests:
         return log.first
     last = max(manifests, key=lambda m: m.end)
+    if last.created == log.created and last.end > log.end:
+        raise DataLoss(
+            f"the archive ends with {last.name}, but the log before {log.end}: it has lost its end, and gives these "
+            "positions anew. Repair it (`bufstore repair`), then give start to continue with the log as it is then"
+        )
     if last.created != log.created:
         check_begin(manifests, log.created, log.first)
         raise DataLoss(

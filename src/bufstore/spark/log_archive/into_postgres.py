@@ -9,6 +9,7 @@ from typing import Any
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Item
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.lanes import check_layout, layout_of, ledger_schema
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
@@ -113,7 +114,20 @@ class IntoPostgres:
         except _RollBack:
             pass
         except FlushFailed as e:
-            raise StoreUnavailable(f"Postgres does not accept the restore now: {e}") from e
+            if e.verdict is not Verdict.POISON:
+                raise StoreUnavailable(f"Postgres does not accept the restore now: {e}") from e
+            return await self._apply_apart(threads, e)
+        return counts
+
+    async def _apply_apart(self, threads: Mapping[str, Sequence[Item]], refusal: FlushFailed) -> RestoreCounts:
+        """Apply what Postgres refuses together in halves, down to the thread that it refuses, which is left out."""
+        ids = sorted(threads)
+        if len(ids) == 1:
+            reason = f"thread {ids[0]!r}: Postgres refuses its entries: {refusal}"
+            return RestoreCounts(threads=1, refused=len(threads[ids[0]]), reasons=[reason])
+        counts = RestoreCounts()
+        for half in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
+            counts.add(await self.apply({thread_id: threads[thread_id] for thread_id in half}))
         return counts
 
 

@@ -193,15 +193,10 @@ async def _restore(
     dry_run: bool,
 ) -> RestoreCounts:
     report = RestoreCounts()
-    refused = False
     async with _restoring(deployment, into, log, dry_run=dry_run) as restoring:
         # A log takes each thread as a whole, because the place in the archive where it goes on must be found first.
         for portion, goes_on in portions(threads, whole=into == "log"):
-            if goes_on and refused:  # nothing is applied behind an entry of the thread that could not be applied
-                report.refused += sum(map(len, portion.values()))
-                continue
             found = await restoring.apply(portion)
             found.threads -= goes_on
             report.add(found)
-            refused = found.refused > 0
     return report
