@@ -54,12 +54,12 @@ async def nothing_left(work: ExclusiveWork) -> bool:
 
 @contextlib.asynccontextmanager
 async def working(
-    handler: Callable[[Task], Awaitable[None]], *instances: ExclusiveWork, concurrency: int
+    handler: Callable[[Task], Awaitable[None]], *instances: ExclusiveWork, concurrency: int = 1, **options: Any
 ) -> AsyncIterator[None]:
     """Let the instances work within the block. They stop before they are closed, also when the block fails."""
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as runs:
         for instance in instances:
-            runs.create_task(instance.run(handler, stopping, concurrency=concurrency))
+            runs.create_task(instance.run(handler, stopping, concurrency=concurrency, **options))
         yield
         stopping.set()

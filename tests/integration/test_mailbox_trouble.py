@@ -568,10 +568,14 @@ async def test_more_workers_than_the_consumer_lets_wait_ask_again_later(on_nats:
         assert min(took) > 0.4
 
 
+@pytest.mark.parametrize("listening", [False, True])
 async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
-    on_postgres: Mailboxes, monkeypatch: pytest.MonkeyPatch
+    on_postgres: Mailboxes, monkeypatch: pytest.MonkeyPatch, listening: bool
 ) -> None:
-    """A worker is closed after the database has done its work and before the answer is read."""
+    """A worker is closed after the database has done its work and before the answer is read, or while it unsubscribes.
+
+    Regression: with a notifier, the signal came after 30 s.
+    """
     async with on_postgres.open(2) as (a, b):
         thread_id, took = fresh(), asyncio.Event()
         backend = a.backend
@@ -583,11 +587,18 @@ async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
                 pulling.cancel()  # cancelled again while the signal is handed back
             rows = await run(name, *arguments)
             if name == "pull" and rows:
-                took.set()
+                if not listening:
+                    took.set()
                 await asyncio.sleep(0)  # the answer has arrived and is not read yet
             return rows
 
+        async def unsubscribes() -> None:
+            took.set()
+            await asyncio.sleep(0.01)
+
         monkeypatch.setattr(backend, "_run", slow)
+        if listening:
+            monkeypatch.setattr(backend._idle, "end", unsubscribes)
         await a.enqueue(thread_id)
         pulling = asyncio.create_task(a.pull_signals(timeout_s=30))
         await took.wait()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import token_instances
-from bufstore import ConfigDrift, ConfigError, InvalidId, InvalidRecord, TooLarge
+from bufstore import ConfigDrift, ConfigError, InvalidId, InvalidRecord, LogUnavailable, TooLarge
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -50,6 +50,57 @@ async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: O
     assert worked == {key: list(range(25)) for key in keys}
     assert overlaps == []
     assert [(await instance.statistics()).found for instance in instances] == [0, 0, 0]
+
+
+async def test_what_is_done_stays_done_though_its_caller_gave_up(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: leaving the block gave the item back, whose `done` was stored already, and it was done again."""
+    work = await opened()
+    await work.submit("key")
+    stored, answered = asyncio.Event(), asyncio.Event()
+    async with await took(work) as task:
+        write = task._register.write
+
+        async def slow(*arguments: Any) -> int:
+            seq = await write(*arguments)
+            stored.set()
+            await answered.wait()
+            return seq
+
+        monkeypatch.setattr(task._register, "write", slow)
+        ending = asyncio.create_task(task.done())
+        await stored.wait()
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        asyncio.get_running_loop().call_later(0.1, answered.set)
+    await eventually(lambda: nothing_left(work))
+    assert await work.take(0.2) is None
+
+
+async def test_what_ends_in_an_outage_is_not_done_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one `done` that NATS did not answer, and the item was tried again, or was a dead letter."""
+    work = await opened(max_attempts=1)
+    handled, refused = [], []
+
+    async def handler(task: Task) -> None:
+        handled.append(task.attempt)
+        done = task.done
+
+        async def away() -> None:
+            if len(refused) < 2:
+                refused.append(task.attempt)
+                raise LogUnavailable("away")
+            await done()
+
+        monkeypatch.setattr(task, "done", away)
+
+    async def dead(task: Task) -> None:
+        handled.append(-task.attempt)
+
+    await work.submit("key")
+    async with working(handler, work, dead_letter=dead):
+        await eventually(lambda: nothing_left(work))
+    assert (handled, refused) == ([1], [1, 1])
 
 
 @pytest.mark.long  # ten seconds

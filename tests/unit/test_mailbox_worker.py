@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import TooLarge
+from bufstore.errors import StoreUnavailable, TooLarge
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
@@ -274,6 +274,39 @@ async def test_a_worker_that_is_closed_as_it_acks_has_acked() -> None:
         await closing
     (found,) = await MemoryMailboxStore(shared).list_dispatches("t")
     assert found.status is Status.ACKED
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_work_that_ends_in_an_outage_is_not_done_again(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Regression: one refused ack, and the work was dead, or done again, when its lease was over."""
+    handled, refused = [], []
+
+    async def handle(dispatch: Dispatch) -> None:
+        handled.append(dispatch.payload)
+        if fails:
+            raise ValueError("no")
+
+    async with MemoryMailboxStore() as mailbox:
+        ends = "nack" if fails else "ack"
+        end = getattr(mailbox, ends)
+
+        async def away(*arguments: Any, **named: Any) -> Dispatch:
+            if len(refused) < 2:
+                refused.append(arguments)
+                raise [StoreUnavailable("away"), StepUnknown("no answer")][len(refused) - 1]
+            ended: Dispatch = await end(*arguments, **named)
+            return ended
+
+        monkeypatch.setattr(mailbox, ends, away)
+        async with Worker(mailbox, "w", handle):
+            queued = await mailbox.enqueue("t", b"x", max_attempts=1)
+
+            async def ended() -> bool:
+                found = await mailbox.load_dispatch("t", queued.dispatch_id)
+                return found is not None and found.status is (Status.DEAD if fails else Status.ACKED)
+
+            await eventually(ended)
+        assert (handled, len(refused)) == ([b"x"], 2)
 
 
 async def test_a_handler_that_does_not_end_does_not_keep_the_mailbox_open(monkeypatch: pytest.MonkeyPatch) -> None:

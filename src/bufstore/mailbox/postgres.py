@@ -280,8 +280,6 @@ class PostgresBackend(Backend):
             rows = await self._pull(limit)
             left = deadline - time.monotonic()
             if rows or left <= 0:
-                if rows:
-                    await self._idle.end()
                 return [Signal(self, *row) for row in rows]
             with suppress(Closed):  # the notifier is closed: polling goes on
                 if await self._idle.begin():
@@ -289,8 +287,13 @@ class PostgresBackend(Backend):
             await set_within(self._news, left)
 
     async def _pull(self, limit: int) -> list[Any]:
-        pulling = self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
-        return await self._takes.take(pulling, self._put_back)
+        async def pulling() -> list[Any]:
+            rows = await self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
+            if rows:
+                await self._idle.end()
+            return rows
+
+        return await self._takes.take(pulling(), self._put_back)
 
     async def _put_back(self, rows: list[Any]) -> None:
         """Put back signals that were pulled for nobody: they would come to nobody until their time is over."""

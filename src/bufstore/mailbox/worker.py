@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
 from bufstore import elapsed
 from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim, StepUnknown, Unavailable
 from bufstore.holding import Holding
@@ -160,28 +162,37 @@ class Worker:
             del self._claims[claim.token]
             holding.stop()
             await holding.aclose()
+        # What is done would be done again, so the end is tried for as long as the claim lasts.
+        again = AsyncRetrying(
+            retry=retry_if_exception_type((Unavailable, StepUnknown)),
+            wait=wait_random_exponential(multiplier=0.1, max=1.0),
+            stop=lambda _: self._stopped or elapsed.now_s() >= holding.until,
+            reraise=True,
+        )
         try:
-            await self._end(claim, task)
+            ending = self._ending(claim, task)
+            async for attempt in again:
+                with attempt:
+                    await ending()
         except StaleClaim as e:
             _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
 
     async def _called(self, claim: Dispatch) -> None:
         await self._handler(claim)  # here, because a handler may also fail before it returns its awaitable
 
-    async def _end(self, claim: Dispatch, task: asyncio.Task[None]) -> None:
+    def _ending(self, claim: Dispatch, task: asyncio.Task[None]) -> Callable[[], Awaitable[object]]:
+        """Return what ends the claim, now that its handler has ended."""
         error = None if task.cancelled() else task.exception()
         if self._stopped and task.cancelling():
-            await self._mailbox.nack(claim, error=_STOPPED)
-            return
+            return lambda: self._mailbox.nack(claim, error=_STOPPED)
         if not task.cancelled() and error is None:
-            await self._mailbox.ack(claim)
-            return
+            return lambda: self._mailbox.ack(claim)
         text = "cancelled" if error is None else f"{type(error).__name__}: {error}"
         _log.warning("dispatch %r failed: %s", claim.dispatch_id, text, extra={"action": "mailbox_handler_failed"})
         c = self._config
         delay = backoff_s(claim.attempts + 1, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
         retry_at = self._mailbox.backend.now_ms() + round(1000 * delay)
-        await self._mailbox.nack(claim, retry_at_ms=retry_at, error=text)
+        return lambda: self._mailbox.nack(claim, retry_at_ms=retry_at, error=text)
 
     async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Task[None], holding: Holding) -> bool:
         began = elapsed.now_s()

@@ -190,8 +190,10 @@ class Lease:
                     self._seq = await self._register.write(self._subject, record, self._seq, self._server_ttl_s)
                     return
                 except Conflict:
-                    if (await self._found_again()).done and record.done:
-                        return
+                    if (await self._found_again()).done:
+                        if record.done:
+                            return
+                        raise TokenLost(self.key, "its item is done") from None  # a `done` whose caller gave up
 
     async def _found_again(self) -> Record:
         """Return the record that stands there: our write whose answer was lost. Raises TokenLost for another's."""

@@ -63,8 +63,10 @@ class Task(Lease):
         answer to an earlier try was lost: then the item may be done). Raises LogUnavailable when that could not be
         found out; then call `done` again.
         """
-        if self._done:
-            return
+        if not self._done:
+            await self._takes.to_the_end(self._mark_done())
+
+    async def _mark_done(self) -> None:
         await self._holding.aclose()
         # The items behind it take turns with other keys: their turn comes with a message that `_finish` sends.
         reserved_s = self._ttl_s if self.others_wait else 0.0

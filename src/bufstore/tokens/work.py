@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from msgspec.structs import replace
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore import elapsed
 from bufstore.config import ToNats, as_nats_config
@@ -337,7 +338,13 @@ class ExclusiveWork(Keyed):
             error = working.exception()
             try:
                 if error is None:
-                    await task.done()
+                    # What is done would be done again, so this is tried for as long as the key is held.
+                    await AsyncRetrying(
+                        retry=retry_if_exception_type(Unavailable),
+                        wait=wait_random_exponential(multiplier=0.1, max=1.0),
+                        stop=lambda _: task.lost.is_set(),
+                        reraise=True,
+                    )(task.done)
                 else:
                     _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
                     await task.retry(model.backoff_s(task.attempt))
