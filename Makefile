@@ -1,4 +1,4 @@
-# Everything a developer does here. `make setup`, and `make demo` at first, need Python >= 3.11 and the internet.
+# Everything a developer does here. `make setup`, and `make demo` at first, need Python 3.11 to 3.14 and the internet.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -27,7 +27,8 @@ $(READY): STAMPS := $(READY) $(DEMO_READY)
 $(DEMO_READY): EXTRAS := embedded,cli
 $(DEMO_READY): STAMPS := $(DEMO_READY)
 $(READY) $(DEMO_READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "bufstore needs Python 3.11 or later; set PYTHON=…"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+		{ echo "this needs Python 3.11 to 3.14 (of some packages there are no wheels for later ones yet); set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(STAMPS)
