@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import queue
@@ -117,6 +118,8 @@ class LoopThread:
         self._timeout_s = min(call_timeout_s, _OWN_MAX_S)
         # No lock guards these: a signal handler's error at the beginning of a `with` would leave it held (Python 3.14).
         self._closing = self._stopped = False
+        #: Counts the calls of `close`: of threads that come at once, one closes.
+        self._closes = itertools.count()
         #: Whether the loop begins calls.
         self._serves = True
         self._process = os.getpid()
@@ -143,7 +146,7 @@ class LoopThread:
         self._check_thread()
         if os.getpid() != self._process or exit_came():
             return
-        if self._closing:
+        if next(self._closes):
             return
         self._closing = True
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import StoreUnavailable, TooLarge
+from bufstore.errors import Closed, StoreUnavailable, TooLarge
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
@@ -307,6 +307,26 @@ async def test_work_that_ends_in_an_outage_is_not_done_again(monkeypatch: pytest
 
             await eventually(ended)
         assert (handled, len(refused)) == ([b"x"], 2)
+
+
+async def test_work_that_ends_when_the_mailbox_is_closed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    acks, acked = [], asyncio.Event()
+
+    async def handle(_: Dispatch) -> None: ...
+
+    async with MemoryMailboxStore() as mailbox, asyncio.timeout(5):
+
+        async def closed(*arguments: Any) -> Dispatch:
+            acks.append(arguments)
+            acked.set()
+            raise Closed("the mailbox is closed")
+
+        monkeypatch.setattr(mailbox, "ack", closed)
+        worker = await Worker(mailbox, "w", handle).__aenter__()
+        await mailbox.enqueue("t", b"x")
+        await acked.wait()
+        await worker.aclose(drain_s=30)
+        assert len(acks) == 1
 
 
 async def test_a_handler_that_does_not_end_does_not_keep_the_mailbox_open(monkeypatch: pytest.MonkeyPatch) -> None:

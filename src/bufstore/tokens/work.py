@@ -18,11 +18,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from msgspec.structs import replace
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, retry_if_not_exception_type, wait_random_exponential
 
 from bufstore import elapsed
 from bufstore.config import ToNats, as_nats_config
 from bufstore.errors import (
+    Closed,
     ConfigError,
     InvalidRecord,
     LogFull,
@@ -340,7 +341,7 @@ class ExclusiveWork(Keyed):
                 if error is None:
                     # What is done would be done again, so this is tried for as long as the key is held.
                     await AsyncRetrying(
-                        retry=retry_if_exception_type(Unavailable),
+                        retry=retry_if_exception_type(Unavailable) & retry_if_not_exception_type(Closed),
                         wait=wait_random_exponential(multiplier=0.1, max=1.0),
                         stop=lambda _: task.lost.is_set(),
                         reraise=True,
