@@ -102,6 +102,31 @@ async def test_a_step_goes_on_when_others_held_the_last_room_for_a_moment(
         assert refused == 3
 
 
+async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a purged dispatch's id stayed taken for ever when the purge could not remove its key."""
+    async with on_nats.open(1) as (store,):
+        thread_id = fresh()
+        await store.enqueue(thread_id, b"first", dispatch_id="d", dedupe_key="k")
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+
+        async def interrupted(_: Any) -> None:
+            raise LogUnavailable("away")
+
+        with pytest.raises(AlreadyExists):
+            await store.enqueue(thread_id, b"second", dispatch_id="d")
+        await store.ack(claim)
+        with pytest.raises(AlreadyExists):
+            await store.enqueue(thread_id, b"second", dispatch_id="d")
+        with monkeypatch.context() as patched:
+            patched.setattr(store.backend, "_drop_keys", interrupted)
+            with pytest.raises(LogUnavailable):
+                await store.purge_finished(store.backend.now_ms() + 1000)
+        assert await store.load_dispatch(thread_id, "d") is None
+        again = await store.enqueue(thread_id, b"second", dispatch_id="d", dedupe_key="k")
+        assert (again.dispatch_id, again.payload) == ("d", b"second")
+
+
 async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailboxes) -> None:
     async with on_nats.open(2, keep_finished_s=0.001) as (store, other):
         backend, thread_id, done = _nats(store), fresh(), fresh()

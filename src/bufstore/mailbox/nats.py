@@ -122,10 +122,13 @@ class NatsBackend(NatsSweeps, Backend):
 
     async def _check_key(self, thread_id: str, held: StoredMessage, same_id: bool) -> None:
         holder = untoken(held.body.decode())
-        if not same_id:
-            _, d = await self.find(thread_id, holder)
-            if d is None or d.status.finished:
-                return
+        _, d = await self.find(thread_id, holder)
+        if not same_id and (d is None or d.status.finished):
+            return
+        if d is None:
+            _, *places = self._keys.by_id(thread_id, holder)
+            if not any(m.body for m in (await self._bucket.last(places)).values()):
+                return  # a purge that was interrupted has left the key
         raise KeyTaken(holder, same_id=same_id)
 
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
