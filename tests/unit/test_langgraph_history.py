@@ -164,6 +164,45 @@ def test_a_fork_takes_the_values_along_that_its_base_may_lose() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("history", ["run", "latest"])
+def test_what_was_put_last_keeps_its_values_though_it_is_not_the_newest(history: str) -> None:
+    """Regression: of two workers, one lost the values of its own last step, if that was put after a newer one."""
+
+    async def main() -> None:
+        nats, store = MemoryNats(), MemoryCheckpointStore(history=history)  # type: ignore[arg-type]
+        saver = await AsyncBufferedSaver.open(store, nats=nats, config=CONFIG)
+        first = await saver.aput(
+            config("t"), checkpoint({"a": "1", "b": "1"}, {"a": [1], "b": [1]}), META, {"a": "1", "b": "1"}
+        )
+        await saver.force_flush()
+        mine = checkpoint({"a": "2.mine", "b": "1"}, {"a": [2], "b": [1]})
+        theirs = checkpoint({"a": "2.theirs", "b": "1"}, {"a": [3], "b": [1]})
+        assert mine["id"] < theirs["id"]
+        await saver.aput(first, theirs, META, {"a": "2.theirs"})
+        at = await saver.aput(first, mine, META, {"a": "2.mine"})
+        await saver.force_flush()
+        last = checkpoint({"a": "2.mine", "b": "3"}, {"a": [2], "b": [3]})
+        await saver.aput(at, last, META, {"b": "3"})
+        await saver.force_flush()
+        found = await saver.aget_tuple(config("t"))
+        assert found is not None
+        assert (found.checkpoint["id"], found.checkpoint["channel_values"]) == (last["id"], {"a": [2], "b": [3]})
+        await saver.aclose()
+
+    run(main())
+
+
+def test_where_a_run_ended_is_kept_though_no_run_says_its_id() -> None:
+    """Regression: LangGraph gives no run_id of its own, so that all runs of a flush counted as one."""
+    made = [("a", None, "input"), ("b", "a", "loop"), ("c", "b", "loop"), ("d", "c", "input"), ("e", "d", "loop")]
+    rows = [CheckpointRow("", i, p, b'{"v":4}', b'{"source":"%s"}' % s.encode()) for i, p, s in made]
+    folded = Folded("t", map(Put, rows))
+    thin(folded, "run")
+    assert [(row.id, row.parent) for row in folded.rows.checkpoints.values()] == [
+        ("a", None), ("c", "a"), ("d", "c"), ("e", "d"),
+    ]  # fmt: skip
+
+
 def test_a_circle_of_parents_ends() -> None:
     rows = [CheckpointRow("", i, p, b'{"v":4}', b"{}") for i, p in (("a", "b"), ("b", "a"), ("c", "b"))]
     folded = Folded("t", map(Put, rows))

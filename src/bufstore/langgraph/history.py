@@ -59,19 +59,25 @@ def thin(folded: Folded, history: History) -> None:
 
 
 def _kept(folded: Folded, history: History) -> set[CheckpointKey]:
+    rows = folded.rows.checkpoints
     kept, newest = set(folded.copied), dict[tuple[str, Any], str]()
+    # What was put last need not be the newest by its id (two workers, or clocks): its writer goes on from it, and
+    # does not put again the values that it names.
+    kept |= set({ns: (ns, id_) for ns, id_ in rows}.values())
     if history == "run":
         kept |= {key[:2] for key, write in folded.rows.writes.items() if write.channel in _STOPS}
-    for (ns, id_), row in folded.rows.checkpoints.items():
+    for (ns, id_), row in rows.items():
         groups: list[tuple[str, Any]] = [(ns, None)]
         if history == "run":
             metadata = _metadata(row.metadata)
             groups.append((ns, str(metadata.run_id)))
             if metadata.source in _SOURCES:
                 kept.add((ns, id_))
+                if row.parent is not None:  # where the run before ended or stopped: few runs say their ids
+                    kept.add((ns, row.parent))
         for group in groups:
             newest[group] = max(newest.get(group, ""), id_)
-    return (kept & folded.rows.checkpoints.keys()) | {(ns, id_) for (ns, _), id_ in newest.items()}
+    return (kept & rows.keys()) | {(ns, id_) for (ns, _), id_ in newest.items()}
 
 
 def _needs_history(row: CheckpointRow, rows: Tables) -> bool:
