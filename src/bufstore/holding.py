@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from tenacity import AsyncRetrying, retry_if_exception_type, retry_if_not_exception_type, wait_random_exponential
+
 from bufstore import elapsed
+from bufstore.errors import Closed, StepUnknown, Unavailable
 from bufstore.tasks import end, spawn
 
 
@@ -60,3 +63,16 @@ class Holding:
         """End the renewals. Its time runs on until `stop`."""
         renewing, self._renewing = self._renewing, None
         await end(renewing)
+
+
+def while_held(over: Callable[[], bool]) -> AsyncRetrying:
+    """Return what tries the end of work again while the store is away, until what is held is `over`.
+
+    What was done would be done again otherwise.
+    """
+    return AsyncRetrying(
+        retry=retry_if_exception_type((Unavailable, StepUnknown)) & retry_if_not_exception_type(Closed),
+        wait=wait_random_exponential(multiplier=0.1, max=1.0),
+        stop=lambda _: over(),
+        reraise=True,
+    )

@@ -13,10 +13,12 @@ import psycopg
 import pytest
 
 from bufstore import BufferedThreadStore, FlushTimeout, NoLog
+from bufstore.buffer.entry import Base
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, drain, restore, tabulate
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, entries, hot_threads, lag
 from bufstore.spark.log_archive import archive_job
+from bufstore.spark.log_archive.into_postgres import IntoPostgres
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of
 from spark.jobs import (
@@ -31,6 +33,7 @@ from spark.jobs import (
     write,
     write_together,
 )
+from unit.test_restore_decisions import stored
 
 
 async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_drain(
@@ -97,6 +100,22 @@ async def test_a_thread_that_postgres_refuses_is_left_out_alone(
     assert reason.startswith(f"thread {refused!r}: Postgres refuses its entries: "), reason
     assert "23514" in reason
     assert await in_postgres(elsewhere, threads) == {t: [0, 1] if t != refused else None for t in threads}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_a_thread_in_portions_goes_on_behind_one_that_is_refused(deployment: Deployment, dry_run: bool) -> None:
+    """Regression: a dry run counted otherwise, because it forgot what it would have applied before."""
+    async with IntoPostgres(where(deployment), deployment.log, dry_run=dry_run) as into:
+        await into.setup(0, None)
+        found = [
+            await into.apply({"t": [item]})
+            for item in (
+                stored(10, 1, "a", base=Base.NONE),
+                stored(20, 9, "of another chain", keep=1, prev_id=8),
+                stored(30, 2, "b", keep=1, prev_id=1),
+            )
+        ]
+    assert [(counts.applied, counts.refused) for counts in found] == [(1, 0), (0, 1), (1, 0)]
 
 
 @pytest.mark.long

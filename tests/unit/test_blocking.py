@@ -281,6 +281,36 @@ def test_a_signal_handlers_error_at_any_moment_of_a_call_stops_nobody_else(
     assert [r.getMessage() for r in caplog.records] == [], "of a call that was given up nobody takes the error"
 
 
+def test_a_call_that_comes_as_the_loop_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would begin on a loop that does not end it."""
+    with facade(MemoryThreadStore()) as store:
+        with monkeypatch.context() as ending:
+            ending.setattr(store, "_serves", False)
+            with pytest.raises(Closed):
+                store.load_thread("t")
+        assert store.load_thread("t") is None
+
+
+def test_of_two_threads_that_close_a_store_one_does() -> None:
+    closing, go_on = threading.Event(), threading.Event()
+    closed = []
+
+    class Slow(MemoryThreadStore):
+        async def aclose(self) -> None:
+            closed.append(self)
+            closing.set()
+            await asyncio.to_thread(go_on.wait, 10)
+
+    store = facade(Slow())
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(store.close)
+        assert closing.wait(10)
+        store.close()
+        go_on.set()
+        first.result(10)
+    assert len(closed) == 1
+
+
 def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call() -> None:
     store = facade(MemoryThreadStore(), call_timeout_s=10)
     ended: list[BaseException] = []

@@ -231,7 +231,7 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
     assert (counts.applied, counts.refused, len(decision.batch)) == (2, len(items) - 2, 1)
 
 
-def _stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields: Any) -> StoredEntry:
+def stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields: Any) -> StoredEntry:
     """An entry that appends a message or, for None, deletes the thread."""
     made = Run(run_id="r", thread_id="t")
     payload: AnyPayload = Removal()
@@ -246,17 +246,17 @@ def _stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields:
 @pytest.mark.parametrize(
     ("behind", "ids", "refused"),
     [
-        ([_stored(30, 3, None, prev_id=2)], [1, 3], 1),
-        ([_stored(30, 3, "whole", prev_id=2, self_contained=True)], [1, 3], 1),
-        ([_stored(30, 3, "b", keep=1, prev_id=1)], [1, 3], 1),
-        ([_stored(30, 3, "c", keep=2, prev_id=2), _stored(40, 4, None, prev_id=3)], [1, 4], 2),
-        ([_stored(30, 3, None, prev_id=2), _stored(40, 9, "lost", keep=1, prev_id=8)], [1, 3], 2),
+        ([stored(30, 3, None, prev_id=2)], [1, 3], 1),
+        ([stored(30, 3, "whole", prev_id=2, self_contained=True)], [1, 3], 1),
+        ([stored(30, 3, "b", keep=1, prev_id=1)], [1, 3], 1),
+        ([stored(30, 3, "c", keep=2, prev_id=2), stored(40, 4, None, prev_id=3)], [1, 4], 2),
+        ([stored(30, 3, None, prev_id=2), stored(40, 9, "lost", keep=1, prev_id=8)], [1, 3], 2),
     ],
     ids=["deletion", "whole list", "discarded", "delta, deletion", "broken anew"],
 )
 def test_what_took_effect_behind_poison_does_so_again(behind: list[Item], ids: list[int], refused: int) -> None:
     """Regression: a restore brought back deleted and erased threads of which an entry had been parked."""
-    items = [_stored(10, 1, "a", base=Base.NONE), Malformed("thread.x", 20, (), "checksum mismatch", "t"), *behind]
+    items = [stored(10, 1, "a", base=Base.NONE), Malformed("thread.x", 20, (), "checksum mismatch", "t"), *behind]
     found = applicable("t", Watermark(), 0, items)
     assert ([item.entry.id for item in found.plan.apply], found.refused) == (ids, refused)
     assert "position 20: checksum mismatch" in found.reason
@@ -268,20 +268,20 @@ def test_what_took_effect_behind_poison_does_so_again(behind: list[Item], ids: l
 
 def test_a_thread_in_quarantine_stays_there_when_nothing_heals_it() -> None:
     row = Watermark(flushed_seq=10, applied_id=1, version=1, broken_since=10)
-    lost = _stored(30, 9, "lost", keep=1, prev_id=8)
-    found = applicable("t", row, 1, [_stored(20, 3, "b", keep=1, prev_id=1), lost])
+    lost = stored(30, 9, "lost", keep=1, prev_id=8)
+    found = applicable("t", row, 1, [stored(20, 3, "b", keep=1, prev_id=1), lost])
     assert (found.refused, found.plan.watermark.broken_since) == (1, 10)
-    assert applicable("t", row, 1, [_stored(20, 3, None, prev_id=2), lost]).plan.watermark.broken_since is None
+    assert applicable("t", row, 1, [stored(20, 3, None, prev_id=2), lost]).plan.watermark.broken_since is None
 
 
 def test_a_thread_that_was_buried_and_made_again_is_there_again() -> None:
     """The log had forgotten the deletion, and Postgres the row: the thread's first new entry expects nothing."""
     items: list[Item] = [
-        _stored(10, 1, "a", base=Base.NONE),
-        _stored(20, 2, None, prev_id=1),
-        _stored(25, 3, "too late", base=Base.NONE, seen=5),
-        _stored(30, 4, "b", base=Base.NONE, seen=28),
-        _stored(40, 5, "c", keep=1, prev_id=4),
+        stored(10, 1, "a", base=Base.NONE),
+        stored(20, 2, None, prev_id=1),
+        stored(25, 3, "too late", base=Base.NONE, seen=5),
+        stored(30, 4, "b", base=Base.NONE, seen=28),
+        stored(40, 5, "c", keep=1, prev_id=4),
     ]
     wanted_ids = [1, 2, 4, 5]
     found = applicable("t", Watermark(), 0, items)

@@ -15,11 +15,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 
-from tenacity import AsyncRetrying, retry_if_exception_type, retry_if_not_exception_type, wait_random_exponential
-
 from bufstore import elapsed
-from bufstore.errors import BufstoreError, ClaimInterrupted, Closed, StaleClaim, StepUnknown, Unavailable
-from bufstore.holding import Holding
+from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim, StepUnknown, Unavailable
+from bufstore.holding import Holding, while_held
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
@@ -162,16 +160,9 @@ class Worker:
             del self._claims[claim.token]
             holding.stop()
             await holding.aclose()
-        # What is done would be done again, so the end is tried for as long as the claim lasts.
-        again = AsyncRetrying(
-            retry=retry_if_exception_type((Unavailable, StepUnknown)) & retry_if_not_exception_type(Closed),
-            wait=wait_random_exponential(multiplier=0.1, max=1.0),
-            stop=lambda _: self._stopped or elapsed.now_s() >= holding.until,
-            reraise=True,
-        )
+        ending = self._ending(claim, task)
         try:
-            ending = self._ending(claim, task)
-            async for attempt in again:
+            async for attempt in while_held(lambda: self._stopped or holding.is_over):
                 with attempt:
                     await ending()
         except StaleClaim as e:

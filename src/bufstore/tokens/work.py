@@ -18,12 +18,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from msgspec.structs import replace
-from tenacity import AsyncRetrying, retry_if_exception_type, retry_if_not_exception_type, wait_random_exponential
 
 from bufstore import elapsed
 from bufstore.config import ToNats, as_nats_config
 from bufstore.errors import (
-    Closed,
     ConfigError,
     InvalidRecord,
     LogFull,
@@ -35,6 +33,7 @@ from bufstore.errors import (
     TokenQueueFull,
     Unavailable,
 )
+from bufstore.holding import while_held
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import MessageMissing, SubjectFull
@@ -339,13 +338,7 @@ class ExclusiveWork(Keyed):
             error = working.exception()
             try:
                 if error is None:
-                    # What is done would be done again, so this is tried for as long as the key is held.
-                    await AsyncRetrying(
-                        retry=retry_if_exception_type(Unavailable) & retry_if_not_exception_type(Closed),
-                        wait=wait_random_exponential(multiplier=0.1, max=1.0),
-                        stop=lambda _: task.lost.is_set(),
-                        reraise=True,
-                    )(task.done)
+                    await while_held(task.lost.is_set)(task.done)
                 else:
                     _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
                     await task.retry(model.backoff_s(task.attempt))

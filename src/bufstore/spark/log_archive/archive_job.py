@@ -56,10 +56,9 @@ def archive(
 
     Raises DataLoss when a part was purged before it was archived, when the log ends before the archive does, or when
     the stream is not that of the newest range: then give `start` to continue there, and accept that entries may be
-    missing. Raises ConfigError when another stream
-    in the archive has the same numbers: that needs another folder. Raises ArchiveOvertaken when another run has
-    archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not the one that
-    the log is flushed into.
+    missing. Raises ConfigError when another stream in the archive has the same numbers: that needs another folder.
+    Raises ArchiveOvertaken when another run has archived the same range meanwhile, and ConfigDrift when the
+    deployment's Postgres (or schema) is not the one that the log is flushed into.
     """
     log = loop().run(log_of(deployment))
     loop().run(_check_database(deployment, log))

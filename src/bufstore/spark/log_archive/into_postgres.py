@@ -105,7 +105,8 @@ class IntoPostgres:
             need_all(threads, rows)
             decision, counts = decided({**rows, **self._would_be}, versions, threads)
             if self._dry_run:
-                self._would_be = decision.watermarks
+                known = {t: w for t, w in self._would_be.items() if t in threads}
+                self._would_be = {**known, **decision.watermarks}
                 raise _RollBack
             return decision
 
