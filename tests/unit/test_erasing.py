@@ -21,6 +21,8 @@ from bufstore import (
     Run,
     Unavailable,
 )
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.memory import MemoryNats
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -222,6 +224,43 @@ def test_it_may_be_repeated_and_says_when_there_was_nothing() -> None:
         assert not (await store.erase(fresh())).found
 
     alone(main)
+
+
+def test_a_deletion_that_waits_in_postgres_is_waited_for() -> None:
+    """Regression: where the log had forgotten it, an erasure said that there was nothing; the rows were still there."""
+
+    class Holding(MemoryThreadStore):
+        held = False
+
+        async def apply(self, connection: Any, batch: Any) -> None:
+            if self.held and any(c.thread_id == "t" for c in batch):
+                raise FlushFailed("55P03", Verdict.ISOLATE)
+            await super().apply(connection, batch)
+
+    async def main() -> None:
+        inner = Holding()
+        async with instance(MemoryNats(), inner, flush_timeout_s=5.0, retain_after_flush_s=60.0) as store:
+            await store.checkpoint("t", ["secret"], run_of("t"))
+            await store.force_flush("t")
+            inner.held = True
+            await store.delete_thread("t")
+            n = 0
+            while await content_of(store, "t"):
+                n += 1
+                for other in range(20):
+                    await store.checkpoint_append(f"other {other}", [n], run_of(f"other {other}", n))
+                await asyncio.sleep(10)
+            with pytest.raises(FlushTimeout):
+                await store.erase("t")
+            assert await inner.load_messages("t") == ["secret"]
+            erasing = asyncio.create_task(store.erase("t"))
+            await asyncio.sleep(1)
+            inner.held = False
+            assert (await erasing).found
+            assert await inner.load_checkpoint("t") is None
+            assert not (await store.erase("t")).found
+
+    run(main())
 
 
 @pytest.mark.parametrize("first", [[], ["good"]], ids=["alone", "behind what was applied"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from bufstore import BufferConfig, LogConfig, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph.domain import Tail
 from bufstore.langgraph.history import History
-from bufstore.langgraph.model import BlobRow, Tables
+from bufstore.langgraph.model import BlobRow, LangGraphChange, Tables
 from bufstore.langgraph.protocol import Part
 from bufstore.langgraph.read_cache import _FOLLOWED_MAX, ReadCache
 from bufstore.memory import MemoryNats
@@ -31,21 +34,33 @@ class Store(MemoryCheckpointStore):
         super().__init__()
         self.rows_first: list[asyncio.Event] = []
         self.down = self.went_back = False
+        #: The thread that a flush may not write now.
+        self.held: str | None = None
 
     def behind(self, config: BufferConfig) -> Any:
         ledger, backing = super().behind(config)
-        read = ledger.watermark
+        read, cursors = ledger.watermark, ledger.cursors
 
         async def watermark(thread_id: str) -> Watermark:
             self._check()
             return await read(thread_id)
 
-        ledger.watermark = watermark  # type: ignore[method-assign]
+        async def reached() -> dict[int, Cursor]:
+            self._check()
+            return await cursors()
+
+        ledger.watermark, ledger.cursors = watermark, reached  # type: ignore[method-assign]
         return ledger, backing
 
     def _check(self) -> None:
         if self.down:
             raise StoreUnavailable("it is away")
+
+    async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
+        self._check()
+        if any(change.thread_id == self.held for change in batch):
+            raise FlushFailed("55P03", Verdict.ISOLATE)
+        await super().apply(connection, batch)
 
     async def answers(self) -> None:
         self._check()
@@ -160,6 +175,85 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
         else:
             assert await _values(one) == {"a": [2 if written_since else 1]}
         store.down = False
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_rows_below_what_waits_are_not_the_threads_last_in_an_outage(purged: bool) -> None:
+    """Regression: a run went on from the older checkpoint, and what it saved there was quarantined."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one = await _opened(store, nats)
+        at = await one.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await one.force_flush()
+        store.held = "t"
+        at = await one.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        buffer, rounds = one.engine.buffer, 0
+        while (await buffer.ledger.watermark("t")).waits_to == 0 or (purged and await _in_log(one, "t")):
+            rounds += 1
+            assert rounds < 1000
+            for n in range(10):  # the entry at a partition's cursor is not purged
+                await one.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+            await asyncio.sleep(10)
+        other = await _opened(store, nats)
+        for saver in (one, other):
+            assert await saver.aget_tuple(at) is not None
+            assert await _values(saver) == {"a": [2]}
+        store.down = True
+        three = checkpoint({"a": "3"}, {"a": [3]})
+        for saver in (one, other):
+            if purged:
+                with pytest.raises((StoreUnavailable, ReadNotFresh)):
+                    await _values(saver)
+            else:
+                assert await _values(saver) == {"a": [2]}
+        if purged:
+            with pytest.raises(StoreUnavailable):
+                await other.aput(at, three, META, {"a": "3"})
+        await one.aput(at, three, META, {"a": "3"})  # it knows its own entry
+        store.down, store.held = False, None
+        await asyncio.sleep(60)
+        assert await _values(one) == await _values(other) == {"a": [3]}
+        assert await buffer.quarantine.page(after=0, limit=1) == []
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+async def _in_log(saver: AsyncBufferedSaver, thread_id: str) -> bool:
+    buffer = saver.engine.buffer
+    return bool(await buffer.log.latest(buffer.subjects.of(thread_id), 1))
+
+
+def test_what_was_read_is_read_for_as_long_as_postgres_is_away() -> None:
+    """Regression: seconds into an outage, reads asked Postgres whether it has all that is below the log's floor."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats), await _opened(store, nats)
+        at = await one.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        while not one.engine.buffer.log.floor or await _in_log(one, "t"):
+            for n in range(10):
+                await one.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+            await asyncio.sleep(10)
+        for saver in (one, other):
+            assert await _values(saver) == {"a": [1]}
+        store.down = True
+        for _ in range(4):
+            for saver in (one, other):
+                assert await _values(saver) == {"a": [1]}
+            await asyncio.sleep(4)
+        await other.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        for saver in (one, other):
+            assert await _values(saver) == {"a": [2]}
+        store.down = False
+        await one.force_flush()
+        assert await _values(one) == {"a": [2]}
         await one.aclose()
         await other.aclose()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,10 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from bufstore import AlreadyExists, BufferConfig, ConfigError, LogConfig, MemoryThreadStore, StoreUnavailable
+from bufstore import (
+    AlreadyExists,
+    BufferConfig,
+    BufferedThreadStore,
+    ConfigDrift,
+    ConfigError,
+    Consistency,
+    LogConfig,
+    MemoryThreadStore,
+    StoreUnavailable,
+)
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate import repair
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.places import group_of
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.memory import MemoryNats
 from bufstore.threads.behind import buffer_of
 from bufstore.threads.model import ThreadChange
@@ -205,6 +218,48 @@ def test_a_repair_of_a_lost_log_makes_no_partitions_that_it_never_had() -> None:
         async with repairing(nats, inner) as repair:  # the repair knows the defaults only
             assert (await repair.carry_out()).done
         assert set(await inner.ledger(0).cursors()) == set(range(own.partitions))
+
+    run(main())
+
+
+def test_a_new_log_has_the_partitions_of_the_old_one_while_entries_wait() -> None:
+    """Regression: nobody flushed entries that waited in a partition which their thread has no longer."""
+
+    class Holding(MemoryThreadStore):
+        held = False
+
+        async def apply(self, connection: Any, batch: Any) -> None:
+            if self.held:
+                raise FlushFailed("55P03", Verdict.ISOLATE)
+            await super().apply(connection, batch)
+
+    async def main() -> None:
+        nats, inner, old, new = MemoryNats(), Holding(), LogConfig(partitions=8), LogConfig(partitions=4)
+        t = next(t for t in iter(fresh, None) if zlib.crc32(t.encode()) % 8 > 3)
+        async with instance(nats, inner, log=old) as store:
+            await store.checkpoint(t, [1], run_of(t))
+            await store.force_flush_all()
+            inner.held = True
+            await store.checkpoint(t, [1, 2], run_of(t, 1))
+            await asyncio.sleep(20)
+            assert (await inner.ledger(0).waiting.totals()).entries
+        del nats.streams["THREADLOG"]
+        async with repairing(nats, inner) as repair:
+            assert (await repair.carry_out()).done
+        with pytest.raises(ConfigDrift, match="partitions is 8 but 4 is configured"):
+            await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=new))
+        assert "THREADLOG" not in nats.streams
+        inner.held = False
+        async with instance(nats, inner, log=old) as store:
+            await store.force_flush(t)
+            assert await store.load_messages(t, consistency=Consistency.EVENTUAL) == [1, 2]
+        del nats.streams["THREADLOG"]
+        async with repairing(nats, inner) as repair:
+            assert (await repair.carry_out()).done
+        async with instance(nats, inner, log=new) as store:
+            await store.checkpoint_append(t, [3], run_of(t, 2))
+            await store.force_flush(t)
+            assert await inner.load_messages(t) == [1, 2, 3]
 
     run(main())
 

@@ -12,12 +12,14 @@ import msgspec
 
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.chain import Watermark, plan
+from bufstore.buffer.domain import Backing
 from bufstore.buffer.entry import Malformed, StoredEntry, items_of
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.ports.ledger import Cursor, Decision
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.buffer.read.overlay import overlay
 from bufstore.buffer.read.reads import Reads
+from bufstore.buffer.target import Kind
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreUnavailable
@@ -155,7 +157,8 @@ class Instance:
         parts = world.parts()
         self.log = parts.log
         reader = ComparingReader(world.store, world.reached)  # type: ignore[arg-type]
-        self.reads = Reads(parts, reader, None, own_seq=lambda _: 0)  # type: ignore[arg-type]
+        backing = Backing(Kind("test", "test"), reader)
+        self.reads = Reads(parts, backing, None, own_seq=lambda _: 0)  # type: ignore[arg-type]
         self.appender = Appender(parts, self.reads)
         held = SimpleNamespace(reads=self.reads, shared=None)
         lanes = SimpleNamespace(of=lambda _: held, config=world.config)

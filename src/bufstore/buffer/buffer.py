@@ -74,7 +74,7 @@ class Buffer(Generic[C, S, M]):
         #: The entries that could not be applied; lists, shows, replays and discards them.
         self.quarantine = Quarantine(parts)
         self.waiter = FlushWaiter(parts, self.flusher)
-        self.reads = Reads(parts, backing.reader, self.waiter, own_seq=self._own_seq)
+        self.reads = Reads(parts, backing, self.waiter, own_seq=self._own_seq)
         flushed = self.flusher.cursors if self.flusher is not None else dict[int, int]
         self.fill = FillForecast(lambda: look(self.log, self.shared, flushed()))
         self.appender = Appender(parts, self.reads, self.fill.explain, backing.held)

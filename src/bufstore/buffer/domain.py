@@ -59,6 +59,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the watermark has everything that the store knows of the thread's chain."""
         return not self.partial and not self.unjudged
 
+    @property
+    def remembered(self) -> bool:
+        """Whether it stands on what the store told once (`Backing.remembered`), not on what it tells now."""
+        return False
+
 
 C = TypeVar("C", bound=Change)
 S = TypeVar("S", bound=State)
@@ -148,6 +153,8 @@ class Backing(Generic[S]):
     #: The domain and the kind of store, which decide which logs may be flushed into it: see `bufstore.buffer.target`.
     kind: Kind
     reader: StateReader[S]
+    #: While the store is away, returns the thread's state as it was told last; None: it is not known.
+    remembered: Callable[[str], S | None] | None = None
     #: Called in this order as the buffer opens, prepares and closes the store.
     open: Callable[[], Awaitable[None]] = nothing_to_do
     setup: Callable[[], Awaitable[None]] = nothing_to_do

@@ -14,7 +14,7 @@ from bufstore.buffer.lanes import check_layout, layout_of
 from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import first_position
+from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, StoreUnavailable
@@ -83,7 +83,7 @@ async def _meet(log: Log, ledger: Ledger, config: LogConfig, backing: Backing[An
         if named is None or noted is None:
             epoch, known, named, noted = await compared()  # the setup may have taken long
         if named is None or noted is None:
-            await _name(log, ledger, config.stream, backing.kind, epoch, known or 0, named)
+            await _name(log, ledger, config, backing.kind, epoch, known or 0, named)
         if await ledger.layout() is None:
             await ledger.set_layout(layout_of(config))  # the existing log was compared with this configuration
 
@@ -99,13 +99,15 @@ def _refusing(log: Log) -> Iterator[None]:
 
 
 async def _name(
-    log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int, named: Target | None
+    log: Log, ledger: Ledger, config: LogConfig, ours: Kind, epoch: int | None, known: int, named: Target | None
 ) -> None:
     """Record that log and ledger belong together, as the caller has found; create the log if it is missing.
 
     `named`: the target that the log names; None: there is no log.
     """
+    stream = config.stream
     if epoch is None or named is None:
+        await _check_waiting(ledger, config)
         target = await ledger.claim(known, new_target(ours))
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
@@ -117,6 +119,25 @@ async def _name(
     check_kind(f"stream {stream}", log.target, ours)
     check_kind(f"the database of stream {stream}", target, ours)
     check_same(stream, log.target, target)
+
+
+async def _check_waiting(ledger: Ledger, config: LogConfig) -> None:
+    """Raise ConfigDrift if a new log would have threads in other partitions than those in which their entries wait.
+
+    Whoever flushes a partition looks for waiting entries of that partition only.
+    """
+    subjects, cursors = Subjects(config.subject, config.partitions), await ledger.cursors()
+    for partition in cursors:
+        queues = await ledger.waiting.queues(partition)
+        if any(subjects.partition(q.thread_id) != partition for q in queues):
+            raise ConfigDrift(
+                f"the database of stream {config.stream}",
+                "partitions",
+                expected=config.partitions,
+                found=len(cursors),
+                way_out="Entries wait in it, by partition, to be flushed: start with the number of partitions that the "
+                "log had, and change it once nothing waits (`bufstore status`).",
+            )
 
 
 def new_target(kind: Kind) -> Target:

@@ -35,6 +35,11 @@ class Tail(State, frozen=True, kw_only=True):
     #: True when the store has nothing of the thread, and never had anything that came from this log.
     new: bool = False
 
+    @property
+    def remembered(self) -> bool:
+        """See `State.remembered`."""
+        return self.base == CACHE
+
 
 def stored_tail(watermark: Watermark, *, there: bool) -> Tail:
     """Return the state that a store answers with. `there`: it has rows of the thread, whoever has written them."""

@@ -90,8 +90,8 @@ class CheckpointLane:
         # 0 where history is left out: there, a flush may give the newest checkpoint another parent.
         self._recent = Recent(cache_bytes // 2 if store.history == "all" else 0)
         reader = CachingReader(backing.reader, cache)
-        session = session_to(nats, config, name)
-        self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, replace(backing, reader=reader), config)
+        backing = replace(backing, reader=reader, remembered=reader.remembered)
+        self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session_to(nats, config, name), ledger, backing, config)
         reader.watch = self.buffer.reads.store
         self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
         self._goes_on = self._reads.goes_on

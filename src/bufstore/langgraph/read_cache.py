@@ -30,6 +30,11 @@ class _Read(msgspec.Struct):
     def position(self) -> int:
         return self.part.watermark.flushed_seq
 
+    @property
+    def reaches(self) -> int:
+        """The thread's last entry in Postgres. Above `position`, it waits in the ledger and is not in the rows."""
+        return max(self.position, self.part.watermark.waits_to)
+
 
 class _Thread(msgspec.Struct):
     #: By what was asked. None: the last read that told all namespaces of the thread, without its rows.
@@ -92,8 +97,10 @@ class ReadCache:
         counts even if it is not followed.
         """
         thread = self._threads.get(thread_id)
-        reads = [read for read in thread.reads.values() if read.position == position] if thread is not None else []
-        return head <= position and any(read.followed or read.at > since for read in reads)
+        if thread is None or head > position:
+            return False
+        reads = [read for read in thread.reads.values() if read.reaches == position]
+        return any(read.followed or read.at > since for read in reads)
 
     def let_go(self, head: Callable[[str], int] | None) -> None:
         """Follow no more the threads that were written to: the log is about to forget their heads.

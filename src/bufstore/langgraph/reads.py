@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Sequence
 from contextvars import ContextVar
 
+import msgspec
+
 from bufstore import elapsed, newest
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
@@ -63,14 +65,18 @@ class CachingReader:
         #: Knows whether the store answers; None until there is a buffer.
         self.watch: StoreWatch[Tail] | None = None
 
-    def _remembered(self, thread_id: str) -> Tail | None:
+    def remembered(self, thread_id: str) -> Tail | None:
+        """See `bufstore.buffer.domain.Backing.remembered`."""
         if self.watch is None or self.watch.down is None:
             return None
         watermark = self._cache.oldest(thread_id)
-        return None if watermark is None else Tail(watermark=watermark, base=CACHE, base_seq=watermark.flushed_seq)
+        if watermark is None:
+            return None
+        mark = msgspec.structs.replace(watermark, waits_to=0)  # what waits cannot be asked for now
+        return Tail(watermark=mark, base=CACHE, base_seq=mark.flushed_seq)
 
     async def state(self, thread_id: str) -> Tail:
-        remembered = self._remembered(thread_id)
+        remembered = self.remembered(thread_id)
         if remembered is not None:
             return remembered
         if self._cache.oldest(thread_id) is None:
@@ -78,7 +84,7 @@ class CachingReader:
         asked = spawn(self._told(thread_id))
         try:
             while not (await asyncio.wait([asked], timeout=_LOOK_S))[0]:
-                remembered = self._remembered(thread_id)
+                remembered = self.remembered(thread_id)
                 if remembered is not None:
                     return remembered
             return asked.result()
@@ -398,10 +404,12 @@ class CheckpointReads:
             return None
         found = self._cache.get(thread_id, asked)
         if found is not None:
-            position, subject = found.watermark.flushed_seq, self._buffer.subjects.of(thread_id)
+            watermark, subject = found.watermark, self._buffer.subjects.of(thread_id)
             last = (await self._buffer.log.last([subject])).get(subject)
-            # What the log shows follows what was read without a gap: `state` has found none.
-            if (last is not None and last.seq >= position) or self.is_last(thread_id, position):
+            # What the log shows follows what was read without a gap: `state` has found none. It may have forgotten what
+            # waits in the ledger, which is not in the rows.
+            shown = last is not None and last.seq >= max(watermark.flushed_seq, watermark.waits_to)
+            if shown or self.is_last(thread_id, watermark.flushed_seq):
                 return found
         raise StoreUnavailable(f"thread {thread_id!r} cannot be read without Postgres: {self._down}")
 

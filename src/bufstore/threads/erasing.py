@@ -81,7 +81,7 @@ class ThreadEraser:
         await ledger.end_erasure(thread_id, remembered)
         return Erasure(
             thread_ids=tuple(threads),
-            found=existed or bool(removed or quarantined or set_aside),
+            found=existed or any(log.waited for log in logs) or bool(removed or quarantined or set_aside),
             written_again=(*alive, *again),
             log_messages=removed,
             quarantined=quarantined,
@@ -104,20 +104,30 @@ class ThreadEraser:
     async def _erase(self, buffer: ThreadBuffer, threads: Sequence[str]) -> _FromLog:
         """Remove what the buffer's log has of these threads."""
         # A scan shows what is on the log's disk; a lookup by thread does not show what nobody needs any more.
-        last = {m.subject: m async for _, m in buffer.log.scan(threads=threads)}
-        below = {t: await self._removed_at(buffer, t, last.get(buffer.subjects.of(t))) for t in threads}
-        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq})
-        return _FromLog(removed, [t for t, seq in below.items() if seq is None])
+        shown = {m.subject: m async for _, m in buffer.log.scan(threads=threads)}
+        last = {t: found for t in threads if (found := shown.get(buffer.subjects.of(t))) is not None}
+        waited = await self._flush_waiting(buffer, [t for t in threads if t not in last])
+        below = {t: await self._removed_at(buffer, t, found) for t, found in last.items()}
+        removed = await buffer.eraser.erase({t: seq for t, seq in below.items() if seq is not None})
+        return _FromLog(removed, [t for t, seq in below.items() if seq is None], waited)
 
-    async def _removed_at(self, buffer: ThreadBuffer, thread_id: str, last: StoredMessage | None) -> int | None:
-        """The position of the thread's removal; 0 if the log holds nothing of it, None if it was written again.
+    async def _flush_waiting(self, buffer: ThreadBuffer, threads: Sequence[str]) -> bool:
+        """Wait until nothing of these threads, of which the log has nothing, waits in Postgres; return whether it did.
+
+        Until their deletions are flushed, their content is in the tables.
+        """
+        waiting = await buffer.reads.restored.counting(lambda: buffer.ledger.waiting.among(threads))
+        for thread_id in waiting:
+            await buffer.force_flush(thread_id)
+        return bool(waiting)
+
+    async def _removed_at(self, buffer: ThreadBuffer, thread_id: str, last: StoredMessage) -> int | None:
+        """The position of the thread's removal; None if it was written again.
 
         `last`: the thread's last entry in the log. It stays there, because writers build on it, so it must be an entry
         without content. If the log holds entries and no removal behind them (the entries were parked, and there was no
         thread to delete), this writes a removal.
         """
-        if last is None:
-            return 0
         await buffer.waiter.partitions({buffer.subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
         watermark = await buffer.ledger.watermark(thread_id)
         if watermark.gone and entry_id(last) == watermark.applied_id:
@@ -132,7 +142,11 @@ class ThreadEraser:
 
 
 class _FromLog(NamedTuple):
-    """How many messages were removed from one log, and which threads were written again."""
+    """What was done to one log."""
 
+    #: How many messages were removed.
     removed: int
+    #: The threads that were written again.
     written_again: Sequence[str]
+    #: Whether something was flushed of threads of which the log had nothing.
+    waited: bool

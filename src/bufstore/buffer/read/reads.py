@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from bufstore import elapsed
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.domain import S, State, StateReader
+from bufstore.buffer.domain import Backing, S, State
 from bufstore.buffer.entry import Item, items_of
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
@@ -51,7 +51,7 @@ class Reads(Generic[S]):
     def __init__(
         self,
         parts: Parts[Any, S, Any],
-        reader: StateReader[S],
+        backing: Backing[S],
         waiter: FlushWaiter,
         own_seq: Callable[[str], int],
     ) -> None:
@@ -62,7 +62,8 @@ class Reads(Generic[S]):
         #: Decides whether the answers of Postgres count.
         self.restored = Restored(parts)
         #: Reads the flushed state; and the flushed state together with the entries that wait in the ledger.
-        self._reader, self._with_waiting = reader, WithWaiting(parts, reader, self.restored)
+        self._reader, self._with_waiting = backing.reader, WithWaiting(parts, backing.reader, self.restored)
+        self._remembered = backing.remembered
         self._waiter = waiter
         self._own_seq = own_seq
         self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
@@ -281,13 +282,13 @@ class Reads(Generic[S]):
         if last > state.watermark.flushed_seq:
             messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
         # This comes after the first look at the log, which may have set the log's floor.
-        if not await self.restored.counts_since(era):
+        if not state.remembered and not await self.restored.counts_since(era):
             return None
         if not messages:
             return self._read(state, state, last, [])
         items = items_of(messages, thread_id)
         joined = overlay(self._domain, state, thread_id, items)
-        if _broken(joined) and not _broken(state):
+        if _broken(joined) and not _broken(state) and not state.remembered:
             # Either an entry is missing because Postgres has moved on since, or the chain is really broken.
             joined = overlay(self._domain, await self._with_waiting.state(thread_id), thread_id, items)
             return self._read(joined, joined, last, None)
@@ -311,7 +312,9 @@ class Reads(Generic[S]):
             state = from_log_alone(self._domain, thread_id, items_of(messages, thread_id))
             if state is not None:
                 return self._read(state, state, last, None)
-            stored = await self.store.told_after_all(thread_id, asked, deadline)
+            stored = self._remembered(thread_id) if self._remembered is not None else None
+            if stored is None:
+                stored = await self.store.told_after_all(thread_id, asked, deadline)
         finally:
             self.store.let_go(asked)
         return await self._with_tail(thread_id, stored, self.restored.era, last, proven)

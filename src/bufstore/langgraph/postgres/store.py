@@ -326,7 +326,7 @@ def _part(
         (WriteRow(ns, *write) for write in _rows(row[15:22])),
     )
     state = stored_tail(watermark_of(row[:7], waits_to), there=there)
-    return Part(watermark_of(row[:7]), tables, namespaces, state)
+    return Part(state.watermark, tables, namespaces, state)
 
 
 def _rows(columns: Sequence[Sequence[Any] | None]) -> Iterable[tuple[Any, ...]]:
