@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from tenacity import AsyncRetrying, retry_if_exception_type, retry_if_not_exception_type, wait_random_exponential
 
 from bufstore import elapsed
-from bufstore.errors import Closed, StepUnknown, Unavailable
+from bufstore.errors import Closed, ConfigError, LogFull, StepUnknown, Unavailable
 from bufstore.tasks import end, spawn
 
 
@@ -65,14 +65,15 @@ class Holding:
         await end(renewing)
 
 
-def while_held(over: Callable[[], bool]) -> AsyncRetrying:
-    """Return what tries the end of work again while the store is away, until what is held is `over`.
+def while_held(over: Callable[[float], bool]) -> AsyncRetrying:
+    """Return what tries the end of work again while the store is away or refuses it, until what is held is `over`.
 
-    What was done would be done again otherwise.
+    What was done would be done again otherwise. `over` is told for how many seconds it has been tried.
     """
     return AsyncRetrying(
-        retry=retry_if_exception_type((Unavailable, StepUnknown)) & retry_if_not_exception_type(Closed),
+        retry=retry_if_exception_type((Unavailable, StepUnknown, LogFull, ConfigError))
+        & retry_if_not_exception_type(Closed),
         wait=wait_random_exponential(multiplier=0.1, max=1.0),
-        stop=lambda _: over(),
+        stop=lambda tried: over(tried.seconds_since_start or 0.0),
         reraise=True,
     )

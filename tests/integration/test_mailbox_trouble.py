@@ -110,7 +110,8 @@ async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeyp
         claim = await store.claim(thread_id, "w")
         assert claim is not None
 
-        async def interrupted(_: Any) -> None:
+        async def interrupted(*_: Any) -> None:
+            await purge(*_)
             raise LogUnavailable("away")
 
         with pytest.raises(AlreadyExists):
@@ -119,12 +120,41 @@ async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeyp
         with pytest.raises(AlreadyExists):
             await store.enqueue(thread_id, b"second", dispatch_id="d")
         with monkeypatch.context() as patched:
-            patched.setattr(store.backend, "_drop_keys", interrupted)
+            stream = _nats(store)._bucket.stream
+            purge = stream.purge
+            patched.setattr(stream, "purge", interrupted)
             with pytest.raises(LogUnavailable):
                 await store.purge_finished(store.backend.now_ms() + 1000)
         assert await store.load_dispatch(thread_id, "d") is None
         again = await store.enqueue(thread_id, b"second", dispatch_id="d", dedupe_key="k")
         assert (again.dispatch_id, again.payload) == ("d", b"second")
+
+
+async def test_a_purge_leaves_the_keys_of_a_dispatch_that_takes_an_id_meanwhile(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the id was free again while the new dispatch had it, and a third one with it was lost."""
+    async with on_nats.open(2) as (store, other):
+        thread_id, stream = fresh(), _nats(store)._bucket.stream
+        purge = stream.purge
+        await store.enqueue(thread_id, b"first", dispatch_id="d", dedupe_key="k")
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        await store.ack(claim)
+
+        async def purging(subject: str, up_to: int) -> None:
+            await purge(subject, up_to)
+            if ".x." in subject:
+                await other.enqueue(thread_id, b"second", dispatch_id="d", dedupe_key="k")
+
+        monkeypatch.setattr(stream, "purge", purging)
+        await store.purge_finished(store.backend.now_ms() + 1000)
+        with pytest.raises(AlreadyExists):
+            await other.enqueue(thread_id, b"third", dispatch_id="d")
+        with pytest.raises(AlreadyExists):
+            await other.enqueue(thread_id, b"third", dedupe_key="k")
+        claim = await other.claim(thread_id, "w")
+        assert claim is not None and claim.payload == b"second"
 
 
 async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailboxes) -> None:

@@ -12,12 +12,22 @@ from typing import Any
 import pytest
 
 import token_instances
-from bufstore import ConfigDrift, ConfigError, InvalidId, InvalidRecord, LogUnavailable, TooLarge
+from bufstore import (
+    BufstoreError,
+    ConfigDrift,
+    ConfigError,
+    InvalidId,
+    InvalidRecord,
+    LogFull,
+    LogUnavailable,
+    TooLarge,
+)
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pulls import Delivery
 from bufstore.tokens import Policy, Task
+from bufstore.tokens import work as work_module
 from helpers import cancel_as_anyio, eventually
 from token_instances import Open, nothing_left, stall, took, working
 
@@ -77,7 +87,54 @@ async def test_what_is_done_stays_done_though_its_caller_gave_up(opened: Open, m
     assert await work.take(0.2) is None
 
 
-async def test_what_ends_in_an_outage_is_not_done_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_done_may_be_called_again_while_an_earlier_call_goes_on(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: TokenLost, though the item was done: whoever saw it took the item for one that is done again."""
+    work = await opened()
+    await work.submit("key")
+    stored, answered = asyncio.Event(), asyncio.Event()
+    async with await took(work) as task:
+        write = task._register.write
+
+        async def slow(*arguments: Any) -> int:
+            seq = await write(*arguments)
+            stored.set()
+            await answered.wait()
+            return seq
+
+        monkeypatch.setattr(task._register, "write", slow)
+        ending = asyncio.create_task(task.done())
+        await stored.wait()
+        ending.cancel()
+        asyncio.get_running_loop().call_later(0.1, answered.set)
+        await asyncio.gather(task.done(), task.done())
+        await task.done()
+    await eventually(lambda: nothing_left(work))
+
+
+async def test_a_worker_that_is_to_stop_does_so_in_an_outage(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it tried to mark its item as done for as long as it held it."""
+    monkeypatch.setattr(work_module, "_ENDING_S", 0.3)
+    work, stopping = await opened(ttl_s=3600), asyncio.Event()
+
+    async def handler(task: Task) -> None:
+        async def away() -> None:
+            stopping.set()
+            raise LogUnavailable("away")
+
+        monkeypatch.setattr(task, "done", away)
+
+    await work.submit("key")
+    await work.run(handler, stopping)
+    async with await took(work) as given_back:
+        assert given_back.attempt == 2
+
+
+@pytest.mark.parametrize("error", [LogUnavailable, LogFull, ConfigError])
+async def test_what_ends_in_an_outage_is_not_done_again(
+    error: type[BufstoreError], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: one `done` that NATS did not answer, and the item was tried again, or was a dead letter."""
     work = await opened(max_attempts=1)
     handled, refused = [], []
@@ -89,7 +146,7 @@ async def test_what_ends_in_an_outage_is_not_done_again(opened: Open, monkeypatc
         async def away() -> None:
             if len(refused) < 2:
                 refused.append(task.attempt)
-                raise LogUnavailable("away")
+                raise error("away")
             await done()
 
         monkeypatch.setattr(task, "done", away)

@@ -156,9 +156,11 @@ class NatsSweeps:
             readable = list(self._bucket.dispatches(page))
             part = list(itertools.takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
             if part:
-                # First the purge, which makes room even in a full bucket. An id may be used again once nothing is left.
+                # First the purge, which makes room even in a full bucket. From then on the ids may be used again: what
+                # was read before leaves the keys of later dispatches alone.
+                keys = await self._keys_of([d for d, _ in part])
                 await self._bucket.stream.purge(subject, part[-1][1].seq)
-                await self._drop_keys([d for d, _ in part])
+                await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in keys)
                 await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
                 old += len(part)
             if len(part) < len(readable) or len(page) < size:
@@ -166,7 +168,8 @@ class NatsSweeps:
             position, size = page[-1].seq, 64
         return old
 
-    async def _drop_keys(self, finished: Sequence[Dispatch]) -> None:
+    async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
+        """The keys by which these are known."""
         holders: dict[str, bytes] = {}
         for d in finished:
             t, body = token(d.thread_id), token(d.dispatch_id).encode()
@@ -174,8 +177,7 @@ class NatsSweeps:
             if d.dedupe_key is not None:
                 holders[self._keys.of("k", t, token(d.dedupe_key))] = body
         found = await self._bucket.last(list(holders))
-        # The key of a later dispatch stays.
-        await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for s, m in found.items() if m.body == holders[s])
+        return [m for s, m in found.items() if m.body == holders[s]]
 
     async def _drop_thread(self, thread_id: str) -> None:
         """Forget a thread if nothing is left of it. Its epoch and tokens are not needed: their numbers only grow."""

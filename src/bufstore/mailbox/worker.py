@@ -162,7 +162,7 @@ class Worker:
             await holding.aclose()
         ending = self._ending(claim, task)
         try:
-            async for attempt in while_held(lambda: self._stopped or holding.is_over):
+            async for attempt in while_held(lambda _: self._stopped or holding.is_over):
                 with attempt:
                     await ending()
         except StaleClaim as e:

@@ -24,6 +24,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore import elapsed
 from bufstore.errors import ConfigError, LogFull, LogUnavailable, TokenBusy, TokenLost, Unavailable
 from bufstore.holding import Holding
+from bufstore.home import Home
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import seconds
 from bufstore.jetstream.errors import MessageMissing
@@ -160,7 +161,7 @@ class Lease:
         self._reason = ""
         #: True when the item was done or given back, or the lock was released.
         self._over = False
-        self._changing = asyncio.Lock()
+        self._changing, self._home = asyncio.Lock(), Home()
 
     def check(self) -> None:
         """Raise TokenLost if the key is lost, or may be. Call this before each step that cannot be undone."""
@@ -179,7 +180,8 @@ class Lease:
             self._holding.confirm(began)
 
     async def _change(self, record: Record) -> None:
-        """Replace our record. Raises TokenLost, LogUnavailable."""
+        """Replace our record. Raises TokenLost, LogUnavailable; ConfigError in a forked process."""
+        self._home.check()
         async with self._changing:
             if self._over:
                 raise TokenLost(self.key, "it has already been completed or given back")

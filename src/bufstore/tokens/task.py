@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,7 @@ class Task(Lease):
         self.item = hold.record.item
         self.delivery, self.others_wait = delivery, others_wait
         self._pulls, self._finish, self._done = pulls, finish, False
+        self._marking = asyncio.Lock()
         self._keep()
 
     async def __aenter__(self) -> Self:
@@ -67,13 +69,17 @@ class Task(Lease):
             await self._takes.to_the_end(self._mark_done())
 
     async def _mark_done(self) -> None:
-        await self._holding.aclose()
-        # The items behind it take turns with other keys: their turn comes with a message that `_finish` sends.
-        reserved_s = self._ttl_s if self.others_wait else 0.0
-        await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
-        self._over = self._done = True
-        self._holding.stop()
-        await self._finish(self)
+        self._home.check()
+        async with self._marking:  # an earlier call may go on although its caller gave up
+            if self._done:
+                return
+            await self._holding.aclose()
+            # The items behind it take turns with other keys: their turn comes with a message that `_finish` sends.
+            reserved_s = self._ttl_s if self.others_wait else 0.0
+            await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
+            self._over = self._done = True
+            self._holding.stop()
+            await self._finish(self)
 
     async def retry(self, delay_s: float = 0.0) -> None:
         """Give the item back: any worker tries it again after `delay_s`. The key stays busy. Raises like `done`.
@@ -89,6 +95,7 @@ class Task(Lease):
         await self._takes.to_the_end(self._give_back(0.0, self.attempt - 1))
 
     async def _give_back(self, delay_s: float, attempt: int) -> None:
+        self._home.check()
         await self._holding.aclose()
         # The record gets another mark: from here on this holder cannot complete the item.
         mark = secrets.token_hex(8)

@@ -57,6 +57,8 @@ _ID = "bufstore.id"
 _TOLD_MAX, _ASKING_MAX = 100_000, 10_000
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
+#: For how long a worker that is to stop tries to mark as done what it has done.
+_ENDING_S = 10.0
 #: How many items a worker looks at, of about how many bytes, and how often in `ttl_s`.
 _LOOKED_AT, _LOOKED_AT_BYTES, _LOOKS = 50, 1 << 20, 10
 
@@ -150,7 +152,8 @@ class ExclusiveWork(Keyed):
 
         An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled. An item
         that was begun `TokensConfig.max_attempts` times, also by processes that died of it, goes to `dead_letter`
-        instead; when that returns, the item is done. While NATS refuses or is away, it tries again.
+        instead; when that returns, the item is done. While NATS refuses or is away, it tries again; once `stopping` is
+        set, it tries for some 10 s to mark as done what ends.
         """
         if self._config.max_attempts and dead_letter is None:
             raise ConfigError(
@@ -327,9 +330,10 @@ class ExclusiveWork(Keyed):
                 await _unless(stopping, spawn(asyncio.sleep(pause_s)))
                 continue
             if task is not None:
-                await self._handle(dead_letter if 0 < self._config.max_attempts < task.attempt else handler, task)
+                handle = dead_letter if 0 < self._config.max_attempts < task.attempt else handler
+                await self._handle(handle, task, stopping)
 
-    async def _handle(self, handler: Handler, task: Task) -> None:
+    async def _handle(self, handler: Handler, task: Task, stopping: asyncio.Event) -> None:
         async with task:
             working = spawn(_called(handler, task))
             await _unless(task.lost, working)
@@ -338,7 +342,9 @@ class ExclusiveWork(Keyed):
             error = working.exception()
             try:
                 if error is None:
-                    await while_held(task.lost.is_set)(task.done)
+                    await while_held(lambda tried_s: task.lost.is_set() or (stopping.is_set() and tried_s > _ENDING_S))(
+                        task.done
+                    )
                 else:
                     _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
                     await task.retry(model.backoff_s(task.attempt))
