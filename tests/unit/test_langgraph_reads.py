@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, LogConfig, ReadNotFresh, StoreUnavailable
+from bufstore import BufferConfig, LogConfig, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
@@ -254,6 +254,36 @@ def test_what_was_read_is_read_for_as_long_as_postgres_is_away() -> None:
         store.down = False
         await one.force_flush()
         assert await _values(one) == {"a": [2]}
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_in_an_outage_the_log_tells_only_what_it_proves(proven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a node that was cut off showed an older checkpoint than the one that was acknowledged last."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats), await _opened(store, nats, flusher=False)
+        at = await one.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await one.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        store.down = True
+        assert await _values(other) == {"a": [2]}
+
+        async def silent(*_: Any) -> int:
+            raise LogUnavailable("no node proves that it leads")
+
+        with monkeypatch.context() as patched:
+            if not proven:
+                patched.setattr(other.engine.buffer.log, "latest", silent)
+            if proven:
+                assert await _values(other) == {"a": [2]}
+            else:
+                with pytest.raises(ReadNotFresh, match="no node proves"):
+                    await _values(other)
+        store.down = False
         await one.aclose()
         await other.aclose()
 

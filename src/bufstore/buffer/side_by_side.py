@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.domain import C, M, S
 from bufstore.buffer.lanes import lane_of
+from bufstore.buffer.read.flushed import Flushed
 from bufstore.home import Home
 from bufstore.tasks import Closing, spawn, together
 
@@ -84,13 +85,15 @@ class Lanes(Generic[C, S, M]):
         finally:
             await others
 
-    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
-        """See `Buffer.force_flush`."""
-        await self.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)
+    async def force_flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> list[Flushed]:
+        """See `Buffer.force_flush`. None: everything that all buffers have acknowledged now."""
+        if thread_id is not None:
+            return [await self.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)]
+        return await self.each(lambda buffer: buffer.force_flush_all(timeout_s=timeout_s))
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """See `Buffer.force_flush_all`; covers what all buffers have acknowledged now."""
-        await self.each(lambda buffer: buffer.force_flush_all(timeout_s=timeout_s))
+        await self.force_flush(None, timeout_s=timeout_s)
 
     async def broken(self) -> frozenset[str]:
         """See `Ledger.broken`."""

@@ -11,6 +11,7 @@ from itertools import compress
 from typing import Self, TypeVar
 
 from bufstore.buffer.lanes import lane_configs, lane_of
+from bufstore.buffer.read.flushed import Flushed, all_stand, behind
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
@@ -114,23 +115,27 @@ class CheckpointEngine:
         A list cannot be overlaid with the tails of all threads and stay a page: what it covers is flushed first.
         Raises FlushTimeout, StoreUnavailable, LogUnavailable, and ThreadQuarantined when the list is of one thread.
         """
-        if self._consistency is not Consistency.EVENTUAL:
-            await self._settle(query.thread_id)
-        async for found in self._pages(query, limit):
+        async for found in self._pages(query, limit, settled=self._consistency is not Consistency.EVENTUAL):
             yield found
 
-    async def _settle(self, thread_id: str | None) -> None:
+    async def _settle(self, thread_id: str | None) -> list[Flushed]:
         """Flush everything (of the thread); raise ThreadQuarantined if Postgres still lacks entries of the thread."""
-        await self.flush(thread_id)
+        flushed = await self.flush(thread_id)
         if thread_id is not None:
             await self.of(thread_id).check_not_parked(thread_id)
+        return flushed
 
-    async def _pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
+    async def _pages(self, query: Query, limit: int | None, *, settled: bool) -> AsyncIterator[tuple[str, Tables]]:
+        """See `pages`. `settled`: each page shows at least what is acknowledged now."""
+        flushed = await self._settle(query.thread_id) if settled else []
         after: Cursor | None = None
         left = limit
         while left is None or left > 0:
             wanted = _PAGE if left is None else min(_PAGE, left)
             found = await self._store.page(query, after, wanted)
+            if not await all_stand(flushed):
+                flushed = await self._settle(query.thread_id)
+                continue
             for thread_id, tables in found:
                 (row,) = tables.checkpoints.values()
                 after = row.id, thread_id, row.ns
@@ -139,14 +144,12 @@ class CheckpointEngine:
                 return
             left = left - len(found) if left is not None else None
 
-    async def flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> None:
+    async def flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> list[Flushed]:
         """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        if thread_id is not None:
-            await self.of(thread_id).flush(thread_id, timeout_s=timeout_s)
-            return
-        await self.lanes.force_flush_all(timeout_s=timeout_s)
-        for lane in self.all:
-            lane.flushed()
+        flushed = await self.lanes.force_flush(thread_id, timeout_s=timeout_s)
+        for lane in self.all if thread_id is None else [self.of(thread_id)]:
+            lane.flushed(thread_id)
+        return flushed
 
     async def delete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete what these runs have saved in any thread. Raises like `pages` and `CheckpointLane.append`.
@@ -156,11 +159,15 @@ class CheckpointEngine:
         """
         if not run_ids:
             return
-        await self.flush(None)
-        # Before the store: a replay moves an entry from quarantine into the store, and must not do so between the two.
-        refused = [await lane.parked_of(frozenset(run_ids)) for lane in self.all]
+
+        async def saved() -> tuple[list[ThreadQuarantined | None], list[tuple[str, str, str]]]:
+            # The store last: a replay moves an entry from quarantine into the store, and must not do so in between.
+            refused = [await lane.parked_of(frozenset(run_ids)) for lane in self.all]
+            return refused, await self._store.of_runs(run_ids)
+
+        refused, found = await behind(lambda: self.flush(None), saved)
         gone: dict[str, set[tuple[str, str]]] = {}
-        for thread_id, ns, id_ in await self._store.of_runs(run_ids):
+        for thread_id, ns, id_ in found:
             gone.setdefault(thread_id, set()).add((ns, id_))
 
         async def drop(thread_id: str) -> ThreadQuarantined | None:
@@ -215,8 +222,7 @@ class CheckpointEngine:
         bytes_max = min(_COPY_BYTES, self._log.entry_bytes_max // 2)
         rows: list[CheckpointRow | BlobRow | WriteRow] = []
         size = 0
-        await self._settle(source)
-        async for _, tables in self._pages(Query(thread_id=source), None):
+        async for _, tables in self._pages(Query(thread_id=source), None, settled=True):
             (checkpoint,) = tables.checkpoints.values()
             blobs = [blob for key, blob in tables.blobs.items() if key not in copied]
             copied.update(tables.blobs)

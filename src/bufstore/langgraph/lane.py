@@ -15,6 +15,7 @@ from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.domain import nothing_to_do
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.operate.quarantine import discard_superseded
+from bufstore.buffer.read.flushed import Flushed, behind
 from bufstore.config import BufferConfig
 from bufstore.errors import ConcurrentWriter, NotFound, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.langgraph.ancestors import Walk
@@ -226,10 +227,11 @@ class CheckpointLane:
 
     # --- the whole thread ---------------------------------------------------------------------------------------
 
-    async def flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
+    async def flush(self, thread_id: str) -> list[Flushed]:
         """Return once everything of the thread that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        await self.buffer.force_flush(thread_id, timeout_s=timeout_s)
+        flushed = await self.buffer.force_flush(thread_id)
         self.flushed(thread_id)
+        return [flushed]
 
     def flushed(self, thread_id: str | None = None) -> None:
         """Note that somebody flushed this thread, or all of them, and wants to see what Postgres made of it."""
@@ -248,8 +250,7 @@ class CheckpointLane:
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """Flush the thread, and return its checkpoints without their values."""
-        await self.flush(thread_id)
-        return await self._store.outlines(thread_id)
+        return await behind(lambda: self.flush(thread_id), lambda: self._store.outlines(thread_id))
 
     async def drop(self, thread_id: str, choose: Callable[[list[Outline]], Drop | None]) -> bool:
         """Append the drop that `choose` makes of the thread's checkpoints. Returns whether it chose any.
@@ -259,10 +260,10 @@ class CheckpointLane:
         """
         for _ in range(_DROP_TRIES):
             await self.flush(thread_id)
-            last = await self._flushed_to(thread_id)
-            drop = choose(await self._store.outlines(thread_id)) if last is not None else None
+            last, outlines = await self._end_and_outlines(thread_id)
             if last is None:
                 continue
+            drop = choose(outlines)
             if drop is None:
                 await self.check_not_parked(thread_id)
                 return False
@@ -276,15 +277,20 @@ class CheckpointLane:
 
         Raises ThreadQuarantined: what is parked may be newer, and after a deletion no replay brings it back.
         """
-        last = await self._flushed_to(thread_id)
-        if last is None or any(outline.ts >= before for outline in await self._store.outlines(thread_id)):
+        last, outlines = await self._end_and_outlines(thread_id)
+        if last is None or any(outline.ts >= before for outline in outlines):
             raise ConcurrentWriter(thread_id)
         await self.append(thread_id, Delete(), only_behind=last)
 
-    async def _flushed_to(self, thread_id: str) -> int | None:
-        """Return the id of the thread's last entry if Postgres has it, so that a read there shows all; else None."""
+    async def _end_and_outlines(self, thread_id: str) -> tuple[int | None, list[Outline]]:
+        """Return the id of the thread's last entry, and its checkpoints in Postgres; None if these are not up to it."""
+        ledger = self.buffer.ledger
+        made = ledger.connections
         state, _ = await self.buffer.reads.joined(thread_id)
-        return None if state.operations else state.watermark.applied_id
+        last, outlines = state.watermark.applied_id, await self._store.outlines(thread_id)
+        # Postgres may have failed over to a copy that lacked the end of the thread.
+        still = ledger.connections == made and (await ledger.watermark(thread_id)).applied_id == last
+        return (last if still and not state.operations else None), outlines
 
     async def erase(self, thread_id: str) -> None:
         """Delete the thread, and remove what the log and the quarantine hold of it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 
 import msgspec
@@ -166,7 +167,9 @@ class CheckpointReads:
         except (StoreUnavailable, ReadNotFresh):
             told = None
             if self._buffer.reads.store.down is not None and level is not Consistency.STRONG:
-                told = await self._from_log(thread_id, ns, checkpoint_id, since)
+                with suppress(LogUnavailable, AppendUnknown, TimeoutError):
+                    async with asyncio.timeout(self._buffer.config.read_timeout_s):
+                        told = await self._from_log(thread_id, ns, checkpoint_id, since)
             if told is None:
                 raise
             return told
@@ -200,7 +203,9 @@ class CheckpointReads:
         checkpoint by such a clock is taken for the newest all the same.)
         """
         log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
-        messages = await log.after(subject, 0)
+        # A node that is cut off may not show what was acknowledged since; this read may follow one that knew that.
+        await log.latest(subject, self._buffer.config.read_timeout_s)
+        messages = (await log.seen_after({subject: 0}))[subject]
         tables, last, whole = Tables(), 0, False
         saved = set[CheckpointKey]()
         for item in items_of(messages, thread_id):

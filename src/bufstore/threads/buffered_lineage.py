@@ -280,7 +280,9 @@ class BufferedLineage:
 
     async def _children(self, thread_id: str) -> list[str]:
         """The ids of all children, flushed or not, or in quarantine."""
-        await self._lists.settle()
+        return await self._lists.settled(lambda: self._flushed_children(thread_id))
+
+    async def _flushed_children(self, thread_id: str) -> list[str]:
         # Before the store: a replay moves an entry from quarantine into the store, and must not do so between the two.
         found = await self._parked.children(thread_id)
         query, cursor = ThreadQuery(parent_thread_id=thread_id), None

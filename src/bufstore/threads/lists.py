@@ -11,12 +11,13 @@ lists are refused.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.read.flushed import Flushed, behind
 from bufstore.errors import (
     ConfigError,
     FlushTimeout,
@@ -64,11 +65,14 @@ class BufferedLists:
         check_limit(limit)
         if cursor is not None:
             read_cursor(cursor, query, thread_id, int)
-        if self._store is not None:
-            await self._barrier(level, thread_id)
-            marked = _marked(thread_id, await self._row(thread_id))
-            page = await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
-            return msgspec.structs.replace(page, quarantined=marked)
+        if (store := self._store) is not None:
+
+            async def page_of() -> MessagePage:
+                marked = _marked(thread_id, await self._row(thread_id))
+                page = await store.query_messages(thread_id, query, limit=limit, cursor=cursor)
+                return msgspec.structs.replace(page, quarantined=marked)
+
+            return await self._behind(level, thread_id, page_of)
         state = await self._lanes.of(thread_id).reads.thread(thread_id, level, quarantined="known")
         page = await message_page(thread_id, query, limit, cursor, of_list(state.messages))
         return msgspec.structs.replace(page, quarantined=_marked(thread_id, state.watermark))
@@ -76,18 +80,16 @@ class BufferedLists:
     async def message(self, thread_id: str, message_id: str, level: Consistency) -> MessageRecord | None:
         """See `Queryable.load_message`. Errors as in `messages`, and ThreadQuarantined."""
         check_message_id(message_id)
-        if self._store is not None:
-            await self._whole(level, thread_id)
-            return await self._store.load_message(thread_id, message_id)
+        if (store := self._store) is not None:
+            return await self._whole(level, thread_id, lambda: store.load_message(thread_id, message_id))
         records = await self.message_range(thread_id, 1, LAST, level)
         return next((r for r in records if r.message_id == message_id), None)
 
     async def message_range(self, thread_id: str, first: int, last: int, level: Consistency) -> list[MessageRecord]:
         """See `Queryable.load_message_range`. Errors as in `message`."""
         first, last = check_range(first, last)
-        if self._store is not None:
-            await self._whole(level, thread_id)
-            return await self._store.load_message_range(thread_id, first, last)
+        if (store := self._store) is not None:
+            return await self._whole(level, thread_id, lambda: store.load_message_range(thread_id, first, last))
         check_id(thread_id, "thread_id")
         state = await self._lanes.of(thread_id).reads.thread(thread_id, level)
         return [record_of(thread_id, seq, m) for seq, m in enumerate(state.messages[first - 1 : last], first)]
@@ -98,14 +100,17 @@ class BufferedLists:
         check_query(query, RunQuery)
         check_limit(limit)
         read_position(cursor, query)
-        await self._barrier(level, query.thread_id)
-        if query.thread_id is not None:
-            marked = _marked(query.thread_id, await self._row(query.thread_id))
+
+        async def page_of() -> RunPage:
+            if query.thread_id is not None:
+                marked = _marked(query.thread_id, await self._row(query.thread_id))
+                page = await store.query_runs(query, limit=limit, cursor=cursor)
+                return msgspec.structs.replace(page, quarantined=marked)
+            broken = await self._asked(self._lanes.broken())
             page = await store.query_runs(query, limit=limit, cursor=cursor)
-            return msgspec.structs.replace(page, quarantined=marked)
-        broken = await self._asked(self._lanes.broken())
-        page = await store.query_runs(query, limit=limit, cursor=cursor)
-        return msgspec.structs.replace(page, quarantined=broken.intersection(r.thread_id for r in page.runs))
+            return msgspec.structs.replace(page, quarantined=broken.intersection(r.thread_id for r in page.runs))
+
+        return await self._behind(level, query.thread_id, page_of)
 
     async def threads(self, query: ThreadQuery, limit: int, cursor: str | None, level: Consistency) -> ThreadPage:
         """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
@@ -113,23 +118,32 @@ class BufferedLists:
         check_query(query, ThreadQuery)
         check_limit(limit)
         read_position(cursor, query)
-        await self._barrier(level)
-        broken = await self._asked(self._lanes.broken())
-        page = await store.query_threads(query, limit=limit, cursor=cursor)
-        return msgspec.structs.replace(page, quarantined=broken.intersection(t.thread_id for t in page.threads))
 
-    async def settle(self) -> None:
-        """Wait until everything that the log holds now is flushed. Raises ReadNotFresh."""
-        await self._barrier(Consistency.READ_YOUR_WRITES)
+        async def page_of() -> ThreadPage:
+            broken = await self._asked(self._lanes.broken())
+            page = await store.query_threads(query, limit=limit, cursor=cursor)
+            return msgspec.structs.replace(page, quarantined=broken.intersection(t.thread_id for t in page.threads))
 
-    async def _whole(self, level: Consistency, thread_id: str) -> None:
-        """Wait as `_barrier` does; raise ThreadQuarantined if the thread's chain is broken."""
-        await self._barrier(level, check_id(thread_id, "thread_id"))
-        if level is Consistency.EVENTUAL:
-            return
-        since = (await self._row(thread_id)).broken_since
-        if since is not None:
-            raise ThreadQuarantined(thread_id, since)
+        return await self._behind(level, None, page_of)
+
+    async def settled(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what `ask` finds in Postgres once everything that the log holds now is flushed. Raises ReadNotFresh.
+
+        If Postgres may have gone back meanwhile, it asks again.
+        """
+        return await self._behind(Consistency.READ_YOUR_WRITES, None, ask)
+
+    async def _whole(self, level: Consistency, thread_id: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """Do as `_behind`; raise ThreadQuarantined if the thread's chain is broken."""
+        check_id(thread_id, "thread_id")
+
+        async def checked() -> T:
+            since = (await self._row(thread_id)).broken_since if level is not Consistency.EVENTUAL else None
+            if since is not None:
+                raise ThreadQuarantined(thread_id, since)
+            return await ask()
+
+        return await self._behind(level, thread_id, checked)
 
     async def _row(self, thread_id: str) -> Watermark:
         return await self._asked(self._lanes.of(thread_id).ledger.watermark(thread_id))
@@ -142,17 +156,18 @@ class BufferedLists:
         except TimeoutError:
             raise StoreUnavailable("Postgres does not answer, and only Postgres knows what is in quarantine") from None
 
-    async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
-        """Wait until everything that the log holds now, of the thread or of all threads, is flushed."""
+    async def _behind(self, level: Consistency, thread_id: str | None, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what `ask` finds once everything that the log holds now (of the thread) is flushed."""
         if level is Consistency.EVENTUAL:
-            return
-        try:
-            if thread_id is not None:
-                await self._lanes.of(thread_id).force_flush(thread_id, timeout_s=self._config.read_timeout_s)
-            else:
-                await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)
-        except (FlushTimeout, LogUnavailable) as e:
-            raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
+            return await ask()
+
+        async def flush() -> list[Flushed]:
+            try:
+                return await self._lanes.force_flush(thread_id, timeout_s=self._config.read_timeout_s)
+            except (FlushTimeout, LogUnavailable) as e:
+                raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
+
+        return await behind(flush, ask)
 
     @property
     def _queryable(self) -> Queryable:

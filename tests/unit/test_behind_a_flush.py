@@ -1,0 +1,138 @@
+"""Postgres fails over between a flush and the read that has waited for it: the copy lacks what was flushed last."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from bufstore import BufferConfig, Children, LineageError, LogConfig, MemoryThreadStore
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
+from bufstore.memory import MemoryNats
+from helpers import run_of
+from langgraph_savers import META, checkpoint, config
+from unit.fake_log import run
+from unit.test_buffered_in_memory import instance
+
+
+class GoesBack:
+    """Has the tables of a store in memory go back, as a failover does, just before a method of it answers."""
+
+    def __init__(self, store: Any, ledger: Any, names: list[str]) -> None:
+        self._tables = [getattr(store, name) for name in names] + [ledger._rows, ledger._cursors]
+        self._store, self._kept = store, [copy.deepcopy(table) for table in self._tables]
+        self.times = 0
+
+    def before(self, method: str) -> None:
+        answer: Callable[..., Awaitable[Any]] = getattr(self._store, method)
+
+        async def after(*args: Any, **kwargs: Any) -> Any:
+            if not self.times:
+                self.go()
+            return await answer(*args, **kwargs)
+
+        setattr(self._store, method, after)
+
+    def go(self) -> None:
+        self.times += 1
+        for table, kept in zip(self._tables, self._kept, strict=True):
+            table.clear()
+            table.update(kept)
+
+
+@pytest.mark.parametrize("what", ["threads", "runs", "messages", "range", "run", "delete"])
+def test_lists_and_deletions_of_threads_look_again(what: str) -> None:
+    """Regression: a list lacked what it had shown before, and a parent was deleted whose child the copy lacked."""
+
+    async def main() -> None:
+        inner, nats = MemoryThreadStore(), MemoryNats()
+        async with instance(nats, inner) as store:
+            await store.checkpoint("p", ["one"], run_of("p"))
+            await store.force_flush_all()
+            postgres = GoesBack(inner, inner.ledger(0), ["_threads", "_messages", "_runs"])
+            await store.checkpoint_append("p", ["two"], run_of("p", 1))
+            await store.checkpoint("c", ["one"], run_of("c", parent_thread_id="p"))
+            await store.force_flush_all()
+            match what:
+                case "threads":
+                    postgres.before("query_threads")
+                    assert {t.thread_id for t in (await store.query_threads()).threads} == {"p", "c"}
+                case "runs":
+                    postgres.before("query_runs")
+                    assert len((await store.query_runs()).runs) == 3
+                case "messages":
+                    postgres.before("query_messages")
+                    assert len((await store.query_messages("p")).records) == 2
+                case "range":
+                    postgres.before("load_message_range")
+                    assert len(await store.load_message_range("p", 1, 9)) == 2
+                case "run":
+                    nats.buckets["thread-hot"].clear()
+                    missing = run_of("p", 1)
+                    load, looks = inner.load_run, 0
+
+                    async def not_yet(run_id: str) -> Any:
+                        nonlocal looks
+                        looks += 1
+                        if looks == 2:
+                            postgres.go()
+                        return None if looks == 1 else await load(run_id)
+
+                    inner.load_run = not_yet  # type: ignore[method-assign]
+                    assert await store.load_run(missing.run_id) == missing
+                case "delete":
+                    postgres.before("query_threads")
+                    with pytest.raises(LineageError):
+                        await store.delete_thread("p", children=Children.REJECT)
+            assert postgres.times == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["list", "runs", "prune idle", "copy"])
+def test_lists_and_deletions_of_checkpoints_look_again(what: str) -> None:
+    """Regression: a value was deleted that the newest checkpoint names, and a thread that was not idle."""
+
+    async def main() -> None:
+        store = MemoryCheckpointStore()
+        settings = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=0.05, lease_s=4)
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=settings)
+        at: Any = config("t")
+        old = (datetime.now(UTC) - timedelta(days=60)).isoformat()
+        for n in ("1", "2"):
+            saved = checkpoint({"a": n, "b": n}, {"a": [n], "b": [n]}) | {"ts": old}
+            at = await saver.aput(at, saved, META | {"run_id": n}, {"a": n, "b": n})  # type: ignore[arg-type]
+        await saver.force_flush()
+        postgres = GoesBack(store, saver.engine.buffer.ledger, ["_threads"])
+        newest = checkpoint({"a": "3", "b": "2"}, {"a": ["3"], "b": ["2"]})
+        await saver.aput(at, newest, META | {"run_id": "3"}, {"a": "3"})  # type: ignore[arg-type]
+        await saver.force_flush()
+        match what:
+            case "list":
+                postgres.before("page")
+                assert len([found async for found in saver.alist(config("t"))]) == 3
+            case "runs":
+                postgres.before("outlines")
+                await saver.adelete_for_runs(["2"])
+            case "prune idle":
+
+                async def idle(_: str) -> list[str]:
+                    return ["t"]
+
+                store.idle = idle  # type: ignore[method-assign]
+                postgres.before("outlines")
+                assert await saver.aprune_idle(timedelta(days=30), strategy="delete") == []
+            case "copy":
+                postgres.before("page")
+                await saver.acopy_thread("t", "copied")
+        assert postgres.times == 1
+        await saver.force_flush()
+        for thread_id in ("t", *(["copied"] if what == "copy" else ())):
+            found = await saver.aget_tuple(config(thread_id))
+            assert found is not None and found.checkpoint["channel_values"] == {"a": ["3"], "b": ["2"]}
+        await saver.aclose()
+
+    run(main())
