@@ -166,17 +166,18 @@ class CheckpointLane:
         seen = partial(self._last_seen, thread_id) if watched and checked else None
         # Kept beside the payload only if a read is to show it: what waits for the log holds no more than it must.
         known = operation if thread_id in self._recent else None
+        assume_new = self._assume_new and _may_be_first(operation) and not self._reads.has_read(thread_id)
         del operation
         life = last.life if last is not None else None
         held = known is not None or life is not None  # a caller that may be overtaken has kept the operation, too
         appending = Appending(
-            thread_id, payload, self._is_down, self._goes_on, deletes, self._assume_new, seen, only_behind, life
+            thread_id, payload, self._is_down, self._goes_on, deletes, assume_new, seen, only_behind, life
         )
         cost = self.backlog.enter(2 * len(payload) if held else len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         except StoreUnavailable:
-            if not self._assume_new:
+            if not assume_new:
                 raise
             # Now it is known that the store is away.
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
@@ -325,3 +326,8 @@ def _filled(put: Put, whole: Put, changed: Container[str]) -> Put:
     blobs = [blob for blob in whole.blobs if blob.channel not in changed]
     empty = [(channel, version) for channel, version in whole.empty if channel not in changed]
     return Put(put.checkpoint, [*put.blobs, *blobs], [*put.empty, *empty])
+
+
+def _may_be_first(operation: Operation) -> bool:
+    """Whether the operation may be the first one of a new thread: a checkpoint with a parent is not."""
+    return not isinstance(operation, Put) or operation.checkpoint.parent is None
