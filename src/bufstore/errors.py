@@ -231,16 +231,16 @@ class Closed(Unavailable):
 class OutcomeUnknown(BufstoreError):
     """The entry was sent and no answer came: it may or may not be stored.
 
-    A retry is safe: repeat the same call with ``idempotency_key=error.token``. The store that raised this finds the
-    entry again as long as the log holds it (``failover_window_s`` at least). Another process knows only the keys of a
-    thread's last 16 entries; if others may have written more since, look before you repeat an append. Only Postgres
-    knows what became of a thread's first entry in the log: while it is away, that stays unknown.
+    A retry is safe: repeat the same call, with ``idempotency_key=error.token`` if it takes one. The store that raised
+    this finds the entry again as long as the log holds it (``failover_window_s`` at least). Another process knows only
+    the keys of a thread's last 16 entries; if others may have written more since, look before you repeat an append.
+    Only Postgres knows what became of a thread's first entry in the log: while it is away, that stays unknown.
     """
 
     def __init__(self, thread_id: str, token: str) -> None:
         super().__init__(
             f"no answer for an entry of thread {thread_id!r}: it may or may not be stored; "
-            f"repeat the call with idempotency_key={token!r}"
+            f"repeat the call, with idempotency_key={token!r} if it takes one"
         )
         self.thread_id = thread_id
         self.token = token

@@ -34,6 +34,7 @@ from bufstore import (
     ThreadQuarantined,
     ThreadQuery,
     ThreadRunStore,
+    repair,
 )
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.flush.flusher_state import FlusherState, state_of_all
@@ -330,6 +331,54 @@ def test_a_lane_that_is_full_stops_no_other() -> None:
             async with opened(nats, inner, log=log):
                 await store.force_flush_all()
                 assert await inner.load_messages(free) == [said(0)]
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [LogUnavailable, LogFull])
+@pytest.mark.parametrize("new", [True, False])
+def test_a_checkpoint_does_not_wait_for_the_lane_of_its_parent(
+    new: bool, error: type[BufstoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was refused while another lane was away, or full in the middle of a deletion."""
+
+    async def main() -> None:
+        async with opened(MemoryNats(), MemoryThreadStore()) as store:
+            parent, child = in_lane(1), in_lane(0)
+            await store.checkpoint(parent, [said(0)], run_of(parent))
+            if not new:
+                await store.checkpoint(child, [said(0)], run_of(child))
+
+            async def away(*_: Any, **__: Any) -> Any:
+                raise error("lane 1")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(store.lanes.of(parent).reads, "joined", away)
+                await store.checkpoint(child, [said(0), said(1)], run_of(child, 1, parent_thread_id=parent))
+            assert await store.load_messages(child) == [said(0), said(1)]
+
+    run(main())
+
+
+def test_a_database_that_was_lost_and_repaired_knows_its_lanes() -> None:
+    """Regression: it took any number of lanes, so threads were looked for in the wrong ones."""
+
+    async def main() -> None:
+        nats, t = MemoryNats(), in_lane(1)
+        async with opened(nats, MemoryThreadStore()) as store:
+            await store.checkpoint(t, [said(0)], run_of(t))
+        restored = MemoryThreadStore()
+        for lane in range(2):
+            for _ in range(2):
+                await repair(restored, nats=nats, config=BufferConfig(log=LOG), apply=True, lane=lane)
+        for wrong in (replace(LOG, lanes=1), replace(LOG, lanes=3), replace(LOG, partitions=2)):
+            with pytest.raises(ConfigDrift):
+                await repair(restored, nats=nats, config=BufferConfig(log=wrong), apply=True)
+            with pytest.raises(ConfigDrift):
+                async with opened(nats, restored, log=wrong):
+                    pass
+        async with opened(nats, restored) as store:
+            assert await store.load_messages(t) == [said(0)]
 
     run(main())
 

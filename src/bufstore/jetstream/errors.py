@@ -86,7 +86,7 @@ def _store_failed(e: ApiError) -> Exception:
     if "no space" in text:
         return StorageFull(e.description)
     if "exceeded" in text:
-        return LogFull(f"the stream is full: {e.description}")
+        return LogFull(e.description)
     return StorageFailed(e.description)
 
 
@@ -153,11 +153,12 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
 }
 
 
-def to_error(e: ApiError) -> Exception:
-    """Return the exception for an error answer. Each error answer means that nothing was stored."""
+def to_error(e: ApiError, stream: str) -> Exception:
+    """Return the exception for an error answer about a stream. Each error answer means that nothing was stored."""
     make = _TABLE.get(e.err_code)
     if make is not None:
-        return make(e)
+        error = make(e)
+        return LogFull(f"stream {stream} is full: {e.description}") if type(error) is LogFull else error
     if e.code == 429 or e.code >= 500:  # a stream that is offline, an error of the consensus: these may pass
         return LogUnavailable(f"NATS: {e.description} ({e.err_code})")
     return ConfigError(f"NATS refused: {e.description} ({e.err_code})")

@@ -132,7 +132,7 @@ class NatsStream:
         except msgspec.MsgspecError:
             raise AppendUnknown("NATS answered with something other than a publish ack") from None
         if ack.error is not None:
-            raise to_error(ack.error)
+            raise to_error(ack.error, self.name)
         if ack.seq <= 0:
             raise AppendUnknown("NATS answered without a sequence")
         return ack.seq
@@ -258,7 +258,7 @@ class NatsStream:
     def _result(self, answer: bytes) -> dict[str, Any]:
         error = _answer_decoder.decode(answer).error
         if error is not None:
-            raise to_error(error)
+            raise to_error(error, self.name)
         result: dict[str, Any] = json.loads(answer)
         return result
 
@@ -273,7 +273,7 @@ class NatsStream:
         if got.error is not None:
             if got.error.err_code == 10037:  # no message found
                 return None
-            raise to_error(got.error)
+            raise to_error(got.error, self.name)
         m = got.message
         assert m is not None
         return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
@@ -308,7 +308,7 @@ def _is_refused(answer: bytes) -> bool:
         error = _ack_decoder.decode(answer).error
     except msgspec.MsgspecError:
         return False
-    return error is not None and not isinstance(to_error(error), Conflict)
+    return error is not None and not isinstance(to_error(error, ""), Conflict)
 
 
 class _Get:

@@ -98,11 +98,14 @@ class BufferedLineage:
     async def admit(self, run: Run) -> None:
         """Check the parent that a run names, and claim its id, before a checkpoint of it.
 
-        When only Postgres knows the parent and it is away, nothing is checked: the checkpoint is more important.
+        When only Postgres knows the parent and it is away, or the lane of the parent or of the record is away or full,
+        nothing is checked: the checkpoint is more important.
         Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
         if run.parent_thread_id is not None:
-            with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
+            # Where there is one log, the checkpoint would fail for the same reason, and later.
+            others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
+            with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others):
                 async with asyncio.timeout(self._config.read_timeout_s):
                     await self._parents.check(run)
         await self._runs.claim(run.run_id, run.thread_id)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bufstore.buffer.buffer import Buffer
-from bufstore.buffer.lanes import lane_configs
+from bufstore.buffer.lanes import check_layout, lane_configs, layout_of
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
@@ -61,13 +61,18 @@ async def repair_buffer(buffer: Buffer[Any, Any, Any], *, apply: bool) -> Repair
     async with buffer.connected():
         await buffer.shared.check()  # if the bucket is another log's, only the name is wrong, and nothing is lost
         await ledger.setup()
+        check_layout(config.log, await ledger.layout())
         reason = await _reason(buffer.log, ledger, config.log.stream)
         if not apply:
             return await Repair(buffer.parts, reason).look()
         for named in (buffer.log.target, await ledger.target()):
             check_kind(f"stream {config.log.stream}", named, backing.kind)
         await backing.setup()
-        return await Repair(buffer.parts, reason).carry_out()
+        report = await Repair(buffer.parts, reason).carry_out()
+        if report.done:
+            # What was repaired is in the lanes of this configuration, also in a database that had known of none.
+            await ledger.set_layout(layout_of(config.log))
+        return report
 
 
 async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
