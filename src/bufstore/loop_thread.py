@@ -146,9 +146,9 @@ class LoopThread:
         self._check_thread()
         if os.getpid() != self._process or exit_came():
             return
+        self._closing = True  # before the count: a signal handler's error behind it leaves a store that takes no calls
         if next(self._closes):
             return
-        self._closing = True
         try:
             self._call(self._store.aclose, self._timeout_s, closing=True)
         finally:

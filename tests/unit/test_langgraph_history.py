@@ -20,6 +20,8 @@ from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import thin
 from bufstore.langgraph.model import CheckpointRow, Put
+from bufstore.langgraph.outlines import all_but_latest
+from bufstore.langgraph.protocol import Outline
 from bufstore.memory import MemoryNats
 from langgraph_savers import META, checkpoint, config
 from thorough import examples
@@ -453,3 +455,25 @@ def test_an_erased_thread_leaves_nothing_in_the_log() -> None:
         await saver.aclose()
 
     run(main())
+
+
+def _outline(ns: str, id_: str, root: str | None = None) -> Outline:
+    return Outline(ns, id_, parent=None, blobs=frozenset(), root=root, delta=False, needs_parent=False, ts="")
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_prune_takes_the_calls_of_subgraphs_that_are_over(written: bool) -> None:
+    """Regression: where history is left out, the checkpoint that a call started from is mostly not written."""
+    outlines = [
+        _outline("", "5"),
+        *([_outline("", "2")] if written else []),
+        _outline("child:over", "3", root="2"),
+        _outline("child:goes on", "6", root="5"),
+        _outline("child:of a newer one", "8", root="7"),
+        _outline("child:alone", "3"),
+        _outline("keeps state", "3", root="2"),
+    ]
+    drop = all_but_latest(outlines)
+    assert drop is not None and drop.namespaces == ["child:over"]
+    assert drop.checkpoints == ([("", "2")] if written else [])
+    assert all_but_latest([o for o in outlines if o.ns]) is None, "without a root nothing says that it is over"

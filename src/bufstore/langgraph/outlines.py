@@ -53,8 +53,9 @@ def outline_of(row: CheckpointRow, blobs: Container[BlobKey], *, parent_sends: b
 def all_but_latest(outlines: Iterable[Outline]) -> Drop | None:
     """Return the drop after which only the newest checkpoint of each namespace is left; None: nothing goes.
 
-    The namespace of a subgraph's call goes with the root graph's checkpoint that the call started from, if that is in
-    the thread. The parent of an old checkpoint stays if the checkpoint takes from it what was sent to it.
+    The namespace of a subgraph's call goes with the root graph's checkpoint that the call started from, also if that
+    was never written (`bufstore.langgraph.history`). The parent of an old checkpoint stays if the checkpoint takes from
+    it what was sent to it.
     """
     by_ns: dict[str, dict[str, Outline]] = {}
     for outline in outlines:
@@ -63,12 +64,12 @@ def all_but_latest(outlines: Iterable[Outline]) -> Drop | None:
     for ns, found in by_ns.items():
         newest = found[max(found)]
         kept[ns] = {newest.id} | ({newest.parent} if newest.needs_parent and newest.parent else set())
-    roots = by_ns.get("", {})
+    roots = kept.get("", set())
     calls = set()
     for ns, found in by_ns.items():
         root = found[max(found)].root
         # The namespace of a call has its task behind a colon; a subgraph that keeps state between calls has no colon.
-        if ":" in ns and root in roots and root not in kept.get("", ()):
+        if ":" in ns and root is not None and roots and root not in roots and root < max(roots):
             calls.add(ns)
     gone = [o for ns, found in by_ns.items() if ns not in calls for o in found.values() if o.id not in kept[ns]]
     return drop_of(gone, [o for found in by_ns.values() for o in found.values()], calls)
