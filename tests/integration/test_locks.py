@@ -13,7 +13,7 @@ import pytest
 from bufstore import ConfigError, elapsed
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
-from bufstore.tokens import Locks
+from bufstore.tokens import Holder, Locks
 from helpers import cancel_as_anyio, eventually
 
 
@@ -55,6 +55,35 @@ async def test_busy_until_released(locks: Locks) -> None:
     with pytest.raises(TokenLost):
         await lock.extend()
     await (await locks.acquire("a")).release()
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "extended", "another holder"])
+async def test_a_release_by_force_takes_the_lock_from_the_holder_that_it_returns(
+    locks: Locks, meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: who acquired the lock after the look at its holder lost it."""
+    lock, who = await locks.acquire("a"), locks.who
+    last = lock
+
+    async def late(key: str) -> Holder | None:
+        nonlocal last
+        found = await who(key)
+        if meanwhile == "extended":
+            await lock.extend()
+        elif meanwhile == "another holder":
+            await lock.release()
+            last = await locks.acquire("a")
+        return found
+
+    monkeypatch.setattr(locks, "who", late)
+    released = await locks.release("a", force=True)
+    assert released is not None and released.token == lock.token
+    if meanwhile == "another holder":
+        await last.extend()
+        await last.release()
+    else:
+        with pytest.raises(TokenLost):
+            await lock.extend()
 
 
 async def test_who_gives_up_acquiring_leaves_no_lock_behind(locks: Locks) -> None:

@@ -26,7 +26,7 @@ from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pulls import Delivery
-from bufstore.tokens import Policy, Task
+from bufstore.tokens import Holder, Policy, Task
 from bufstore.tokens import work as work_module
 from helpers import cancel_as_anyio, eventually
 from token_instances import Open, nothing_left, stall, took, working
@@ -129,6 +129,30 @@ async def test_a_worker_that_is_to_stop_does_so_in_an_outage(opened: Open, monke
     await work.run(handler, stopping)
     async with await took(work) as given_back:
         assert given_back.attempt == 2
+
+
+async def test_a_release_by_force_takes_the_key_from_nobody_else(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: who took the key between the look at its holder and the release lost it."""
+    work = await opened()
+    for payload in (b"1", b"2"):
+        await work.submit("key", payload)
+    first, who = await took(work), work.who
+    second: Task | None = None
+
+    async def late(key: str) -> Holder | None:
+        nonlocal second
+        found = await who(key)
+        await first.done()
+        second = await took(work)
+        return found
+
+    monkeypatch.setattr(work, "who", late)
+    released = await work.release("key", force=True)
+    assert released is not None and released.token == first.token
+    assert second is not None and second.payload == b"2"
+    second.check()
+    await second.done()
+    await eventually(lambda: nothing_left(work))
 
 
 @pytest.mark.parametrize("error", [LogUnavailable, LogFull, ConfigError])

@@ -285,6 +285,11 @@ class Keyed:
         return self._prefix + token(check_id(key, "the key"))
 
 
+def is_holder(holder: Holder, seq: int, record: Record) -> bool:
+    """Whether a record of this sequence is that of the holder."""
+    return bool(record.holder) and (record.token or seq) == holder.token
+
+
 def holder_name(given: str) -> str:
     """Return the name that others see as the holder: the one given, or host and process. Raises InvalidId.
 

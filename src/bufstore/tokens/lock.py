@@ -19,7 +19,7 @@ from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.fence import Hold, Keyed, Lease, Register, holder_name
+from bufstore.tokens.fence import Hold, Keyed, Lease, Register, holder_name, is_holder
 from bufstore.tokens.model import NAMED, Holder, Record, Storage, locks_config
 
 
@@ -73,8 +73,12 @@ class Locks(Keyed):
         return int((await self._stream.info())["state"]["messages"])
 
     async def _free(self, subject: str, holder: Holder | None) -> None:
-        if holder is not None:  # else somebody may have taken the free lock since
-            await self._stream.purge(subject)
+        # Without a holder, or with another than the one that was meant, somebody has taken the lock since.
+        while holder is not None:
+            seq, record = await self._register.read(subject)
+            if not is_holder(holder, seq, record):
+                return
+            await self._stream.purge(subject, seq)  # a renewal may come in between: then once more
 
     async def _hand_back(self, held: Lock) -> None:
         await held.release()
