@@ -62,21 +62,26 @@ async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: O
     assert [(await instance.statistics()).found for instance in instances] == [0, 0, 0]
 
 
+def _answers_late(task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have the answers to the task's writes wait. Returns what is set by a stored write, and what lets answers come."""
+    write, stored, answered = task._register.write, asyncio.Event(), asyncio.Event()
+
+    async def late(*arguments: Any) -> int:
+        seq = await write(*arguments)
+        stored.set()
+        await answered.wait()
+        return seq
+
+    monkeypatch.setattr(task._register, "write", late)
+    return stored, answered
+
+
 async def test_what_is_done_stays_done_though_its_caller_gave_up(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: leaving the block gave the item back, whose `done` was stored already, and it was done again."""
     work = await opened()
     await work.submit("key")
-    stored, answered = asyncio.Event(), asyncio.Event()
     async with await took(work) as task:
-        write = task._register.write
-
-        async def slow(*arguments: Any) -> int:
-            seq = await write(*arguments)
-            stored.set()
-            await answered.wait()
-            return seq
-
-        monkeypatch.setattr(task._register, "write", slow)
+        stored, answered = _answers_late(task, monkeypatch)
         ending = asyncio.create_task(task.done())
         await stored.wait()
         ending.cancel()
@@ -93,17 +98,8 @@ async def test_done_may_be_called_again_while_an_earlier_call_goes_on(
     """Regression: TokenLost, though the item was done: whoever saw it took the item for one that is done again."""
     work = await opened()
     await work.submit("key")
-    stored, answered = asyncio.Event(), asyncio.Event()
     async with await took(work) as task:
-        write = task._register.write
-
-        async def slow(*arguments: Any) -> int:
-            seq = await write(*arguments)
-            stored.set()
-            await answered.wait()
-            return seq
-
-        monkeypatch.setattr(task._register, "write", slow)
+        stored, answered = _answers_late(task, monkeypatch)
         ending = asyncio.create_task(task.done())
         await stored.wait()
         ending.cancel()
