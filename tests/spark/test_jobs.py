@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,17 @@ import pytest
 from bufstore import BufferedThreadStore, FlushTimeout, NoLog
 from bufstore.buffer.entry import Base
 from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark import DataLoss, SinkConfig, archive, bulk_drain, checkpoint_sink, drain, restore, tabulate
+from bufstore.spark import (
+    ArchiveOvertaken,
+    DataLoss,
+    SinkConfig,
+    archive,
+    bulk_drain,
+    checkpoint_sink,
+    drain,
+    restore,
+    tabulate,
+)
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, entries, hot_threads, lag
 from bufstore.spark.log_archive import archive_job
 from bufstore.spark.log_archive.into_postgres import IntoPostgres
@@ -83,6 +94,29 @@ async def test_what_is_archived_comes_back_into_an_empty_postgres(
     assert await held(elsewhere, threads) == {t: list(range(9)) for t in threads}
 
 
+async def test_a_run_that_archives_meanwhile_is_no_loss(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the log seemed to have lost its end, because the archive went beyond an earlier look at it."""
+    path, thread = str(tmp_path / "archive"), fresh()
+    await write(deployment, [thread], range(2))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    checked = archive_job._check_database
+
+    async def meanwhile(*arguments: Any) -> None:
+        monkeypatch.undo()
+        await checked(*arguments)
+        await write(deployment, [thread], range(2, 4))
+        await asyncio.to_thread(archive, spark, where(deployment), path)
+
+    await write(deployment, [thread], range(4, 6))
+    monkeypatch.setattr(archive_job, "_check_database", meanwhile)
+    with pytest.raises(ArchiveOvertaken):
+        await asyncio.to_thread(archive, spark, where(deployment), path)
+    report = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert report.count == 0
+
+
 async def test_a_thread_that_postgres_refuses_is_left_out_alone(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -96,10 +130,34 @@ async def test_a_thread_that_postgres_refuses_is_left_out_alone(
     await query(elsewhere.servers.postgres.dsn, f"ALTER TABLE {schema}.threads ADD CHECK (thread_id <> '{refused}')")
     report = await asyncio.to_thread(restore, spark, path, where(elsewhere), tasks=1)
     assert (report.applied, report.refused, report.threads) == (10, 2, 6)
-    (reason,) = report.reasons
-    assert reason.startswith(f"thread {refused!r}: Postgres refuses its entries: "), reason
-    assert "23514" in reason
+    first, second = report.reasons
+    assert first.startswith(f"thread {refused!r}, position "), first
+    assert "Postgres refuses it: " in first and "23514" in first
+    assert second.startswith(f"thread {refused!r}, position "), second
     assert await in_postgres(elsewhere, threads) == {t: [0, 1] if t != refused else None for t in threads}
+
+
+async def test_an_entry_that_postgres_refuses_is_left_out_as_a_flush_would_have_parked_it(
+    deployment: Deployment,
+) -> None:
+    """Regression: its whole thread was left out, or another thread whose earlier entry it excludes."""
+    async with IntoPostgres(where(deployment), deployment.log, dry_run=False) as into:
+        await into.setup(0, None)
+        of_a, of_b = partial(stored, thread="a", run="a"), partial(stored, thread="b", run="b")
+        a = [
+            of_a(5, 11, "a0", base=Base.NONE),
+            of_a(20, 12, "takes the run of b", keep=1, prev_id=11, run="b"),
+            of_a(25, 13, "behind it", keep=2, prev_id=12),
+            of_a(30, 14, "whole", prev_id=13, self_contained=True),
+            of_a(40, 15, "more", keep=1, prev_id=14),
+        ]
+        b = [of_b(10, 21, "b0", base=Base.NONE), of_b(50, 22, "b1", keep=1, prev_id=21)]
+        counts = await into.apply({"a": a, "b": b})
+    assert (counts.threads, counts.applied, counts.refused) == (2, 5, 2)
+    assert counts.reasons[0].startswith("thread 'a', position 20: Postgres refuses it: ")
+    async with deployment.inner() as store:
+        assert await store.load_messages("a") == ["whole", "more"]
+        assert await store.load_messages("b") == ["b0", "b1"]
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

@@ -231,16 +231,18 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
     assert (counts.applied, counts.refused, len(decision.batch)) == (2, len(items) - 2, 1)
 
 
-def stored(seq: int, id_: int, message: str | None, *, keep: int = 0, **fields: Any) -> StoredEntry:
+def stored(
+    seq: int, id_: int, message: str | None, *, keep: int = 0, thread: str = "t", run: str = "r", **fields: Any
+) -> StoredEntry:
     """An entry that appends a message or, for None, deletes the thread."""
-    made = Run(run_id="r", thread_id="t")
+    made = Run(run_id=run, thread_id=thread)
     payload: AnyPayload = Removal()
     if message is not None:
         payload = Payload(keep, encode_messages([message]), encode_run(made), save_of(made))
     version = keep + (message is not None)
     given: dict[str, Any] = {"prev_id": 0, "base": Base.CHAINED, "seen": 0, "self_contained": message is None}
     entry = Entry(id=id_, version=version, keys=b"", payload=encode_payload(payload), **(given | fields))
-    return StoredEntry("t", seq, entry)
+    return StoredEntry(thread, seq, entry)
 
 
 @pytest.mark.parametrize(

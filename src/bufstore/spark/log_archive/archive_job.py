@@ -60,9 +60,10 @@ def archive(
     Raises ArchiveOvertaken when another run has archived the same range meanwhile, and ConfigDrift when the
     deployment's Postgres (or schema) is not the one that the log is flushed into.
     """
+    # Before the log: a run that ends in between has archived more of it than a look at the log before that run shows.
+    manifests = manifests_of(spark, path)
     log = loop().run(log_of(deployment))
     loop().run(_check_database(deployment, log))
-    manifests = manifests_of(spark, path)
     begin = start if start is not None else _begin(manifests, log)
     check_begin(manifests, log.created, begin)
     if start is None and manifests:

@@ -121,14 +121,20 @@ class IntoPostgres:
         return counts
 
     async def _apply_apart(self, threads: Mapping[str, Sequence[Item]], refusal: FlushFailed) -> RestoreCounts:
-        """Apply what Postgres refuses together in halves, down to the thread that it refuses, which is left out."""
-        ids = sorted(threads)
-        if len(ids) == 1:
-            reason = f"thread {ids[0]!r}: Postgres refuses its entries: {refusal}"
-            return RestoreCounts(threads=1, refused=len(threads[ids[0]]), reasons=[reason])
-        counts = RestoreCounts()
-        for half in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
-            counts.add(await self.apply({thread_id: threads[thread_id] for thread_id in half}))
+        """Apply what Postgres refuses together in halves, down to the entry that it refuses, which is left out.
+
+        The earlier positions go first: of two entries that exclude each other, the later one was parked then.
+        """
+        positions = sorted(item.seq for items in threads.values() for item in items)
+        if len(positions) == 1:
+            (thread_id,) = threads
+            reason = f"thread {thread_id!r}, position {positions[0]}: Postgres refuses it: {refusal}"
+            return RestoreCounts(threads=1, refused=1, reasons=[reason])
+        counts, middle = RestoreCounts(), positions[len(positions) // 2]
+        for late in (False, True):
+            half = {t: [item for item in items if (item.seq >= middle) is late] for t, items in threads.items()}
+            counts.add(await self.apply({thread_id: items for thread_id, items in half.items() if items}))
+        counts.threads = len(threads)
         return counts
 
 

@@ -21,9 +21,10 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.errors import map_errors
 from bufstore.postgres.connection.functions import made_elsewhere, not_ours
-from bufstore.postgres.connection.migrate import queries
+from bufstore.postgres.connection.migrate import applied_migrations, check_works_with, newest, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
+from bufstore.threads.postgres.tables import PARTS, folder_of
 
 #: How many seconds each of these may take: the connection, a lock, and an answer that is no stream.
 _ANSWER_S = 30.0
@@ -45,7 +46,11 @@ class Ledger(NamedTuple):
 
 
 class Moment:
-    """For ``async with``. Raises StoreUnavailable, StoreMisconfigured, and ConfigError when the snapshot is over."""
+    """For ``async with``.
+
+    Raises StoreUnavailable, StoreMisconfigured, and ConfigError when the snapshot is over, or a newer release has
+    migrated the tables to what this one cannot read.
+    """
 
     def __init__(self, conninfo: str, schema: str, snapshot: str | None = None) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
@@ -77,6 +82,9 @@ class Moment:
             async with in_time(connection, _ANSWER_S):
                 await connection.execute("; ".join(["BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", *settings]))
                 if self._snapshot is None:  # else whoever holds it has looked
+                    for part, applied in (await applied_migrations(connection, self._schema)).items():
+                        if part in PARTS:
+                            check_works_with(self._schema, part, applied, newest(folder_of(part)))
                     strange = await made_elsewhere(connection, self._schema, _FUNCTIONS)
                     if strange:
                         raise not_ours(self._schema, strange, _WAY_OUT)
