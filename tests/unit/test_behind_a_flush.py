@@ -23,6 +23,7 @@ class GoesBack:
 
     def __init__(self, store: Any, ledger: Any, names: list[str]) -> None:
         self._tables = [getattr(store, name) for name in names] + [ledger._rows, ledger._cursors]
+        self._ledger = ledger
         self._store, self._kept = store, [copy.deepcopy(table) for table in self._tables]
         self.times = 0
 
@@ -38,6 +39,7 @@ class GoesBack:
 
     def go(self) -> None:
         self.times += 1
+        self._ledger.run = "the copy"
         for table, kept in zip(self._tables, self._kept, strict=True):
             table.clear()
             table.update(kept)

@@ -358,6 +358,37 @@ def test_a_thread_that_was_read_and_is_not_remembered_is_not_assumed_to_be_new_e
     run(main())
 
 
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_thread_that_this_process_has_written_is_not_assumed_to_be_new(deleted: bool) -> None:
+    """Regression: its next turn began without the history, if the log had forgotten the thread."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        saver = await _opened(store, nats, new_threads="assume")
+        await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        if deleted:
+            await saver.adelete_thread("t")
+        for n in range(10):  # the entry at a partition's cursor is not purged
+            await saver.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+        await asyncio.sleep(600)
+        assert not await _in_log(saver, "t")
+        store.down = True
+        if deleted:
+            assert await _values(saver) is None
+        else:
+            with pytest.raises((StoreUnavailable, ReadNotFresh)):
+                await _values(saver)
+        # It knows its own last entry, and writes behind it.
+        await saver.aput(config("t"), checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        store.down = False
+        await saver.force_flush()
+        found = [item.checkpoint["channel_values"] async for item in saver.alist(config("t"))]
+        assert found == [{"a": [2]}, *([] if deleted else [{"a": [1]}])]
+        await saver.aclose()
+
+    run(main())
+
+
 def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_names() -> None:
     """A value that came with an earlier checkpoint is in Postgres only."""
 

@@ -127,7 +127,7 @@ def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
     ],
 )
 def test_every_error_code_has_its_error(code: int, text: str, kind: type[Exception]) -> None:
-    error = to_error(ApiError(code=400, err_code=code, description=text))
+    error = to_error(ApiError(code=400, err_code=code, description=text), "S")
     assert type(error) is kind
     assert text in str(error) or code in (10076, 10039)
 
@@ -154,7 +154,7 @@ def test_every_error_code_has_its_error(code: int, text: str, kind: type[Excepti
 def test_what_may_be_over_later_is_no_configuration_that_cannot_work(
     status: int, code: int, text: str, kind: type[Exception]
 ) -> None:
-    error = to_error(ApiError(code=status, err_code=code, description=text))
+    error = to_error(ApiError(code=status, err_code=code, description=text), "S")
     assert type(error) is kind
     assert text in str(error)
 

@@ -29,7 +29,6 @@ from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.prepare import apart, prepare_log, prepare_store
 from bufstore.buffer.read.flush_waiter import FlushWaiter
-from bufstore.buffer.read.flushed import Flushed
 from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
@@ -192,17 +191,17 @@ class Buffer(Generic[C, S, M]):
         if self.backing.held is not None:
             await self.appender.learn_new(thread_ids)
 
-    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> Flushed:
+    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
         """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
 
-        Returns what that is. Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable;
-        StoreUnavailable when only Postgres can tell which entries of the thread wait.
+        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable; StoreUnavailable when only
+        Postgres can tell which entries of the thread wait.
         """
-        return await self.reads.force_flush(thread_id, self._flush_s(timeout_s))
+        await self.reads.force_flush(thread_id, self._flush_s(timeout_s))
 
-    async def force_flush_all(self, *, timeout_s: float | None = None) -> Flushed:
-        """Return once everything that is acknowledged now is in the store. Returns and raises like `force_flush`."""
-        return await self.reads.force_flush_all(self._flush_s(timeout_s))
+    async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
+        """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
+        await self.reads.force_flush_all(self._flush_s(timeout_s))
 
     def _flush_s(self, timeout_s: float | None) -> float:
         # A negative time is what is left of a caller's deadline that has passed. `max` also turns NaN, which asyncio

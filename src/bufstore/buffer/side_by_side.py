@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.domain import C, M, S
 from bufstore.buffer.lanes import lane_of
-from bufstore.buffer.read.flushed import Flushed
 from bufstore.home import Home
 from bufstore.tasks import Closing, spawn, together
 
@@ -25,6 +24,8 @@ class Lanes(Generic[C, S, M]):
         #: The first lane's buffer. It keeps what exists once for all threads, like the record of changes of lineage.
         self.first = self.all[0]
         self.config = self.first.config
+        #: All lanes have their ledgers in one database.
+        self.same_postgres = self.first.reads.same_postgres
         self._only = self.first if len(self.all) == 1 else None
         self._home = Home()
         self._closing = Closing()
@@ -85,11 +86,12 @@ class Lanes(Generic[C, S, M]):
         finally:
             await others
 
-    async def force_flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> list[Flushed]:
+    async def force_flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> None:
         """See `Buffer.force_flush`. None: everything that all buffers have acknowledged now."""
         if thread_id is not None:
-            return [await self.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)]
-        return await self.each(lambda buffer: buffer.force_flush_all(timeout_s=timeout_s))
+            await self.of(thread_id).force_flush(thread_id, timeout_s=timeout_s)
+        else:
+            await self.each(lambda buffer: buffer.force_flush_all(timeout_s=timeout_s))
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """See `Buffer.force_flush_all`; covers what all buffers have acknowledged now."""

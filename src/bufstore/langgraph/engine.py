@@ -11,7 +11,6 @@ from itertools import compress
 from typing import Self, TypeVar
 
 from bufstore.buffer.lanes import lane_configs, lane_of
-from bufstore.buffer.read.flushed import Flushed, all_stand, behind
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
@@ -118,23 +117,26 @@ class CheckpointEngine:
         async for found in self._pages(query, limit, settled=self._consistency is not Consistency.EVENTUAL):
             yield found
 
-    async def _settle(self, thread_id: str | None) -> list[Flushed]:
+    async def _settle(self, thread_id: str | None) -> None:
         """Flush everything (of the thread); raise ThreadQuarantined if Postgres still lacks entries of the thread."""
-        flushed = await self.flush(thread_id)
+        await self.flush(thread_id)
         if thread_id is not None:
             await self.of(thread_id).check_not_parked(thread_id)
-        return flushed
 
     async def _pages(self, query: Query, limit: int | None, *, settled: bool) -> AsyncIterator[tuple[str, Tables]]:
         """See `pages`. `settled`: each page shows at least what is acknowledged now."""
-        flushed = await self._settle(query.thread_id) if settled else []
+        postgres = self.lanes.same_postgres
+        run = await postgres.now() if settled else ""
+        if settled:
+            await self._settle(query.thread_id)
         after: Cursor | None = None
         left = limit
         while left is None or left > 0:
             wanted = _PAGE if left is None else min(_PAGE, left)
             found = await self._store.page(query, after, wanted)
-            if not await all_stand(flushed):
-                flushed = await self._settle(query.thread_id)
+            if settled and (now := await postgres.now()) != run:
+                run = now
+                await self._settle(query.thread_id)
                 continue
             for thread_id, tables in found:
                 (row,) = tables.checkpoints.values()
@@ -144,12 +146,11 @@ class CheckpointEngine:
                 return
             left = left - len(found) if left is not None else None
 
-    async def flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> list[Flushed]:
+    async def flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> None:
         """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        flushed = await self.lanes.force_flush(thread_id, timeout_s=timeout_s)
+        await self.lanes.force_flush(thread_id, timeout_s=timeout_s)
         for lane in self.all if thread_id is None else [self.of(thread_id)]:
             lane.flushed(thread_id)
-        return flushed
 
     async def delete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete what these runs have saved in any thread. Raises like `pages` and `CheckpointLane.append`.
@@ -161,11 +162,12 @@ class CheckpointEngine:
             return
 
         async def saved() -> tuple[list[ThreadQuarantined | None], list[tuple[str, str, str]]]:
+            await self.flush(None)
             # The store last: a replay moves an entry from quarantine into the store, and must not do so in between.
             refused = [await lane.parked_of(frozenset(run_ids)) for lane in self.all]
             return refused, await self._store.of_runs(run_ids)
 
-        refused, found = await behind(lambda: self.flush(None), saved)
+        refused, found = await self.lanes.same_postgres.within(saved)
         gone: dict[str, set[tuple[str, str]]] = {}
         for thread_id, ns, id_ in found:
             gone.setdefault(thread_id, set()).add((ns, id_))

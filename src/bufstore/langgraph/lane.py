@@ -15,7 +15,6 @@ from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.domain import nothing_to_do
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.operate.quarantine import discard_superseded
-from bufstore.buffer.read.flushed import Flushed, behind
 from bufstore.config import BufferConfig
 from bufstore.errors import ConcurrentWriter, NotFound, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.langgraph.ancestors import Walk
@@ -166,7 +165,7 @@ class CheckpointLane:
         seen = partial(self._last_seen, thread_id) if watched and checked else None
         # Kept beside the payload only if a read is to show it: what waits for the log holds no more than it must.
         known = operation if thread_id in self._recent else None
-        assume_new = self._assume_new and _may_be_first(operation) and not self._reads.has_read(thread_id)
+        assume_new = self._assume_new and _may_be_first(operation) and not self._reads.knows_of(thread_id)
         del operation
         life = last.life if last is not None else None
         held = known is not None or life is not None  # a caller that may be overtaken has kept the operation, too
@@ -183,6 +182,7 @@ class CheckpointLane:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         finally:
             self.backlog.leave(cost)
+        self._reads.wrote(thread_id, deletes)
         if last is not None:
             last.life = appending.left
         self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
@@ -199,7 +199,7 @@ class CheckpointLane:
             last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
         except (StoreUnavailable, ReadNotFresh):
             # A caller that names a checkpoint has its id from somewhere, and Postgres has told nothing of a new thread.
-            known = checkpoint_id is not None or self._reads.has_read(thread_id)
+            known = checkpoint_id is not None or self._reads.knows_of(thread_id)
             if known or not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
             return None
@@ -228,11 +228,10 @@ class CheckpointLane:
 
     # --- the whole thread ---------------------------------------------------------------------------------------
 
-    async def flush(self, thread_id: str) -> list[Flushed]:
+    async def flush(self, thread_id: str) -> None:
         """Return once everything of the thread that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        flushed = await self.buffer.force_flush(thread_id)
+        await self.buffer.force_flush(thread_id)
         self.flushed(thread_id)
-        return [flushed]
 
     def flushed(self, thread_id: str | None = None) -> None:
         """Note that somebody flushed this thread, or all of them, and wants to see what Postgres made of it."""
@@ -251,7 +250,12 @@ class CheckpointLane:
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """Flush the thread, and return its checkpoints without their values."""
-        return await behind(lambda: self.flush(thread_id), lambda: self._store.outlines(thread_id))
+
+        async def flushed() -> list[Outline]:
+            await self.flush(thread_id)
+            return await self._store.outlines(thread_id)
+
+        return await self.buffer.reads.same_postgres.within(flushed)
 
     async def drop(self, thread_id: str, choose: Callable[[list[Outline]], Drop | None]) -> bool:
         """Append the drop that `choose` makes of the thread's checkpoints. Returns whether it chose any.
@@ -285,13 +289,13 @@ class CheckpointLane:
 
     async def _end_and_outlines(self, thread_id: str) -> tuple[int | None, list[Outline]]:
         """Return the id of the thread's last entry, and its checkpoints in Postgres; None if these are not up to it."""
-        ledger = self.buffer.ledger
-        made = ledger.connections
-        state, _ = await self.buffer.reads.joined(thread_id)
-        last, outlines = state.watermark.applied_id, await self._store.outlines(thread_id)
-        # Postgres may have failed over to a copy that lacked the end of the thread.
-        still = ledger.connections == made and (await ledger.watermark(thread_id)).applied_id == last
-        return (last if still and not state.operations else None), outlines
+
+        async def found() -> tuple[int | None, list[Outline]]:
+            state, _ = await self.buffer.reads.joined(thread_id)
+            last = None if state.operations else state.watermark.applied_id
+            return last, await self._store.outlines(thread_id)
+
+        return await self.buffer.reads.same_postgres.within(found)
 
     async def erase(self, thread_id: str) -> None:
         """Delete the thread, and remove what the log and the quarantine hold of it.

@@ -112,8 +112,8 @@ class CheckpointReads:
     def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache, recent: Recent) -> None:
         self._store, self._buffer, self._cache, self._recent = store, buffer, cache, recent
         self._home = Home()
-        #: Threads of which Postgres has told something, whether or not that is still remembered.
-        self._told: newest.Newest[str, None] = newest.Newest(buffer.config.cached_threads)
+        #: See `knows_of`.
+        self._known: newest.Newest[str, None] = newest.Newest(buffer.config.cached_threads)
         #: After how many seconds Postgres is asked about a thread again. In an outage, the log must reach back to what
         #: Postgres told last; and nobody may go on for ever without having heard of a quarantine.
         self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
@@ -267,9 +267,19 @@ class CheckpointReads:
             self._recent.read(thread_id, ns, found, at, whole=state.new)
         return last, (tables, row) if row is not None else None
 
-    def has_read(self, thread_id: str) -> bool:
-        """Whether Postgres has ever told something of the thread. The last `cached_threads` of these are remembered."""
-        return thread_id in self._told
+    def knows_of(self, thread_id: str) -> bool:
+        """Whether Postgres has told of the thread, or this process has written to it, and not deleted it since.
+
+        The last `cached_threads` of these are remembered.
+        """
+        return thread_id in self._known
+
+    def wrote(self, thread_id: str, deleted: bool) -> None:
+        """Note an entry of this process. `deleted`: it deletes the thread."""
+        if deleted:
+            self._known.pop(thread_id, None)
+        else:
+            self._known[thread_id] = None
 
     async def ancestors(self, thread_id: str, walk: Walk, level: Consistency) -> None:
         """Walk through a checkpoint's ancestors.
@@ -389,7 +399,7 @@ class CheckpointReads:
         if elapsed.now_s() - at < self._buffer.log.windows.rely_s / 2:  # else the log may not show what came since
             self._cache.put(thread_id, asked, part, at)
         if part.tables.checkpoints or part.namespaces or part.watermark != Watermark():
-            self._told[thread_id] = None
+            self._known[thread_id] = None
         return part
 
     async def _rows(self, thread_id: str, asked: Asked) -> Part:

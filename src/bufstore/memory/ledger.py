@@ -32,12 +32,17 @@ class MemoryLedger:
         self._named: Target | None = None
         self._layout: Layout | None = None
         self._erasures: dict[str, set[str]] = {}
+        #: Another text after a failover: for tests.
+        self.run = ""
         self.parked = MemoryParked(self._rows, target)
         self.waiting = MemoryWaiting()
 
     @property
     def connections(self) -> int:
         return 0
+
+    async def server_run(self) -> str:
+        return self.run
 
     async def open(self) -> None:
         """Nothing to open."""

@@ -95,7 +95,8 @@ async def flush(ledger: Ledger, threads: Sequence[str], **decision: Any) -> Flus
 
 @_check()
 async def a_new_ledger_knows_nothing(ledgers: Ledgers) -> None:
-    ledger = await ledgers.open()
+    ledger, other = await ledgers.open(), await ledgers.open()
+    assert await ledger.server_run() == await ledger.server_run() == await other.server_run()
     assert await ledger.epoch() is None
     assert await ledger.target() is None
     assert await ledger.layout() is None

@@ -17,7 +17,6 @@ from typing import TypeVar
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.read.flushed import Flushed, behind
 from bufstore.errors import (
     ConfigError,
     FlushTimeout,
@@ -161,13 +160,14 @@ class BufferedLists:
         if level is Consistency.EVENTUAL:
             return await ask()
 
-        async def flush() -> list[Flushed]:
+        async def flushed() -> T:
             try:
-                return await self._lanes.force_flush(thread_id, timeout_s=self._config.read_timeout_s)
+                await self._lanes.force_flush(thread_id, timeout_s=self._config.read_timeout_s)
             except (FlushTimeout, LogUnavailable) as e:
                 raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
+            return await ask()
 
-        return await behind(flush, ask)
+        return await self._lanes.same_postgres.within(flushed)
 
     @property
     def _queryable(self) -> Queryable:

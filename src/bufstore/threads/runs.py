@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from bufstore.buffer.read.flushed import behind
 from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
@@ -88,10 +87,11 @@ class Runs:
                 # only in the log is not found before it is flushed.
                 run = await self._store.load_run(run_id)
                 if run is None:
-                    run = await behind(
-                        lambda: self._lanes.force_flush(None, timeout_s=self._config.read_timeout_s),
-                        lambda: self._store.load_run(run_id),
-                    )
+                    run = await self._lanes.same_postgres.within(lambda: self._flushed_run(run_id))
         except (TimeoutError, FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None
         return run.thread_id if run is not None else None
+
+    async def _flushed_run(self, run_id: str) -> Run | None:
+        await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)
+        return await self._store.load_run(run_id)

@@ -197,6 +197,10 @@ class Ledger(Protocol):
         """How many connections to the database this process has made. Behind a new one may be an older copy of it."""
         ...
 
+    async def server_run(self) -> str:
+        """Which run of which server answers: another one after a restart, and after a failover."""
+        ...
+
     async def setup(self, away_s: float | None = None) -> None:
         """Create or migrate the tables. `away_s`: how long to wait for a database that cannot be reached; None: long.
 

@@ -20,10 +20,10 @@ from bufstore.buffer.domain import Backing, S, State
 from bufstore.buffer.entry import Item, items_of
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
-from bufstore.buffer.read.flushed import Flushed
 from bufstore.buffer.read.overlay import from_log_alone, overlay
 from bufstore.buffer.read.recent_states import Kept, Link, RecentStates, links_of
 from bufstore.buffer.read.restored import Restored
+from bufstore.buffer.read.same_postgres import SamePostgres
 from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch
 from bufstore.buffer.read.with_waiting import WithWaiting
 from bufstore.errors import (
@@ -67,6 +67,8 @@ class Reads(Generic[S]):
         self._remembered = backing.remembered
         self._waiter = waiter
         self._own_seq = own_seq
+        #: Tells whether the Postgres of a read behind a flush is the flush's.
+        self.same_postgres = SamePostgres(self._ledger)
         self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
         parts.log.on_forget(self._on_forget)
         #: Knows whether the store answers.
@@ -80,6 +82,7 @@ class Reads(Generic[S]):
     async def aclose(self) -> None:
         """Stop checking whether the store is back."""
         await self.store.aclose()
+        await self.same_postgres.aclose()
         await self.restored.aclose()
 
     def _on_forget(self, everything: bool) -> None:
@@ -109,8 +112,7 @@ class Reads(Generic[S]):
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
                 elif level is Consistency.STRONG:
-                    flushed = await self.force_flush(thread_id, self._config.read_timeout_s)
-                    target = max(flushed.threads[thread_id], needed)
+                    target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
                     state = await self.restored.counting(
                         lambda: self._until(thread_id, lambda: self._reader.state(thread_id), target)
                     )
@@ -148,38 +150,34 @@ class Reads(Generic[S]):
         found = await self.restored.counting(lambda: self.store.while_up(self._ledger.watermarks(thread_ids)))
         return {t: row for t, (row, _) in found.items()}
 
-    async def force_flush(self, thread_id: str, timeout_s: float) -> Flushed:
-        """Wait until everything of the thread that is acknowledged now is flushed; return what that is."""
+    async def force_flush(self, thread_id: str, timeout_s: float) -> int:
+        """Wait until everything of the thread that is acknowledged now is flushed; return the position of the last."""
         self._home.check()
-        made = self._ledger.connections
         left_s = _left_of(timeout_s)
         last = await self._told(lambda s: self._log.latest(self._subjects.of(thread_id), s), thread_id, left_s())
         last = last or await self._asked(self._waits_to(thread_id), thread_id, left_s())
         if last:
             await self._waiter.thread(thread_id, last, left_s())
-        return Flushed(self._ledger, made, threads={thread_id: last})
+        return last
 
     async def force_flush_all(
         self, timeout_s: float, has_flushed: Callable[[Mapping[int, int]], bool] = lambda _: False
-    ) -> Flushed:
-        """Wait until everything that is acknowledged now is flushed; return what that is.
+    ) -> None:
+        """Wait until everything that is acknowledged now is flushed.
 
         `has_flushed`: whether Postgres need not be asked about these partitions, which end at these positions (0: there
         is no end above the log's floor).
         """
         self._home.check()
-        made = self._ledger.connections
         left_s = _left_of(timeout_s)
         targets = dict(enumerate(await self._told(self._log.latest_partition_ends, None, left_s())))
         if has_flushed(targets):
-            return Flushed(self._ledger, made, partitions=targets)
+            return
         if not all(targets.values()):
             passed = await self._asked(self._ledger.cursors(), None, left_s())
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
-        targets = {p: seq for p, seq in targets.items() if seq}
-        await self._waiter.partitions(targets, left_s())
+        await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, left_s())
         await self._asked(self.restored.counts_since(self.restored.era), None, left_s())
-        return Flushed(self._ledger, made, partitions=targets)
 
     async def _waits_to(self, thread_id: str) -> int:
         return (await self.restored.counting(lambda: self._ledger.watermark(thread_id))).waits_to

@@ -77,6 +77,9 @@ class PostgresLedger:
     def connections(self) -> int:
         return connections_made()
 
+    async def server_run(self) -> str:
+        return str((await self._tables.run("server_run"))[0][0])
+
     async def open(self) -> None:
         """Open the pool; Postgres need not be up."""
         await self._tables.pool.open(wait=False)

@@ -1,0 +1,43 @@
+"""Reads that Postgres alone answers, behind a flush, must not be answered by another Postgres than the flush's.
+
+A read that joins the log's tail is not misled by a Postgres that has failed over to a copy without the last commits.
+One that waits for a flush and then asks Postgres would be: the copy may lack what the flush has waited for. So such a
+read asks afterwards whether it was the same run of the same server all the time, and begins anew if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.shared_call import SharedCall
+
+T = TypeVar("T")
+
+
+class SamePostgres:
+    """Tells whether Postgres may have failed over."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._look = SharedCall(ledger.server_run)
+        #: The run that answered last. It need not be asked for again before a read: it never comes back.
+        self._run: str | None = None
+
+    async def aclose(self) -> None:
+        """Stop asking Postgres."""
+        await self._look.aclose()
+
+    async def now(self) -> str:
+        """Return the run that answers now. Raises what the ledger raises."""
+        self._run = run = await self._look()
+        return run
+
+    async def within(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return what `read` returns, all of it from one run of Postgres; each further try needs another failover."""
+        run = self._run if self._run is not None else await self.now()
+        while True:
+            found = await read()
+            before, run = run, await self.now()
+            if run == before:
+                return found
