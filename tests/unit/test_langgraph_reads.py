@@ -389,6 +389,36 @@ def test_a_thread_that_this_process_has_written_is_not_assumed_to_be_new(deleted
     run(main())
 
 
+def test_a_read_of_a_new_thread_finds_its_first_checkpoint_that_comes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a subgraph could not be read while its root's first checkpoint was on its way."""
+
+    async def main() -> None:
+        store = Store()
+        saver = await _opened(store, MemoryNats(), new_threads="assume")
+        store.down = True
+        assert await saver.aget_tuple(config("another")) is None  # now it knows that Postgres is away
+        reads = saver.engine.of("t")._reads
+        read, looks = reads.checkpoint, 0
+
+        async def meanwhile(*asked: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks > 1:
+                return await read(*asked)
+            await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+            raise StoreUnavailable("the log had nothing")
+
+        monkeypatch.setattr(reads, "checkpoint", meanwhile)
+        assert await _values(saver) == {"a": [1]}
+        assert looks == 2
+        store.down = False
+        await saver.aclose()
+
+    run(main())
+
+
 def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_names() -> None:
     """A value that came with an earlier checkpoint is in Postgres only."""
 

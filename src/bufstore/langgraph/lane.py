@@ -195,14 +195,17 @@ class CheckpointLane:
         self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
     ) -> tuple[Tables, CheckpointRow] | None:
         """See `CheckpointReads.checkpoint`."""
+        # A caller that names a checkpoint has its id from somewhere.
+        may_be_new = self._assume_new and checkpoint_id is None and not self._reads.knows_of(thread_id)
+        read = partial(self._reads.checkpoint, thread_id, ns, checkpoint_id, self._consistency, since)
         try:
-            last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
+            last, found = await read()
         except (StoreUnavailable, ReadNotFresh):
-            # A caller that names a checkpoint has its id from somewhere, and Postgres has told nothing of a new thread.
-            known = checkpoint_id is not None or self._reads.knows_of(thread_id)
-            if known or not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
+            if not may_be_new or not self._store_is_down():
                 raise
-            return None
+            if not await self._in_log(thread_id):
+                return None
+            last, found = await read()  # its first entry may have come during the first read
         self._saw(thread_id, 0, last)
         return found
 
