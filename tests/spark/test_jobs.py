@@ -143,10 +143,10 @@ async def test_an_entry_that_postgres_refuses_is_left_out_as_a_flush_would_have_
     """Regression: its whole thread was left out, or another thread whose earlier entry it excludes."""
     async with IntoPostgres(where(deployment), deployment.log, dry_run=False) as into:
         await into.setup(0, None)
-        of_a, of_b = partial(stored, thread="a", run="a"), partial(stored, thread="b", run="b")
+        of_a, of_b = partial(stored, thread_id="a", run_id="a"), partial(stored, thread_id="b", run_id="b")
         a = [
             of_a(5, 11, "a0", base=Base.NONE),
-            of_a(20, 12, "takes the run of b", keep=1, prev_id=11, run="b"),
+            of_a(20, 12, "takes the run of b", keep=1, prev_id=11, run_id="b"),
             of_a(25, 13, "behind it", keep=2, prev_id=12),
             of_a(30, 14, "whole", prev_id=13, self_contained=True),
             of_a(40, 15, "more", keep=1, prev_id=14),

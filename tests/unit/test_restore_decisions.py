@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -17,15 +17,20 @@ from hypothesis import strategies as st
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, Run
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry, entry_id, items_of
+from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry, entry_id, id_of, items_of
+from bufstore.buffer.flush.deciding import decide_thread
+from bufstore.buffer.ports.ledger import Decision, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
+from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.log import MemoryStream
-from bufstore.spark.log_archive.applicable import applicable
+from bufstore.spark import Deployment
+from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.spark.log_archive.entry_table import APPLIED, SUPERSEDED, known_of, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
-from bufstore.spark.log_archive.into_postgres import decided
+from bufstore.spark.log_archive.into_postgres import IntoPostgres, decided
+from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import encode_messages, encode_run
 from bufstore.threads.payload import AnyPayload, Payload, Removal, encode_payload
@@ -232,17 +237,17 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
 
 
 def stored(
-    seq: int, id_: int, message: str | None, *, keep: int = 0, thread: str = "t", run: str = "r", **fields: Any
+    seq: int, id_: int, message: str | None, *, keep: int = 0, thread_id: str = "t", run_id: str = "r", **fields: Any
 ) -> StoredEntry:
     """An entry that appends a message or, for None, deletes the thread."""
-    made = Run(run_id=run, thread_id=thread)
+    made = Run(run_id=run_id, thread_id=thread_id)
     payload: AnyPayload = Removal()
     if message is not None:
         payload = Payload(keep, encode_messages([message]), encode_run(made), save_of(made))
     version = keep + (message is not None)
     given: dict[str, Any] = {"prev_id": 0, "base": Base.CHAINED, "seen": 0, "self_contained": message is None}
     entry = Entry(id=id_, version=version, keys=b"", payload=encode_payload(payload), **(given | fields))
-    return StoredEntry(thread, seq, entry)
+    return StoredEntry(thread_id, seq, entry)
 
 
 @pytest.mark.parametrize(
@@ -310,3 +315,111 @@ def test_messages_that_were_there_before_the_log_are_missed() -> None:
     assert "older than the log" in applicable("t", Watermark(), 0, [first]).reason
     assert "older than the log" in wanted("t", Watermark(), 1, [], [first], 50).reason
     assert applicable("t", Watermark(), 2, [first]).reason == ""
+
+
+class Refusing(MemoryThreadStore):
+    """A database that refuses a run of which it has another thread's; with a ledger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = MemoryLedger(self)
+
+    async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
+        return {t: len(m) for t in thread_ids if (m := await self.load_messages(t)) is not None}
+
+    async def restore(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
+        """Restore into it what an archive has of these threads."""
+        deployment = Deployment(nats="nats://h", postgres="postgresql://h/db")
+        into = IntoPostgres(deployment, LogConfig(), dry_run=False)
+        into._store, into._ledger = self, self.ledger  # type: ignore[assignment]
+        return await into.apply(threads)
+
+    async def flush(self, item: StoredEntry) -> None:
+        """Flush one entry; park it, if it is refused."""
+        poison: dict[int, str] = {}
+
+        def decide(rows: Mapping[str, Watermark]) -> Decision:
+            todo, change = decide_thread(item.thread_id, rows[item.thread_id], [item], poison, coalesce, complete=True)
+            batch = [change] if change is not None else []
+            return Decision(batch=batch, watermarks={item.thread_id: todo.watermark}, parked=todo.park)
+
+        try:
+            await self.ledger.flush([], [item.thread_id], decide)
+        except FlushFailed as e:
+            poison[item.entry.id] = str(e)
+            await self.ledger.flush([], [item.thread_id], decide)
+
+    async def held(self, threads: Iterable[str]) -> dict[str, list[Any] | None]:
+        return {thread_id: await self.load_messages(thread_id) for thread_id in threads}
+
+
+async def test_of_two_threads_with_one_run_the_one_that_made_it_has_it() -> None:
+    """Regression: the first by its id got the run, and the other one, which had made it, was left out."""
+    threads = {
+        "a": [
+            stored(5, 11, "a0", thread_id="a", run_id="ra", base=Base.NONE),
+            stored(20, 12, "a1", thread_id="a", keep=1, prev_id=11),
+        ],
+        "b": [
+            stored(10, 21, "b0", thread_id="b", base=Base.NONE),
+            stored(30, 22, "b1", thread_id="b", keep=1, prev_id=21),
+        ],
+    }
+    database = Refusing()
+    counts = await database.restore(threads)
+    assert (counts.threads, counts.applied, counts.refused) == (2, 3, 1)
+    assert counts.reasons == [
+        "thread 'a', position 20: Postgres refuses it: run 'r' belongs to a thread other than 'a'"
+    ]
+    assert await database.held(threads) == {"a": ["a0"], "b": ["b0", "b1"]}
+
+
+async def test_of_a_thread_only_what_a_flush_would_park_is_left_out() -> None:
+    """Regression: all of a thread was left out for one entry, also where a full checkpoint had healed it."""
+    database = Refusing()
+    await database.restore({"b": [stored(10, 21, "b0", thread_id="b", base=Base.NONE)]})
+    threads = {
+        "a": [
+            stored(5, 11, "a0", thread_id="a", run_id="ra", base=Base.NONE),
+            stored(20, 12, "poison", thread_id="a", keep=1, prev_id=11),
+            stored(30, 13, "whole", thread_id="a", run_id="ra", prev_id=12, self_contained=True),
+            stored(40, 14, "more", thread_id="a", run_id="ra", keep=1, prev_id=13),
+        ]
+    }
+    counts = await database.restore(threads)
+    assert (counts.threads, counts.applied, counts.refused) == (1, 3, 1)
+    assert counts.reasons == [
+        "thread 'a', position 20: Postgres refuses it: run 'r' belongs to a thread other than 'a'"
+    ]
+    assert await database.held(threads) == {"a": ["whole", "more"]}
+    again = await database.restore(threads)
+    assert (again.applied, again.present, again.refused) == (0, 4, 0)
+
+
+@examples(100)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=14))
+def test_a_restore_applies_what_a_flush_would(entries: list[tuple[str, int, bool]]) -> None:
+    """Entries of three threads, which name runs of each other: what a flush parks is refused, and nothing else."""
+
+    async def main() -> None:
+        flushed, restored = Refusing(), Refusing()
+        threads: dict[str, list[Item]] = {}
+        versions: dict[str, int] = {}
+        for n, (thread_id, run_number, whole) in enumerate(entries, 1):
+            mine = threads.setdefault(thread_id, [])
+            keep = 0 if whole else versions.get(thread_id, 0)
+            versions[thread_id] = keep + 1
+            chain: dict[str, Any] = {"base": Base.CHAINED, "prev_id": id_of(mine[-1])} if mine else {"base": Base.NONE}
+            item = stored(
+                n, n, f"{n}", keep=keep, thread_id=thread_id, run_id=f"r{run_number}", self_contained=whole, **chain
+            )
+            mine.append(item)
+            await flushed.flush(item)
+        if not threads:
+            return
+        counts = await restored.restore(threads)
+        assert await restored.held(threads) == await flushed.held(threads)
+        parked = await flushed.ledger.quarantined()
+        assert (counts.refused, counts.applied, counts.present) == (parked, len(entries) - parked, 0)
+
+    run(main())
