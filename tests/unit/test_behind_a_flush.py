@@ -7,9 +7,19 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
-from bufstore import BufferConfig, Children, LineageError, LogConfig, MemoryThreadStore
+from bufstore import (
+    AlreadyExists,
+    BufferConfig,
+    Children,
+    Consistency,
+    LineageError,
+    LogConfig,
+    MemoryThreadStore,
+    RunStatus,
+)
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
 from helpers import run_of
@@ -90,6 +100,42 @@ def test_lists_and_deletions_of_threads_look_again(what: str) -> None:
                     with pytest.raises(LineageError):
                         await store.delete_thread("p", children=Children.REJECT)
             assert postgres.times == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["load", "strong", "create"])
+def test_a_run_is_that_of_the_postgres_that_told_of_its_thread(what: str) -> None:
+    """Regression: a run was not there, or as it had been before, and could be created over again."""
+
+    async def main() -> None:
+        inner, nats = MemoryThreadStore(), MemoryNats()
+        async with instance(nats, inner) as store:
+            await store.checkpoint("p", ["one"], run_of("p"))
+            await store.force_flush_all()
+            postgres = GoesBack(inner, inner.ledger(0), ["_threads", "_messages", "_runs"])
+            done = msgspec.structs.replace(run_of("p", 1), status=RunStatus.DONE, output="the answer")
+            await store.checkpoint_append("p", ["two"], done)
+            await store.checkpoint_append("p", ["three"], run_of("p", 2))
+            await store.force_flush_all()
+            load = inner.load_run
+
+            async def late(run_id: str) -> Any:
+                if run_id == done.run_id and not postgres.times:
+                    postgres.go()
+                return await load(run_id)
+
+            inner.load_run = late  # type: ignore[method-assign]
+            async with instance(nats, inner, flusher=False) as other:  # it remembers nothing of the thread
+                if what == "create":
+                    with pytest.raises(AlreadyExists):
+                        await other.create_run(run_of("p", 1))
+                else:
+                    level = Consistency.STRONG if what == "strong" else Consistency.READ_YOUR_WRITES
+                    assert await other.load_run(done.run_id, consistency=level) == done
+                assert postgres.times == 1
+                await store.force_flush_all()
+            assert await store.load_run(done.run_id) == done
 
     run(main())
 

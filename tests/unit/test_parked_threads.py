@@ -427,3 +427,35 @@ def test_a_replay_that_ends_with_an_error_says_what_it_has_done(before: int, mon
             assert await store.load_messages("t") == [1, 2, 3, 4, 5, 6]
 
     run(main())
+
+
+@pytest.mark.parametrize("how", ["moved", "written again"])
+def test_a_child_that_leaves_is_not_deleted_because_its_move_is_parked(how: str) -> None:
+    """Regression: quarantine was looked at before the flush that parked the move, which had been acknowledged."""
+
+    async def main() -> None:
+        inner, nats = Refusing(), MemoryNats()
+        config = BufferConfig(flush_interval_s=60.0, lease_s=4)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=config) as store:
+            for thread_id in ("parent", "other"):
+                await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.checkpoint("child", [1], run_of("child", parent_thread_id="parent"))
+            await store.force_flush_all()
+            inner.refused.add("child")
+            if how == "moved":
+                await store.set_parent("child", "other")
+            else:
+                await store.delete_thread("child")
+                await store.checkpoint("child", ["new"], run_of("child", 1, parent_thread_id="other"))
+            with pytest.raises(ThreadQuarantined):
+                await store.delete_thread("parent", children=Children.CASCADE)
+            inner.refused.clear()
+            outcomes = await replayed(store, "child")
+            assert outcomes and set(outcomes) == {Outcome.APPLIED}
+            assert await store.load_messages("child") == ([1] if how == "moved" else ["new"])
+            child = await store.load_thread("child")
+            assert child is not None and child.parent_thread_id == "other"
+            await store.delete_thread("parent", children=Children.CASCADE)
+            assert await store.load_thread("child") == child
+
+    run(main())

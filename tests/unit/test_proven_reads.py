@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import BufferedThreadStore, LogUnavailable, MemoryThreadStore, NotFound, ReadNotFresh, StoreUnavailable
+from bufstore import (
+    BufferedThreadStore,
+    Children,
+    LogUnavailable,
+    MemoryThreadStore,
+    NotFound,
+    ReadNotFresh,
+    StoreUnavailable,
+)
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.stream import Shown
 from bufstore.memory import MemoryNats
 from bufstore.nats.log import NatsLog
 from bufstore.shared_call import SharedCall
+from bufstore.threads.lineage import deletion
 from helpers import fresh, run_of
 from unit.fake_log import run
 
@@ -277,3 +287,61 @@ def test_an_edit_is_not_refused_because_of_what_an_old_leader_shows() -> None:
                 await two.delete_messages(fresh())
 
     run(main())
+
+
+@pytest.mark.parametrize("what", ["delete", "set parent", "name a parent", "delete in bulk"])
+def test_no_change_of_lineage_is_refused_because_of_what_an_old_leader_shows(what: str) -> None:
+    """Regression: a thread that was acknowledged was not there, and a deletion of it in bulk did nothing."""
+
+    async def main() -> None:
+        nats, inner, thread_id, other = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
+        config = BufferConfig(flusher=False)
+        async with (
+            await BufferedThreadStore.open(inner, nats=nats, config=config) as one,
+            await BufferedThreadStore.open(inner, nats=nats, config=config) as two,
+        ):
+            await one.checkpoint(thread_id, ["a"], run_of(thread_id))
+            await one.checkpoint(other, ["a"], run_of(other))
+            log: Any = two.buffer.log
+            ends, told, asked, proved = log.ends, log.latest_partition_ends, 0, False
+
+            async def of_an_old_leader(subjects: Sequence[str]) -> list[int]:
+                nonlocal asked
+                asked += not proved
+                return await ends(subjects) if proved else [0] * len(subjects)
+
+            async def of_the_leader(*args: Any) -> Any:
+                nonlocal proved
+                proved = True
+                return await told(*args)
+
+            log.ends, log.latest_partition_ends = of_an_old_leader, of_the_leader
+            async with AsyncExitStack() as stack:
+                match what:
+                    case "delete":
+                        await stack.enter_async_context(flushing(inner, nats))
+                        await two.delete_thread(thread_id, children=Children.DETACH)
+                    case "set parent":
+                        await two.set_parent(thread_id, other)
+                    case "name a parent":
+                        child = fresh()
+                        await two.checkpoint(child, ["b"], run_of(child, parent_thread_id=thread_id))
+                    case "delete in bulk":
+                        await stack.enter_async_context(flushing(inner, nats))
+                        assert await two.bulk.delete(deletion(thread_id, Children.DETACH), None) is False
+            assert asked and proved
+            there = await one.load_thread(thread_id)
+            assert (there is None) == ("delete" in what)
+            if what == "set parent":
+                assert there is not None and there.parent_thread_id == other
+            with pytest.raises(NotFound):
+                await two.set_parent(fresh(), other)
+
+    run(main())
+
+
+@asynccontextmanager
+async def flushing(inner: MemoryThreadStore, nats: MemoryNats) -> AsyncIterator[None]:
+    """Another process, which flushes: a deletion waits for that."""
+    async with await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(lease_s=4)):
+        yield

@@ -58,12 +58,13 @@ class BufferedEdits:
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    state = await self._state(wanted, proven, mark)
+                    state, exists = await self._read(wanted, proven, mark)
                     if mark is not None and producers.holds(state.watermark.producers, mark):
                         return _repeated(wanted.thread_id, state)
                     if overtaken is not None and await overtaken():
                         raise Overtaken
-                    payload = wanted.decide(await self._known(wanted, state))
+                    parked = state.watermark.broken_since is not None
+                    payload = wanted.decide(Known(state.thread, state.messages, exists, parked=parked))
             except Rejected:
                 if proven:
                     raise
@@ -78,6 +79,13 @@ class BufferedEdits:
                 if moved.tip_seq < state.watermark.flushed_seq or not state.watermark.flushed_seq:
                     # The remembered tip is older than what was read; or the thread was deleted, and no row is left.
                     self._lanes.of(wanted.thread_id).appender.forget(wanted.thread_id)
+
+    async def _read(self, wanted: WantedEdit, proven: bool, mark: bytes | None) -> tuple[ThreadState, bool]:
+        """Return the thread, and whether it has the run that the edit creates."""
+        if wanted.run_id is None:
+            return await self._state(wanted, proven, mark), False
+        state, found = await self._runs.of(wanted.run_id, lambda: self._state(wanted, proven, mark))
+        return state, found is not None
 
     async def _state(self, wanted: WantedEdit, proven: bool, mark: bytes | None) -> ThreadState:
         reads = self._lanes.of(wanted.thread_id).reads
@@ -94,10 +102,6 @@ class BufferedEdits:
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState, mark: bytes | None) -> Receipt:
         decided = editing(payload, thread_id, state.watermark.applied_id)
         return await self._lanes.of(thread_id).appender.append(thread_id, decided, mark=mark)
-
-    async def _known(self, wanted: WantedEdit, state: ThreadState) -> Known:
-        exists = wanted.run_id is not None and await self._runs.has(wanted.run_id, state)
-        return Known(state.thread, state.messages, exists, parked=state.watermark.broken_since is not None)
 
     @property
     def taken(self) -> bool:

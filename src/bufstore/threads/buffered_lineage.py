@@ -21,6 +21,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -62,6 +64,8 @@ from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
 from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency, Receipt
+
+T = TypeVar("T")
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -107,7 +111,7 @@ class BufferedLineage:
             others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
             with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others):
                 async with asyncio.timeout(self._config.read_timeout_s):
-                    await self._parents.check(run)
+                    await self._surely(lambda: self._parents.check(run))
         await self._runs.claim(run.run_id, run.thread_id)
 
     async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
@@ -154,7 +158,7 @@ class BufferedLineage:
                 known = (await self._joined(wanted.thread_id))[0].watermark
                 if producers.holds(known.producers, mine.mark):
                     return Receipt(wanted.thread_id, known.flushed_seq, known.applied_id, known.version, repeated=True)
-            mine = msgspec.structs.replace(mine, base=await self._check(wanted))
+            mine = msgspec.structs.replace(mine, base=await self._surely(lambda: self._check(wanted)))
             self._placed.add(mine.id)
             reach(Failpoint.LINEAGE_BEFORE)
             try:
@@ -190,6 +194,14 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
+    async def _surely(self, check: Callable[[], Awaitable[T]]) -> T:
+        """Check; before it refuses, check again what a leader may have shown that the other nodes have left."""
+        try:
+            return await check()
+        except (NotFound, LineageError):
+            await self._lanes.each(lambda buffer: buffer.log.latest_partition_ends(self._config.read_timeout_s))
+            return await check()
+
     async def _check(self, wanted: LineageChange) -> int | None:
         """Check the change. Returns the `base` of its `_Record`. Raises NotFound, LineageError."""
         base = None
@@ -202,7 +214,10 @@ class BufferedLineage:
             for child in await family.children(wanted.thread_id):
                 await self._lanes.of(child).reads.thread(child, Consistency.READ_YOUR_WRITES)
         elif wanted.children is Children.CASCADE:
-            leaving = await self._parked.leaving(wanted.thread_id, lambda t: descendants(family, t))
+            # What is acknowledged now may be parked by its flush.
+            leaving = await self._lists.settled(
+                lambda: self._parked.leaving(wanted.thread_id, lambda t: descendants(family, t))
+            )
             if leaving is not None:
                 raise ThreadQuarantined(*leaving)
         return base

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
@@ -14,6 +16,12 @@ from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency, Quarantined
+
+
+class _Asked(NamedTuple):
+    """What the store has of a run."""
+
+    run: Run | None
 
 
 class Runs:
@@ -48,14 +56,22 @@ class Runs:
         thread_id = await self._thread_of(run_id)
         if thread_id is None:
             return None
-        state = await self._lanes.of(thread_id).reads.thread(thread_id, level, quarantined=quarantined)
-        return await self._in_state(run_id, state)
+        reads = self._lanes.of(thread_id).reads
+        return (await self.of(run_id, lambda: reads.thread(thread_id, level, quarantined=quarantined)))[1]
 
-    async def has(self, run_id: str, state: ThreadState) -> bool:
-        """Whether the thread of this state has such a run."""
-        return await self._in_state(run_id, state) is not None
+    async def of(self, run_id: str, read: Callable[[], Awaitable[ThreadState]]) -> tuple[ThreadState, Run | None]:
+        """Read the thread of a run, and the run; None: the thread has none with this id."""
+        postgres = self._lanes.same_postgres
+        while True:
+            before = postgres.last
+            state = await read()
+            found = await self._in_state(run_id, state)
+            # The run is not in the tail, so it is not newer than the watermark: the Postgres that told it has the run.
+            if not isinstance(found, _Asked) or await postgres.now() == before:
+                return state, found.run if isinstance(found, _Asked) else found
 
-    async def _in_state(self, run_id: str, state: ThreadState) -> Run | None:
+    async def _in_state(self, run_id: str, state: ThreadState) -> Run | _Asked | None:
+        """Return the run of this state, if it has one, or what the store was asked for."""
         if state.thread is None:
             return None
         if run_id in state.tail_runs:
@@ -72,8 +88,7 @@ class Runs:
             if whole.partial:
                 raise StoreUnavailable(f"only Postgres knows about run {run_id!r}: {reads.store.reason}")
             return await self._in_state(run_id, whole)
-        # The run is not in the tail, so it is not newer than the watermark: the store has it.
-        return await self._store.load_run(run_id)
+        return _Asked(await self._store.load_run(run_id))
 
     async def _thread_of(self, run_id: str) -> str | None:
         try:

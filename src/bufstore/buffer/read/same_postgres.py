@@ -21,8 +21,8 @@ class SamePostgres:
 
     def __init__(self, ledger: Ledger) -> None:
         self._look = SharedCall(ledger.server_run)
-        #: The run that answered last. It need not be asked for again before a read: it never comes back.
-        self._run: str | None = None
+        #: The run that answered last; None: none did. Before a read nobody need ask for it: a run never comes back.
+        self.last: str | None = None
 
     async def aclose(self) -> None:
         """Stop asking Postgres."""
@@ -30,12 +30,12 @@ class SamePostgres:
 
     async def now(self) -> str:
         """Return the run that answers now. Raises what the ledger raises."""
-        self._run = run = await self._look()
+        self.last = run = await self._look()
         return run
 
     async def within(self, read: Callable[[], Awaitable[T]]) -> T:
         """Return what `read` returns, all of it from one run of Postgres; each further try needs another failover."""
-        run = self._run if self._run is not None else await self.now()
+        run = self.last if self.last is not None else await self.now()
         while True:
             found = await read()
             before, run = run, await self.now()
