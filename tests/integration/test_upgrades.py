@@ -20,7 +20,6 @@ from bufstore.postgres.connection.migrate import migrate, newest, waiting
 from bufstore.postgres.connection.pool import new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
-from bufstore.spark.tables.moment import Moment
 from bufstore.testing.ledger import decides, moved, parked
 from command_line import Result, bufstore_cli
 from conftest import Deployment
@@ -140,10 +139,6 @@ async def test_tables_that_this_release_cannot_work_with_are_refused(
     with pytest.raises(ConfigError, match=f"version {version}, made by a newer release .* up to {version - 1}"):
         async with deployment.store() as store:
             await store.force_flush_all()
-    # Regression: reads of format("bufstore") gave what they found in tables whose meaning they do not know.
-    with pytest.raises(ConfigError, match=f"version {version}, made by a newer release .* up to {version - 1}"):
-        async with Moment(servers.postgres.dsn, deployment.name):
-            pass
 
 
 async def test_who_waited_for_another_ones_migration_finds_it_done(servers: Servers) -> None:

@@ -17,11 +17,12 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
-from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, StoreUnavailable, ThreadMetadata
+from bufstore import BufferedThreadStore, ConfigError, NotFound, Run, RunStatus, StoreUnavailable, ThreadMetadata
 from bufstore.buffer.lanes import lane_logs, lane_of, ledger_schema
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.nats.ranges import LogReader, LogState
+from bufstore.postgres.connection.migrate import newest
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.tables import moment, tail
@@ -34,6 +35,7 @@ from bufstore.threads import edits
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from hostile import publish_entry
+from integration.test_upgrades import FOLDERS, upgrade
 from spark.jobs import purge, settings_of, where
 from thorough import seldom
 
@@ -422,6 +424,35 @@ async def test_a_read_does_not_wait_for_ever_for_a_lock(
         if table == "buffer_partitions":
             with pytest.raises(StoreUnavailable):
                 await asyncio.to_thread(hold)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "room", "lane"),
+    [(1, "threads", ""), (1, "buffer", ""), (2, "buffer", "_lane1")],
+    indirect=["deployment"],
+)
+async def test_tables_that_a_store_would_refuse_are_not_read(deployment: Deployment, room: str, lane: str) -> None:
+    """Regression: a read showed threads without messages where a newer release had moved these."""
+    await half_flushed(deployment)
+    deployment.verified = False
+    await upgrade(deployment.servers, f"{deployment.name}{lane}", room, works_with=None)
+
+    def hold() -> None:
+        with hold_position(where(deployment)):
+            pass
+
+    refused = f"the {room} tables in schema .*{lane}' .*: upgrade bufstore"
+    with pytest.raises(ConfigError, match=refused):
+        await read(deployment, "messages", numPartitions=1)
+    with pytest.raises(ConfigError, match=refused):
+        await asyncio.to_thread(hold)
+
+
+async def test_tables_of_the_next_release_are_read(deployment: Deployment) -> None:
+    await half_flushed(deployment)
+    for room in ("threads", "buffer"):
+        await upgrade(deployment.servers, deployment.name, room, works_with=newest(FOLDERS[room]))
+    assert len(await read(deployment, "threads")) == 12
 
 
 TABLES = ("threads", "runs", "messages")

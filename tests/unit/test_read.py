@@ -10,6 +10,7 @@ import pytest
 from bufstore.errors import BufstoreError, ReadNotFresh, StoreUnavailable
 from bufstore.tasks import StrayCancelledError
 from bufstore.threads.model import Run, decode_message
+from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency
 from unit.test_appender import Instance, World, test
 
@@ -120,12 +121,16 @@ def test_a_run_from_before_the_snapshot_that_the_log_begins_with_is_not_said_to_
         two.reads.store.down = "it did not answer in time"
         state, _ = await two.reads.joined("t")
         assert [decode_message(m) for m in state.messages] == ["z"]
-        assert await two.runs.has("r2", state)
+
+        async def read() -> ThreadState:
+            return state
+
+        assert (await two.runs.of("r2", read))[1] is not None
         with pytest.raises(StoreUnavailable):
-            await two.runs.has("r1", state)
+            await two.runs.of("r1", read)
         two.reads.store.down = None
         for run_id in ("r0", "r1", "r2", "r3"):
-            assert await two.runs.has(run_id, state) is (run_id != "r3")
+            assert ((await two.runs.of(run_id, read))[1] is not None) is (run_id != "r3")
 
     test(main)
 

@@ -161,7 +161,7 @@ class Instance:
         self.reads = Reads(parts, backing, None, own_seq=lambda _: 0)  # type: ignore[arg-type]
         self.appender = Appender(parts, self.reads)
         held = SimpleNamespace(reads=self.reads, shared=None)
-        lanes = SimpleNamespace(of=lambda _: held, config=world.config)
+        lanes = SimpleNamespace(of=lambda _: held, config=world.config, same_postgres=self.reads.same_postgres)
         self.runs = Runs(world.store, lanes)  # type: ignore[arg-type]
         self.appender.start()
         self._runs = 0

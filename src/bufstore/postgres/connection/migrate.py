@@ -244,7 +244,7 @@ async def _lacking(connection: AsyncConnection[Any], schema: str, part: str, tex
     """Return what is lacking. Raises ConfigError if this release cannot work with what is there, or not mend it."""
     of_all, strange = await _applied(connection, schema, functions_of(texts.values()))
     applied = of_all.get(part, {})
-    check_works_with(schema, part, applied, max(texts))
+    _check_known(schema, part, applied, max(texts))
     # As far as the migrations were applied: a function must fit to its tables.
     known = functions_of(text for version, text in sorted(texts.items()) if version in applied)
     functions = {name: rendered(known[name], schema) for name in strange if name in known}
@@ -253,6 +253,25 @@ async def _lacking(connection: AsyncConnection[Any], schema: str, part: str, tex
             schema, functions, "A newer release has migrated its tables: open it once with that release"
         )
     return _Lacking(sorted(texts.keys() - applied.keys()), functions)
+
+
+async def check_known(connection: AsyncConnection[Any], schema: str, folders: Mapping[str, Traversable]) -> None:
+    """Raise ConfigError if this release cannot work with the tables of these parts, which may be missing. Only reads.
+
+    For who only reads the tables, and so has not called `migrate`.
+    """
+    applied = await applied_migrations(connection, schema)
+    for part, folder in folders.items():
+        _check_known(schema, part, applied.get(part, {}), newest(folder))
+
+
+def _check_known(schema: str, part: str, applied: Mapping[int, int], newest_known: int) -> None:
+    if not works_with(applied, newest_known):
+        raise ConfigError(
+            f"the {part} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
+            f"works only with version {max(applied.values())} and later; this release knows up to "
+            f"{newest_known}: upgrade bufstore"
+        )
 
 
 def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
@@ -296,16 +315,6 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
     `applied`: each migration's version, with the oldest release that works after it.
     """
     return all(oldest <= newest_known for version, oldest in applied.items() if version > newest_known)
-
-
-def check_works_with(schema: str, part: str, applied: Mapping[int, int], newest_known: int) -> None:
-    """Raise ConfigError unless `works_with` says that this release works with a part's tables."""
-    if not works_with(applied, newest_known):
-        raise ConfigError(
-            f"the {part} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
-            f"works only with version {max(applied.values())} and later; this release knows up to "
-            f"{newest_known}: upgrade bufstore"
-        )
 
 
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:

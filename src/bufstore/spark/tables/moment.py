@@ -21,10 +21,10 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.alarm import in_time
 from bufstore.postgres.connection.errors import map_errors
 from bufstore.postgres.connection.functions import made_elsewhere, not_ours
-from bufstore.postgres.connection.migrate import applied_migrations, check_works_with, newest, queries
+from bufstore.postgres.connection.migrate import check_known, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.spark.sink.spark_ledger import FOLDER
-from bufstore.threads.postgres.tables import PARTS, folder_of
+from bufstore.threads.postgres.tables import LEDGER, PARTS, folder_of, lanes
 
 #: How many seconds each of these may take: the connection, a lock, and an answer that is no stream.
 _ANSWER_S = 30.0
@@ -48,8 +48,8 @@ class Ledger(NamedTuple):
 class Moment:
     """For ``async with``.
 
-    Raises StoreUnavailable, StoreMisconfigured, and ConfigError when the snapshot is over, or a newer release has
-    migrated the tables to what this one cannot read.
+    Raises StoreUnavailable, StoreMisconfigured, and ConfigError when the snapshot is over, or when this release cannot
+    read the tables.
     """
 
     def __init__(self, conninfo: str, schema: str, snapshot: str | None = None) -> None:
@@ -80,11 +80,10 @@ class Moment:
         settings = [*(f"SET LOCAL {name} = 0" for name in off), f"SET LOCAL lock_timeout = {round(_ANSWER_S * 1000)}"]
         with map_errors():
             async with in_time(connection, _ANSWER_S):
+                if self._snapshot is None:
+                    await self._check_known(connection)
                 await connection.execute("; ".join(["BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", *settings]))
                 if self._snapshot is None:  # else whoever holds it has looked
-                    for part, applied in (await applied_migrations(connection, self._schema)).items():
-                        if part in PARTS:
-                            check_works_with(self._schema, part, applied, newest(folder_of(part)))
                     strange = await made_elsewhere(connection, self._schema, _FUNCTIONS)
                     if strange:
                         raise not_ours(self._schema, strange, _WAY_OUT)
@@ -96,6 +95,13 @@ class Moment:
                         "the position is no longer held, or another server holds it: read within the block of "
                         "hold_position"
                     ) from None
+
+    async def _check_known(self, connection: AsyncConnection[Any]) -> None:
+        """Raise ConfigError for tables of a newer release that this one cannot read, as a store does that opens."""
+        # Outside of the transaction, which may last long: its lock would stop migrations of all other parts, too.
+        await check_known(connection, self._schema, {part: folder_of(part) for part in PARTS})
+        for lane in range(1, await lanes(connection, self._schema) or 1):
+            await check_known(connection, self._ledger_schema(lane), {part: folder_of(part) for part in LEDGER})
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,9 +118,11 @@ class Moment:
 
     def _text(self, name: str, lane: int) -> LiteralString:
         if lane not in self._sql:
-            schema = ledger_schema(self._schema, LogConfig(lanes=LANES_MAX, lane=lane))
-            self._sql[lane] = queries(FOLDER, schema)
+            self._sql[lane] = queries(FOLDER, self._ledger_schema(lane))
         return self._sql[lane][name].replace("{watermarks}", self._watermarks)
+
+    def _ledger_schema(self, lane: int) -> str:
+        return ledger_schema(self._schema, LogConfig(lanes=LANES_MAX, lane=lane))
 
     async def rows(self, name: str, *parameters: Any, lane: int = 0) -> list[tuple[Any, ...]]:
         """Return all rows of a statement that finds its few rows at once; `lane`: in whose tables."""
