@@ -68,7 +68,7 @@ class Reads(Generic[S]):
         self._waiter = waiter
         self._own_seq = own_seq
         #: Tells whether the Postgres of a read behind a flush is the flush's.
-        self.same_postgres = SamePostgres(self._ledger)
+        self.same_postgres = SamePostgres(self._ledger, parts.config.read_timeout_s)
         self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
         parts.log.on_forget(self._on_forget)
         #: Knows whether the store answers.

@@ -7,10 +7,12 @@ read asks afterwards whether it was the same run of the same server all the time
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from bufstore.buffer.ports.ledger import Ledger
+from bufstore.errors import StoreUnavailable
 from bufstore.shared_call import SharedCall
 
 T = TypeVar("T")
@@ -19,8 +21,8 @@ T = TypeVar("T")
 class SamePostgres:
     """Tells whether Postgres may have failed over."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._look = SharedCall(ledger.server_run)
+    def __init__(self, ledger: Ledger, timeout_s: float) -> None:
+        self._look, self._timeout_s = SharedCall(ledger.server_run), timeout_s
         #: The run that answered last; None: none did. Before a read nobody need ask for it: a run never comes back.
         self.last: str | None = None
 
@@ -29,8 +31,12 @@ class SamePostgres:
         await self._look.aclose()
 
     async def now(self) -> str:
-        """Return the run that answers now. Raises what the ledger raises."""
-        self.last = run = await self._look()
+        """Return the run that answers now. Raises what the ledger raises; StoreUnavailable after `timeout_s`."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self.last = run = await self._look()
+        except TimeoutError:
+            raise StoreUnavailable("Postgres does not answer: it may have failed over during the read") from None
         return run
 
     async def within(self, read: Callable[[], Awaitable[T]]) -> T:
