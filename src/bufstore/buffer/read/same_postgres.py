@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import StoreUnavailable
+from bufstore.home import Home
 from bufstore.shared_call import SharedCall
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ class SamePostgres:
     """Tells whether Postgres may have failed over."""
 
     def __init__(self, ledger: Ledger, timeout_s: float) -> None:
+        self._home = Home()
         self._look, self._timeout_s = SharedCall(ledger.server_run), timeout_s
         #: The run that answered last; None: none did. Before a read nobody need ask for it: a run never comes back.
         self.last: str | None = None
@@ -32,6 +34,7 @@ class SamePostgres:
 
     async def now(self) -> str:
         """Return the run that answers now. Raises what the ledger raises; StoreUnavailable after `timeout_s`."""
+        self._home.check()
         try:
             async with asyncio.timeout(self._timeout_s):
                 self.last = run = await self._look()
