@@ -130,3 +130,17 @@ async def test_of_two_owners_with_the_same_term_one_is_refused(servers: Servers)
             await old.flush([held], [], moves)
         await new.flush([held], [], moves)
         assert await old.cursors() == {0: Cursor(0, held.term, 7, 7)}
+
+
+async def test_a_run_of_the_server_is_the_same_in_every_time_zone(servers: Servers) -> None:
+    """Regression: a list was read again whenever the sessions of two connections had different time zones."""
+    runs = set[str]()
+    for zone in ("UTC", "Asia/Tokyo"):
+        dsn = psycopg.conninfo.make_conninfo(servers.postgres.dsn, options=f"-c timezone={zone}")
+        ledger = PostgresLedger(dsn, PostgresValues("unused"), schema="unused")
+        await ledger.open()
+        try:
+            runs.add(await ledger.server_run())
+        finally:
+            await ledger.aclose()
+    assert len(runs) == 1

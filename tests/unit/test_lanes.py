@@ -360,6 +360,28 @@ def test_a_checkpoint_does_not_wait_for_the_lane_of_its_parent(
     run(main())
 
 
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_parent_that_cannot_be_is_refused_while_a_lane_is_away(away: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the proof of a refusal asked all lanes, and a checkpoint under itself was stored."""
+
+    async def main() -> None:
+        async with opened(MemoryNats(), MemoryThreadStore()) as store:
+            one, child = in_lane(0), in_lane(0)
+            await store.checkpoint(one, [said(0)], run_of(one))
+            await store.checkpoint(child, [said(0)], run_of(child, parent_thread_id=one))
+
+            async def silent(*_: Any) -> Any:
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(store.lanes.all[away].log, "latest_partition_ends", silent)
+            for parent in (one, child, in_lane(0)):
+                with pytest.raises(LineageError):
+                    await store.checkpoint(one, [said(0), said(1)], run_of(one, 1, parent_thread_id=parent))
+            monkeypatch.undo()
+
+    run(main())
+
+
 def test_a_database_that_was_lost_and_repaired_knows_its_lanes() -> None:
     """Regression: it took any number of lanes, so threads were looked for in the wrong ones."""
 

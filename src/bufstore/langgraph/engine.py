@@ -126,7 +126,7 @@ class CheckpointEngine:
     async def _pages(self, query: Query, limit: int | None, *, settled: bool) -> AsyncIterator[tuple[str, Tables]]:
         """See `pages`. `settled`: each page shows at least what is acknowledged now."""
         postgres = self.lanes.same_postgres
-        run = await postgres.now() if settled else ""
+        run = postgres.last or await postgres.now() if settled else ""
         if settled:
             await self._settle(query.thread_id)
         after: Cursor | None = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -107,12 +107,16 @@ class BufferedLineage:
         Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
         if run.parent_thread_id is not None:
-            # Where there is one log, the checkpoint would fail for the same reason, and later.
-            others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
-            with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others):
-                async with asyncio.timeout(self._config.read_timeout_s):
-                    await self._surely(lambda: self._parents.check(run))
+            await self._surely((run.thread_id, run.parent_thread_id), lambda: self._check_named(run))
         await self._runs.claim(run.run_id, run.thread_id)
+
+    async def _check_named(self, run: Run) -> None:
+        """Check the parent that the run names, if that can be done in time."""
+        # Where there is one log, the checkpoint would fail for the same reason, and later.
+        others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
+        with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others):
+            async with asyncio.timeout(self._config.read_timeout_s):
+                await self._parents.check(run)
 
     async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
         """Check the change, take a place, carry it out. Raises NotFound, LineageError, what reads and appends raise.
@@ -158,7 +162,8 @@ class BufferedLineage:
                 known = (await self._joined(wanted.thread_id))[0].watermark
                 if producers.holds(known.producers, mine.mark):
                     return Receipt(wanted.thread_id, known.flushed_seq, known.applied_id, known.version, repeated=True)
-            mine = msgspec.structs.replace(mine, base=await self._surely(lambda: self._check(wanted)))
+            named = wanted.thread_id, wanted.parent_thread_id
+            mine = msgspec.structs.replace(mine, base=await self._surely(named, lambda: self._check(wanted)))
             self._placed.add(mine.id)
             reach(Failpoint.LINEAGE_BEFORE)
             try:
@@ -194,13 +199,28 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
-    async def _surely(self, check: Callable[[], Awaitable[T]]) -> T:
-        """Check; before it refuses, check again what a leader may have shown that the other nodes have left."""
+    async def _surely(self, named: Iterable[str | None], check: Callable[[], Awaitable[T]]) -> T:
+        """Check; before it refuses, check again what a leader may have shown that the other nodes have left.
+
+        `named`: the threads whose logs must prove themselves. If one cannot, it stays with the refusal.
+        """
         try:
             return await check()
         except (NotFound, LineageError):
-            await self._lanes.each(lambda buffer: buffer.log.latest_partition_ends(self._config.read_timeout_s))
-            return await check()
+            if not await self._proven(t for t in named if t is not None):
+                raise
+        return await check()
+
+    async def _proven(self, thread_ids: Iterable[str]) -> bool:
+        """Return whether this process has seen all that was acknowledged of these threads before this call."""
+        timeout_s = self._config.read_timeout_s / 2
+        try:
+            async with asyncio.timeout(timeout_s):
+                for buffer, _ in self._lanes.shared_out(thread_ids):
+                    await buffer.log.latest_partition_ends(timeout_s)
+        except (TimeoutError, LogUnavailable, AppendUnknown):
+            return False
+        return True
 
     async def _check(self, wanted: LineageChange) -> int | None:
         """Check the change. Returns the `base` of its `_Record`. Raises NotFound, LineageError."""

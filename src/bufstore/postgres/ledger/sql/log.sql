@@ -1,6 +1,6 @@
 -- name: server_run
--- Which run of which server this is: a copy that takes over was started at another time.
-SELECT pg_catalog.pg_postmaster_start_time()::text;
+-- Which run of which server this is: a copy that takes over was started at another time. In every session's time zone.
+SELECT extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text;
 
 -- name: epoch
 -- The generation of the stream that the rows belong to; no row before the first.
