@@ -62,8 +62,8 @@ async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: O
     assert [(await instance.statistics()).found for instance in instances] == [0, 0, 0]
 
 
-def _answers_late(task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Have the answers to the task's writes wait. Returns what is set by a stored write, and what lets answers come."""
+async def _gives_up_done(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `done`, and cancel that call once it is stored; its answer comes a moment later."""
     write, stored, answered = task._register.write, asyncio.Event(), asyncio.Event()
 
     async def late(*arguments: Any) -> int:
@@ -73,7 +73,12 @@ def _answers_late(task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.
         return seq
 
     monkeypatch.setattr(task._register, "write", late)
-    return stored, answered
+    ending = asyncio.create_task(task.done())
+    await stored.wait()
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    asyncio.get_running_loop().call_later(0.1, answered.set)
 
 
 async def test_what_is_done_stays_done_though_its_caller_gave_up(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +86,7 @@ async def test_what_is_done_stays_done_though_its_caller_gave_up(opened: Open, m
     work = await opened()
     await work.submit("key")
     async with await took(work) as task:
-        stored, answered = _answers_late(task, monkeypatch)
-        ending = asyncio.create_task(task.done())
-        await stored.wait()
-        ending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await ending
-        asyncio.get_running_loop().call_later(0.1, answered.set)
+        await _gives_up_done(task, monkeypatch)
     await eventually(lambda: nothing_left(work))
     assert await work.take(0.2) is None
 
@@ -99,11 +98,7 @@ async def test_done_may_be_called_again_while_an_earlier_call_goes_on(
     work = await opened()
     await work.submit("key")
     async with await took(work) as task:
-        stored, answered = _answers_late(task, monkeypatch)
-        ending = asyncio.create_task(task.done())
-        await stored.wait()
-        ending.cancel()
-        asyncio.get_running_loop().call_later(0.1, answered.set)
+        await _gives_up_done(task, monkeypatch)
         await asyncio.gather(task.done(), task.done())
         await task.done()
     await eventually(lambda: nothing_left(work))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from bufstore import (
     AlreadyExists,
     BufferConfig,
+    BufferedThreadStore,
     Children,
     Consistency,
     LineageError,
@@ -55,16 +57,22 @@ class GoesBack:
             table.update(kept)
 
 
+@asynccontextmanager
+async def threads(inner: MemoryThreadStore, nats: MemoryNats) -> AsyncIterator[tuple[BufferedThreadStore, GoesBack]]:
+    """A store with a thread "p", and the Postgres that goes back to its first message."""
+    async with instance(nats, inner) as store:
+        await store.checkpoint("p", ["one"], run_of("p"))
+        await store.force_flush_all()
+        yield store, GoesBack(inner, inner.ledger(0), ["_threads", "_messages", "_runs"])
+
+
 @pytest.mark.parametrize("what", ["threads", "runs", "messages", "range", "run", "delete"])
 def test_lists_and_deletions_of_threads_look_again(what: str) -> None:
     """Regression: a list lacked what it had shown before, and a parent was deleted whose child the copy lacked."""
 
     async def main() -> None:
         inner, nats = MemoryThreadStore(), MemoryNats()
-        async with instance(nats, inner) as store:
-            await store.checkpoint("p", ["one"], run_of("p"))
-            await store.force_flush_all()
-            postgres = GoesBack(inner, inner.ledger(0), ["_threads", "_messages", "_runs"])
+        async with threads(inner, nats) as (store, postgres):
             await store.checkpoint_append("p", ["two"], run_of("p", 1))
             await store.checkpoint("c", ["one"], run_of("c", parent_thread_id="p"))
             await store.force_flush_all()
@@ -110,10 +118,7 @@ def test_a_run_is_that_of_the_postgres_that_told_of_its_thread(what: str) -> Non
 
     async def main() -> None:
         inner, nats = MemoryThreadStore(), MemoryNats()
-        async with instance(nats, inner) as store:
-            await store.checkpoint("p", ["one"], run_of("p"))
-            await store.force_flush_all()
-            postgres = GoesBack(inner, inner.ledger(0), ["_threads", "_messages", "_runs"])
+        async with threads(inner, nats) as (store, postgres):
             done = msgspec.structs.replace(run_of("p", 1), status=RunStatus.DONE, output="the answer")
             await store.checkpoint_append("p", ["two"], done)
             await store.checkpoint_append("p", ["three"], run_of("p", 2))
