@@ -4,7 +4,8 @@
         store.checkpoint("thread-1", messages, run)
 
 The methods are generated from those of the asynchronous stores and have their types. Any number of threads may call at
-once; their calls run side by side on the one loop.
+once; their calls run side by side on the one loop. Threads that gevent has patched are one thread, where only one loop
+can run: such a process can have one store, which greenlets share. In a subinterpreter, close the store before it ends.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
 from bufstore.at_exit import exit_came, held_at_exit
-from bufstore.errors import CallTimeout, Closed, ConfigError
+from bufstore.errors import BufstoreError, CallTimeout, Closed, ConfigError
 from bufstore.lasting_executor import LastingExecutor
-from bufstore.tasks import spawn
+from bufstore.tasks import own_cancels_only, spawn
 
 R = TypeVar("R")
 
@@ -46,7 +46,7 @@ class Call(Generic[R]):
     ) -> None:
         """`serves`: whether the loop still begins calls; asked there."""
         self._loop, self._work, self._serves = loop, work, serves
-        self._task: asyncio.Task[R] | None = None
+        self._task: asyncio.Task[tuple[R | None, BaseException | None]] | None = None
         self._done = False
         #: Gets the result and the error, of which one is None.
         self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -59,16 +59,16 @@ class Call(Generic[R]):
         """Wait for the result. Raises CallTimeout; CancelledError when the loop ended the call, or no longer `runs`."""
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = ends_at - time.monotonic()
+            left_s, goes_on = ends_at - time.monotonic(), runs()
             try:
-                result, error = self._ended.get(timeout=max(min(left_s, _LOOKS_S), 0))
+                result, error = self._ended.get(timeout=max(min(left_s, _LOOKS_S), 0) if goes_on else 0)
                 break
             except queue.Empty:
                 if left_s <= 0:
                     raise CallTimeout(
                         f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
                     ) from None
-                if not runs():
+                if not goes_on:
                     raise asyncio.CancelledError from None
         if error is not None:
             raise error
@@ -88,16 +88,20 @@ class Call(Generic[R]):
         self._task = spawn(self._run())
         self._task.add_done_callback(self._end)
 
-    async def _run(self) -> R:
-        # The caller does not call `work` itself: here, code that needs a running loop finds one.
-        return await self._work()
+    async def _run(self) -> tuple[R | None, BaseException | None]:
+        try:
+            with own_cancels_only():
+                # The caller does not call `work` itself: here, code that needs a running loop finds one.
+                return await self._work(), None
+        except (SystemExit, KeyboardInterrupt) as e:  # raised by the task, it would end the loop, and so every call
+            return None, e
 
-    def _end(self, task: asyncio.Task[R]) -> None:
+    def _end(self, task: asyncio.Task[tuple[R | None, BaseException | None]]) -> None:
         # The task itself is for this thread alone. In the caller asyncio would note its end in a finalizer, and Python
         # drops what a signal handler raises there.
         self._task, self._done = None, True
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._ended.put((task.result() if error is None else None, error))
+        self._ended.put(task.result() if error is None else (None, error))
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -122,13 +126,15 @@ class LoopThread:
         self._closes = itertools.count()
         #: Whether the loop begins calls.
         self._serves = True
+        #: Why the loop could not begin.
+        self._unfit: RuntimeError | None = None
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(LastingExecutor(thread_name_prefix="bufstore-blocking"))
         # A daemon: an interpreter that ends without `close` need not wait, because the log has what was acknowledged.
         self._thread = threading.Thread(target=self._serve, name="bufstore-blocking", daemon=True)
-        self._thread.start()
         try:
+            self._thread.start()
             self._store = self._call(open_store, self._timeout_s)
         except BaseException:
             self._stop()
@@ -138,8 +144,9 @@ class LoopThread:
         return f"{type(self).__name__}({self._store!r})"
 
     def close(self) -> None:
-        """Close the store (it drains what it can, within its own times) and end the thread. Idempotent.
+        """Close the store and end the thread. Idempotent. The store drains what it can in `call_timeout_s`.
 
+        Raises CallTimeout if that was not enough: the log has the rest.
         Does nothing in a forked process, because the store is its parent's, and nothing once the interpreter ends
         (`bufstore.at_exit`), because the loop runs no more; the log has what was acknowledged.
         """
@@ -158,7 +165,13 @@ class LoopThread:
         loop = self._loop
         with held_at_exit(loop):
             try:
-                loop.run_forever()
+                try:
+                    loop.run_forever()
+                except RuntimeError as e:  # another loop runs in this thread
+                    self._unfit = e
+                    return
+                except SystemExit:  # of a task of the app's; outside the main thread it ends the thread, and no more
+                    pass
                 self._serves = False
                 until = loop.time() + _ENDS_S
                 # A call that was given up gives back what it has, and may need the other tasks for that.
@@ -169,6 +182,7 @@ class LoopThread:
                 self._wait(left, max(until, loop.time() + _LEAST_S))
                 loop.run_until_complete(loop.shutdown_asyncgens())
             finally:
+                self._stopped = True  # not `Thread.is_alive`: an error of a signal handler in it ends the thread for it
                 loop.close()
 
     def _wait(self, tasks: Iterable[asyncio.Task[Any]], until: float) -> None:
@@ -180,7 +194,8 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         try:
-            self._thread.join(self._timeout_s)
+            with contextlib.suppress(RuntimeError):  # it never began, or will find the loop stopped
+                self._thread.join(self._timeout_s)
         finally:
             self._stopped = True
 
@@ -198,12 +213,20 @@ class LoopThread:
             try:
                 call.begin()
             except RuntimeError:  # the loop was closed since
-                raise Closed("the store is closed") from None
+                raise self._over("the store is closed") from None
             return call.result(lambda: not (self._stopped or exit_came()), timeout_s)
         except asyncio.CancelledError:
-            raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
+            raise self._over("the store was closed before the call ended; a write may or may not be stored") from None
         finally:
             call.cancel()  # a call whose caller gave up (or was interrupted) ends, too
+
+    def _over(self, why: str) -> BufstoreError:
+        if self._unfit is None:
+            return Closed(why)
+        return ConfigError(
+            f"no event loop can run here: {self._unfit}. (Threads that gevent has patched are one thread: in such a "
+            "process one blocking store can be open, and nothing else with an event loop.)"
+        )
 
     def _check_thread(self) -> None:
         if threading.current_thread() is self._thread:

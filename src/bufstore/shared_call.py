@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from bufstore.errors import Closed
-from bufstore.tasks import end, outlasted, see_error, spawn
+from bufstore.tasks import end, see_error, spawn, unless_closed
 
 T = TypeVar("T")
 
@@ -28,14 +28,7 @@ class SharedCall(Generic[T]):
         if self._next is None:
             self._next = spawn(self._run(self._running), name="bufstore-shared-call", apart=True)
             self._next.add_done_callback(see_error)
-        asked = self._next
-        try:
-            return await outlasted(asked)
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if asked.cancelled() and caller is not None and not caller.cancelling():
-                raise Closed("the store was closed before there was an answer") from None
-            raise
+        return await unless_closed(self._next)
 
     async def aclose(self) -> None:
         """End the calls; a caller that waits for one gets Closed."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, TypeVar
 
+from bufstore.errors import Closed
+
 T = TypeVar("T")
 
 #: How many turns of the loop it takes until an answer that arrived has been read, understood and told to a waiter.
@@ -79,6 +81,17 @@ async def outlasted(task: asyncio.Future[T]) -> T:
         task.add_done_callback(see_error)
         raise
     return task.result()
+
+
+async def unless_closed(task: asyncio.Future[T]) -> T:
+    """Return the task's result, as `outlasted` does. Raises Closed if the task was cancelled, but not its caller."""
+    try:
+        return await outlasted(task)
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if task.cancelled() and caller is not None and not caller.cancelling():
+            raise Closed("the store was closed before there was an answer") from None
+        raise
 
 
 async def to_the_end(work: Awaitable[T], *, name: str | None = None) -> T:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from bufstore import (
     MemoryThreadStore,
     RunStatus,
 )
+from bufstore.buffer.read.same_postgres import SamePostgres
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
 from helpers import run_of
@@ -187,5 +189,31 @@ def test_lists_and_deletions_of_checkpoints_look_again(what: str) -> None:
             found = await saver.aget_tuple(config(thread_id))
             assert found is not None and found.checkpoint["channel_values"] == {"a": ["3"], "b": ["2"]}
         await saver.aclose()
+
+    run(main())
+
+
+def test_a_question_that_falls_silent_holds_up_nobody_else() -> None:
+    """Regression: one connection without an answer stopped all lists of the process for 30 s."""
+
+    class Silent:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        async def server_run(self) -> str:
+            self.asked += 1
+            if self.asked == 2:
+                await asyncio.sleep(30)
+            return "a run"
+
+    async def main() -> None:
+        ledger = Silent()
+        postgres = SamePostgres(cast(Any, ledger), 10.0)
+        assert await postgres.now() == "a run"
+        began = asyncio.get_running_loop().time()
+        assert await asyncio.gather(*(postgres.now() for _ in range(3))) == ["a run"] * 3
+        assert asyncio.get_running_loop().time() - began < 3
+        assert ledger.asked == 3
+        await postgres.aclose()
 
     run(main())

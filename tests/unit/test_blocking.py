@@ -37,6 +37,7 @@ from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.loop_thread import Call, LoopThread
 from bufstore.memory import MemoryNats
+from bufstore.tasks import StrayCancelledError, see_error
 from bufstore.threads.bulk import BulkCheckpoint, BulkWriter
 from helpers import Soft, interrupted_at
 
@@ -350,6 +351,86 @@ def test_a_loop_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(asyncio, "new_event_loop", none_left)
     with pytest.raises(OSError, match="too many"):
         facade(MemoryThreadStore())
+
+
+def test_what_wants_to_end_the_process_ends_one_call() -> None:
+    """Regression: SystemExit ended the loop; its caller and all others waited for all of their time."""
+
+    async def refuse() -> MemoryThreadStore:
+        sys.exit("no DSN")
+
+    with pytest.raises(SystemExit, match="no DSN"):
+        BlockingThreadStore(refuse)
+
+    class Exits(MemoryThreadStore):
+        async def load_run(self, run_id: str) -> Any:
+            raise SystemExit(3)
+
+    with facade(Exits()) as store:
+        with pytest.raises(SystemExit):
+            store.load_run("r")
+        assert store.load_messages("t") is None
+
+
+def test_a_call_whose_loop_has_died_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it waited for as long as a call may take."""
+    monkeypatch.setattr(loop_thread, "_LOOKS_S", 0.01)
+
+    async def exits() -> None:
+        raise SystemExit
+
+    class Dies(MemoryThreadStore):
+        async def load_thread(self, thread_id: str) -> Any:
+            asyncio.create_task(exits()).add_done_callback(see_error)
+            await asyncio.Event().wait()
+
+    store = facade(Dies(), call_timeout_s=20)
+    with pytest.raises(Closed):
+        store.load_thread("t")
+    with pytest.raises(Closed):
+        store.close()
+
+
+def test_a_loop_beside_another_in_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gevent makes threads out of greenlets of one thread. Regression: the error said that the store was closed."""
+
+    def run_forever(self: asyncio.AbstractEventLoop) -> None:
+        raise RuntimeError("another loop is running")
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "run_forever", run_forever)
+    with pytest.raises(ConfigError, match="another loop is running"):
+        facade(MemoryThreadStore())
+
+
+def test_a_time_limit_while_the_thread_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the thread and its event loop stayed for good."""
+    wait = threading.Event.wait
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        monkeypatch.setattr(threading.Event, "wait", wait)
+        wait(self, timeout)
+        raise Soft
+
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    with pytest.raises(Soft):
+        facade(MemoryThreadStore())
+    for thread in threading.enumerate():
+        if thread.name == "bufstore-blocking":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_what_an_apps_store_has_cancelled_itself_is_no_close() -> None:
+    """Regression: the error said that the store was closed before the call ended."""
+
+    class Resets(MemoryThreadStore):
+        async def load_messages(self, thread_id: str) -> list[Any] | None:
+            answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+            answer.cancel()
+            return await answer
+
+    with facade(Resets()) as store, pytest.raises(StrayCancelledError):
+        store.load_messages("t")
 
 
 def test_the_loop_closes_not_itself() -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import BufstoreError, ReadNotFresh, StoreUnavailable
+from bufstore import BufferedThreadStore, MemoryThreadStore
+from bufstore.errors import BufstoreError, Closed, ReadNotFresh, StoreUnavailable
+from bufstore.memory import MemoryNats
 from bufstore.tasks import StrayCancelledError
 from bufstore.threads.model import Run, decode_message
 from bufstore.threads.state import ThreadState
 from bufstore.types import Consistency
+from unit.fake_log import run
 from unit.test_appender import Instance, World, test
 
 RYW = Consistency.READ_YOUR_WRITES
@@ -296,6 +299,54 @@ def test_a_read_during_a_flush_is_one_or_the_other_state() -> None:
                 assert (await read)[: n + 1] == list(range(n + 1))
 
     test(main)
+
+
+def test_a_read_that_a_close_overtakes_while_the_store_hangs_says_so() -> None:
+    """Regression: it ended with CancelledError, although nobody had cancelled it."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush_and_purge()
+        asked = asyncio.Event()
+
+        async def hangs(*_: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        watch = one.reads.store
+        reading = asyncio.create_task(watch.while_up(hangs()))
+        watch._reader.answers = hangs  # type: ignore[method-assign]
+        await asked.wait()
+        while watch._question is None:  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.1)
+        await watch.aclose()
+        with pytest.raises(Closed):
+            await reading
+
+    test(main)
+
+
+def test_a_list_or_run_whose_answer_an_apps_store_cancels_itself_fails_like_any_other() -> None:
+    """Regression: it ended with CancelledError, which a group of tasks takes for its own."""
+
+    class Resets(MemoryThreadStore):
+        async def query_threads(self, *_: Any, **__: Any) -> Any:
+            return await self.load_run("r")
+
+        async def load_run(self, run_id: str) -> Any:
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            answer.cancel()
+            return await answer
+
+    async def main() -> None:
+        async with await BufferedThreadStore.open(Resets(), nats=MemoryNats()) as store:
+            for level in (Consistency.EVENTUAL, RYW):
+                with pytest.raises(StrayCancelledError):
+                    await store.query_threads(consistency=level)
+                with pytest.raises(StrayCancelledError):
+                    await store.load_run("r", consistency=level)
+
+    run(main())
 
 
 def test_errors_of_a_read_are_bufstores_own() -> None:

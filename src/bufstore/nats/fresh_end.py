@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.shared_call import SharedCall
-from bufstore.tasks import end, outlasted, see_error, spawn
+from bufstore.tasks import end, see_error, spawn, unless_closed
 
 if TYPE_CHECKING:
     from bufstore.nats.log import NatsLog
@@ -42,9 +42,9 @@ class FreshEnd:
         self._looks: set[asyncio.Task[int]] = set()
 
     async def __call__(self) -> int:
-        """Return where the subject ends; 0 for nowhere. Raises LogFull, LogUnavailable."""
+        """Return where the subject ends; 0 for nowhere. Raises Closed, LogFull, LogUnavailable."""
         look = await self._round()
-        return await outlasted(look)
+        return await unless_closed(look)
 
     async def aclose(self) -> None:
         """End the tasks that run."""

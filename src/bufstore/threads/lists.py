@@ -25,6 +25,7 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.tasks import own_cancels_only
 from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.message_pages import LAST, check_range, message_page, of_list
 from bufstore.threads.protocol import Queryable, WrappableStore
@@ -157,15 +158,20 @@ class BufferedLists:
 
     async def _behind(self, level: Consistency, thread_id: str | None, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what `ask` finds once everything that the log holds now (of the thread) is flushed."""
+
+        async def asked() -> T:
+            with own_cancels_only():
+                return await ask()
+
         if level is Consistency.EVENTUAL:
-            return await ask()
+            return await asked()
 
         async def flushed() -> T:
             try:
                 await self._lanes.force_flush(thread_id, timeout_s=self._config.read_timeout_s)
             except (FlushTimeout, LogUnavailable) as e:
                 raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
-            return await ask()
+            return await asked()
 
         return await self._lanes.same_postgres.within(flushed)
 

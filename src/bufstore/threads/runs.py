@@ -11,6 +11,7 @@ from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNot
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.newest import Newest
+from bufstore.tasks import own_cancels_only
 from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
@@ -52,7 +53,7 @@ class Runs:
     async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
         """The run as it was last saved; None if there is none. Raises as `Reads.thread` does."""
         if level is Consistency.EVENTUAL:
-            return await self._store.load_run(run_id)
+            return await self._stored(run_id)
         thread_id = await self._thread_of(run_id)
         if thread_id is None:
             return None
@@ -88,7 +89,7 @@ class Runs:
             if whole.partial:
                 raise StoreUnavailable(f"only Postgres knows about run {run_id!r}: {reads.store.reason}")
             return await self._in_state(run_id, whole)
-        return _Asked(await self._store.load_run(run_id))
+        return _Asked(await self._stored(run_id))
 
     async def _thread_of(self, run_id: str) -> str | None:
         try:
@@ -100,13 +101,17 @@ class Runs:
                         return thread_id
                 # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is
                 # only in the log is not found before it is flushed.
-                run = await self._store.load_run(run_id)
+                run = await self._stored(run_id)
                 if run is None:
                     run = await self._lanes.same_postgres.within(lambda: self._flushed_run(run_id))
         except (TimeoutError, FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None
         return run.thread_id if run is not None else None
 
+    async def _stored(self, run_id: str) -> Run | None:
+        with own_cancels_only():
+            return await self._store.load_run(run_id)
+
     async def _flushed_run(self, run_id: str) -> Run | None:
         await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)
-        return await self._store.load_run(run_id)
+        return await self._stored(run_id)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.read.store_watch import STORE_PATIENCE_S
 from bufstore.errors import StoreUnavailable
 from bufstore.home import Home
 from bufstore.shared_call import SharedCall
@@ -24,7 +25,9 @@ class SamePostgres:
 
     def __init__(self, ledger: Ledger, timeout_s: float) -> None:
         self._home = Home()
-        self._look, self._timeout_s = SharedCall(ledger.server_run), timeout_s
+        self._ledger, self._timeout_s = ledger, timeout_s
+        self._patience_s = min(STORE_PATIENCE_S, timeout_s / 2)
+        self._look = SharedCall(self._run)
         #: The run that answered last; None: none did. Before a read nobody need ask for it: a run never comes back.
         self.last: str | None = None
 
@@ -37,10 +40,20 @@ class SamePostgres:
         self._home.check()
         try:
             async with asyncio.timeout(self._timeout_s):
-                self.last = run = await self._look()
+                while (run := await self._look()) is None:
+                    pass
         except TimeoutError:
             raise StoreUnavailable("Postgres does not answer: it may have failed over during the read") from None
+        self.last = run
         return run
+
+    async def _run(self) -> str | None:
+        """Return the run; None: no answer yet. One connection that fell silent must not hold up all who ask behind."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                return await self._ledger.server_run()
+        except TimeoutError:
+            return None
 
     async def within(self, read: Callable[[], Awaitable[T]]) -> T:
         """Return what `read` returns, all of it from one run of Postgres; each further try needs another failover."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
-from bufstore.tasks import end, outlasted, spawn
+from bufstore.tasks import end, spawn, unless_closed
 
 T = TypeVar("T")
 
@@ -118,10 +118,10 @@ class StoreWatch(Generic[S]):
         return bool(done)
 
     async def _is_down(self) -> bool:
-        """Return whether the store does not even answer a small query, which is asked once for all callers."""
+        """Return whether the store does not even answer a small query, which all callers share. Raises Closed."""
         if self._question is None or self._question.done():
             self._question = spawn(self._ask_little(), name="bufstore-store-question")
-        await outlasted(self._question)
+        await unless_closed(self._question)
         return self.down is not None
 
     async def _ask_little(self) -> None:
