@@ -44,6 +44,42 @@ async def _won(*calls: Awaitable[Dispatch | None], unknown: Awaitable[list[Dispa
 
 
 @_check()
+async def a_thread_goes_on_after_another_instance_has_interrupted_it(stores: Stores) -> None:
+    """Regression on NATS: what an instance had read ahead hid the thread's later dispatches from it for good."""
+    a, b = stores[:2]
+    thread_id = fresh()
+    for _ in range(4):
+        await a.enqueue(thread_id)
+    claim = await a.claim(thread_id, "a")
+    assert claim is not None
+    await a.ack(claim)
+    assert len((await b.interrupt(thread_id)).superseded) == 3
+    assert await a.claim(thread_id, "a") is None
+    later = await b.enqueue(thread_id)
+    found = await a.claim(thread_id, "a")
+    assert found is not None
+    assert found.dispatch_id == later.dispatch_id
+
+
+@_check()
+async def an_id_that_the_store_chose_is_taken_like_any_other(stores: Stores) -> None:
+    """Regression on NATS: it was not guarded, and the second dispatch with it was lost."""
+    a, b = stores[:2]
+    thread_id = fresh()
+    put = await a.enqueue(thread_id, b"first")
+    with raises(AlreadyExists):
+        await b.enqueue(thread_id, b"second", dispatch_id=put.dispatch_id)
+    claim = await a.claim(thread_id, "a")
+    assert claim is not None
+    with raises(AlreadyExists):
+        await b.enqueue(thread_id, b"second", dispatch_id=put.dispatch_id)
+    await a.ack(claim)
+    with raises(AlreadyExists):
+        await b.enqueue(thread_id, b"second", dispatch_id=put.dispatch_id)
+    assert [d.payload for d in await b.list_dispatches(thread_id)] == [b"first"]
+
+
+@_check()
 async def a_dedupe_key_is_taken_once_per_thread(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, other = fresh(), fresh()

@@ -414,6 +414,53 @@ async def test_an_ack_that_was_done_is_done_although_its_answer_is_lost_and_anot
         assert (await store.ack(claim)).ended_by == claim.token
 
 
+@pytest.mark.parametrize("kind", ("memory", *DURABLE))
+async def test_a_claim_that_was_given_though_its_answer_is_lost_is_told_after_an_interrupt(
+    kind: str, servers: Servers
+) -> None:
+    """Regression: the interrupt hid whose claim it was; it held the thread for its whole lease, and nobody had it."""
+    async with Mailboxes(kind, servers).open(2) as (store, other):
+        thread_id = fresh()
+        await store.enqueue(thread_id)
+        name = "claim_first" if kind == "postgres" else "write"
+        call = getattr(store.backend, name)
+
+        async def lost(*args: Any) -> Any:
+            setattr(store.backend, name, call)
+            await call(*args)
+            await other.interrupt(thread_id)
+            raise AppendUnknown("lost on its way back")
+
+        setattr(store.backend, name, lost)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        assert (await store.ack(claim)).status is Status.ACKED
+
+
+@pytest.mark.parametrize("kind", ("memory", *DURABLE))
+async def test_a_superseded_claim_whose_answer_is_lost_costs_no_later_one(kind: str, servers: Servers) -> None:
+    """Regression: the second try ended whatever was claimed by then."""
+    async with Mailboxes(kind, servers).open(2) as (store, other):
+        thread_id = fresh()
+        for _ in range(2):
+            await store.enqueue(thread_id)
+        assert await other.claim(thread_id, "hangs") is not None
+        write, claims = store.backend.write, []
+
+        async def lost(*args: Any) -> Any:
+            store.backend.write = write  # type: ignore[method-assign]
+            await write(*args)
+            claims.append(await other.claim(thread_id, "another"))
+            raise AppendUnknown("lost on its way back")
+
+        store.backend.write = lost  # type: ignore[method-assign]
+        with pytest.raises(StepUnknown):
+            await store.supersede_claimed(thread_id)
+        (claim,) = claims
+        assert claim is not None
+        assert (await other.ack(claim)).status is Status.ACKED
+
+
 async def three_lapsed_claims(store: MailboxStore) -> None:
     for n in range(3):
         await store.enqueue(f"t{n}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from contextlib import suppress
@@ -233,6 +234,37 @@ async def test_a_record_that_nobody_can_read_is_set_aside_on_postgres(on_postgre
         claim = await store.claim(expired, "w")
         assert claim is not None
         assert claim.payload == b"next"
+
+
+async def test_a_superseded_record_that_nobody_can_read_blocks_no_thread_on_postgres(on_postgres: Mailboxes) -> None:
+    """Regression: each claim behind the interrupt failed with MalformedEntry."""
+    async with on_postgres.open(1) as (store,):
+        thread_id = fresh()
+        for _ in range(2):
+            await store.enqueue(thread_id)
+        await query(
+            on_postgres.servers.postgres.dsn,
+            f"UPDATE {on_postgres.name}.mailbox_dispatches SET record = '\\xc1' WHERE thread_id = '{thread_id}'",
+        )
+        await store.interrupt(thread_id)
+        later = await store.enqueue(thread_id)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        assert claim.dispatch_id == later.dispatch_id
+
+
+async def test_large_dispatches_are_superseded_in_a_full_bucket(servers: Servers, on_nats: Mailboxes) -> None:
+    """Regression: a hundred went at once, for which there was no room, and the thread stood still."""
+    names = NatsMailboxNames(bucket=on_nats.name, max_bytes=16 << 20)
+    async with NatsMailboxStore(servers.nats.url, names=names, config=MailboxConfig(timeout_s=20.0)) as store:
+        thread_id, count = fresh(), 0
+        with contextlib.suppress(LogFull):
+            for count in range(1000):  # noqa: B007
+                await store.enqueue(thread_id, b"x" * (128 << 10))
+        assert count > 80
+        done = await store.interrupt(thread_id)
+        assert (done.complete, len(done.superseded)) == (True, count)
+        assert await store.claim(thread_id, "w") is None
 
 
 async def test_a_plain_enqueue_whose_answer_is_lost_is_done_once(mailboxes: Mailboxes) -> None:

@@ -104,18 +104,22 @@ class NatsBackend(NatsSweeps, Backend):
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         t = token(dispatch.thread_id)
+        subject, *places = self._keys.by_id(dispatch.thread_id, dispatch.dispatch_id)
         wanted = {self._keys.of("i", t, token(dispatch.dispatch_id)): True} if own_id else {}
         if dispatch.dedupe_key is not None:
             wanted[self._keys.of("k", t, token(dispatch.dedupe_key))] = False
-        subject = self._keys.thread(dispatch.thread_id)
-        found = await self._bucket.last([subject, *wanted])
+        # An id that we chose has no key: its dispatch alone shows that it is taken.
+        found = await self._bucket.last([subject, *wanted, *(places if own_id else ())])
+        state = self._keys.state(found.get(subject), dispatch.thread_id)
+        active = state.active is not None and own_id and state.active.dispatch_id == dispatch.dispatch_id
+        if active or any(m.body and self._keys.kind(m.subject) in "qrx" for m in found.values()):
+            raise KeyTaken(dispatch.dispatch_id, same_id=True)
         keys, holder = [], token(dispatch.dispatch_id).encode()
         for key, same_id in wanted.items():
             held = found.get(key)
             if held is not None and held.body:
                 await self._check_key(dispatch.thread_id, held, same_id)
             keys.append(Outgoing(key, holder, expected=held.seq if held is not None else 0))
-        state = self._keys.state(found.get(subject), dispatch.thread_id)
         d, messages = self._keys.enqueued(dispatch, state, keys)
         seq = await self._bucket.put_new(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
@@ -293,6 +297,7 @@ class NatsBackend(NatsSweeps, Backend):
             version = thread.version
 
     async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
+        self._ahead.pop(thread_id, None)  # another process may have taken out what is superseded
         new, returned, _ = self._keys.places(token(thread_id))
         deadline = time.monotonic() + self._config.timeout_s
         most: int | None = limit

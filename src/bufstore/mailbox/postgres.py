@@ -199,17 +199,25 @@ class PostgresBackend(Backend):
             await self._set_aside(thread_id, version, e)
             raise Conflict("the claimed dispatch cannot be read") from e
 
-    async def _set_aside(self, thread_id: str, version: int, error: MalformedEntry) -> None:
-        """Mark the claimed dispatch dead, because it cannot be read, so that the thread goes on."""
+    async def _set_aside(self, thread_id: str, version: int, error: MalformedEntry, at: int | None = None) -> None:
+        """Mark a dispatch dead, because it cannot be read, so that the thread goes on.
+
+        `at`: its position in the queue; None: it is the claimed one.
+        """
         _log.warning("thread %r: %s; marking the dispatch dead", thread_id, error, extra={"action": "mailbox_foreign"})
-        await self._run("set_aside", thread_id, version, self.now_ms(), self._numbers, _NUMBERS[Status.DEAD])
+        await self._run("set_aside", thread_id, version, self.now_ms(), self._numbers, _NUMBERS[Status.DEAD], at)
 
     async def thread(self, thread_id: str) -> MailboxThread:
         return _state(thread_id, await self._run("thread", thread_id))
 
     async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
         rows = await self._run("queue", thread_id, now_ms)
-        return _state(thread_id, rows), _beside(rows)
+        thread = _state(thread_id, rows)
+        try:
+            return thread, _beside(rows)
+        except MalformedEntry as e:
+            await self._set_aside(thread_id, thread.version, e, rows[0][10])
+            raise Conflict("the first dispatch of the queue cannot be read") from e
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         rows = await self._run("find", thread_id, dispatch_id)

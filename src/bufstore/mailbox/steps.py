@@ -34,6 +34,9 @@ _REMEMBERED = 4096
 #: The most superseded dispatches that one write takes out of a queue.
 AT_ONCE = 100
 
+#: The most bytes of them: each is stored anew, and in a full bucket there is little room for that.
+_BYTES_AT_ONCE = 256 << 10
+
 #: Errors that the next attempt may not meet.
 _PASSING = (Conflict, AppendUnknown, LogUnavailable)
 
@@ -141,6 +144,8 @@ class Steps:
                 raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now there is nothing left to do")
             if step is None:
                 return None
+            if unsure and sent is not None and _moved(step) != _moved(sent):
+                raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now it would end another claim")
             sent = step
             return Done(await self.write(thread, step, step_id, now_ms), step)
 
@@ -170,7 +175,7 @@ class Steps:
         self, thread: MailboxThread, queued: Sequence[Dispatch], now_ms: int
     ) -> tuple[MailboxThread, list[Dispatch]]:
         """Take superseded dispatches out of the queue; other instances may do so at the same time."""
-        step = decisions.supersede_stale(thread, queued[:AT_ONCE], now_ms)
+        step = decisions.supersede_stale(thread, _at_once(queued), now_ms)
         if step is None:
             return thread, []
         try:
@@ -179,3 +184,18 @@ class Steps:
             return await self._backend.thread(thread.thread_id), []
         self._counters.count("superseded", len(step.moves))
         return thread, [move.after for move in step.moves if move.after is not None]
+
+
+def _at_once(queued: Sequence[Dispatch]) -> Sequence[Dispatch]:
+    """Return the first of these dispatches, as many as one write takes out; at least one."""
+    size = 0
+    for number, d in enumerate(queued[:AT_ONCE]):
+        size += len(d.payload) + len(d.result or b"")
+        if number and size > _BYTES_AT_ONCE:
+            return queued[:number]
+    return queued[:AT_ONCE]
+
+
+def _moved(step: Step) -> list[tuple[str, int]]:
+    """Return which dispatches a step moves, and whose claim on them it ends."""
+    return [(m.after.dispatch_id, m.after.ended_by) for m in step.moves if m.after is not None]

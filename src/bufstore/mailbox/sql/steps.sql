@@ -11,7 +11,8 @@ SELECT * FROM {schema}.mailbox_write_v1(
 );
 
 -- name: set_aside
--- End the claimed dispatch of thread $1 with status $5, if the thread's version is still $2.
+-- End a dispatch of thread $1 with status $5, if the thread's version is still $2: the claimed one, or, with a
+-- position $6, the one that is queued there.
 WITH o AS (
     SELECT thread_id, active_id FROM {schema}.mailbox_threads WHERE thread_id = $1::text AND version = $2::bigint FOR UPDATE
 ), t AS (
@@ -20,4 +21,5 @@ WITH o AS (
     FROM o WHERE mailbox_threads.thread_id = o.thread_id
 )
 UPDATE {schema}.mailbox_dispatches d SET status = $5::int, completed_at = $3::bigint, claim = NULL, token = 0
-FROM o WHERE d.thread_id = o.thread_id AND d.dispatch_id = o.active_id RETURNING 1;
+FROM o WHERE d.thread_id = o.thread_id
+    AND (d.dispatch_id = o.active_id OR (d.position = $6::bigint AND d.status = 0)) RETURNING 1;
