@@ -299,6 +299,28 @@ async def test_the_newest_replaces_what_waits(opened: Open) -> None:
     assert await work.take(0.1) is None
 
 
+@pytest.mark.parametrize("how", ["left", "released", "tried later"])
+async def test_the_newest_is_taken_at_once_when_the_older_is_given_back(opened: Open, how: str) -> None:
+    """Regression: its delivery had been put off until the end of the holder's time, and nothing else told of it."""
+    work = await opened(policy=Policy.REPLACE, ttl_s=60)
+    await work.submit("a", b"1")
+    task = await took(work)
+    await work.submit("a", b"2")
+    assert await work.take(0.3) is None
+    match how:
+        case "left":
+            async with task:
+                pass
+        case "released":
+            await task.release()
+        case "tried later":
+            await task.retry(30.0)
+    async with await took(work) as task:
+        assert task.payload == b"2"
+        await task.done()
+    assert await work.take(0.1) is None
+
+
 # The token.
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Self
+from typing import NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -17,7 +17,16 @@ from bufstore.tokens.model import RECORD_AGE_S
 
 _log = logging.getLogger(__name__)
 
-Finish = Callable[["Task"], Awaitable[None]]
+
+class Afterwards(NamedTuple):
+    """What the queue of items does when a task ends."""
+
+    #: Clean up after an item that is done for good, and see to the next.
+    finish: Callable[[Task], Awaitable[None]]
+    #: Return whether a newer item has replaced the task's.
+    is_replaced: Callable[[Task], Awaitable[bool]]
+    #: Have some worker look at the key.
+    give_turn: Callable[[Task], Awaitable[None]]
 
 
 class Task(Lease):
@@ -27,7 +36,13 @@ class Task(Lease):
     """
 
     def __init__(
-        self, hold: Hold, payload: bytes, delivery: Delivery | None, others_wait: bool, pulls: Pulls, finish: Finish
+        self,
+        hold: Hold,
+        payload: bytes,
+        delivery: Delivery | None,
+        others_wait: bool,
+        pulls: Pulls,
+        afterwards: Afterwards,
     ) -> None:
         """`delivery` (of `pulls`) told of the item; None: none did. `others_wait`: other items wait behind this one."""
         super().__init__(hold)
@@ -36,7 +51,7 @@ class Task(Lease):
         self.attempt = hold.record.attempt
         self.item = hold.record.item
         self.delivery, self.others_wait = delivery, others_wait
-        self._pulls, self._finish, self._done = pulls, finish, False
+        self._pulls, self._afterwards, self._done = pulls, afterwards, False
         self._marking = asyncio.Lock()
         self._keep()
 
@@ -79,7 +94,7 @@ class Task(Lease):
             await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
             self._over = self._done = True
             self._holding.stop()
-            await self._finish(self)
+            await self._afterwards.finish(self)
 
     async def retry(self, delay_s: float = 0.0) -> None:
         """Give the item back: any worker tries it again after `delay_s`. The key stays busy. Raises like `done`.
@@ -98,8 +113,16 @@ class Task(Lease):
         self._home.check()
         await self._holding.aclose()
         # The record gets another mark: from here on this holder cannot complete the item.
-        mark = secrets.token_hex(8)
-        await self._change(replace(self._record, holder="", mark=mark, attempt=attempt, lease_s=delay_s))
+        free = replace(self._record, holder="", mark=secrets.token_hex(8), attempt=attempt, lease_s=delay_s)
+        await self._change(free)
+        replaced = False
+        try:
+            if replaced := await self._afterwards.is_replaced(self):
+                await self._change(replace(free, lease_s=0.0))  # the delay was for the older item
+        except (TokenLost, Unavailable, *REFUSED) as e:
+            _log.debug("cannot make way for a newer item: %s", e, extra={"action": "token_replaced"})
         self._over = True
         self._holding.stop()
         await self._pulls.hand_back(self.delivery, delay_s)
+        if replaced:  # its own delivery was put off until the end of our time
+            await self._afterwards.give_turn(self)

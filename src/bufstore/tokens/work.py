@@ -47,7 +47,7 @@ from bufstore.tasks import end, outlasted, own_cancels_only, spawn
 from bufstore.tokens import model
 from bufstore.tokens.fence import REFUSED, Hold, Keyed, Register, holder_name, is_holder
 from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
-from bufstore.tokens.task import Task
+from bufstore.tokens.task import Afterwards, Task
 from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class ExclusiveWork(Keyed):
         wanted = consumer_config(WORKERS, config.ttl_s, _TOLD_MAX, max_waiting=_ASKING_MAX)
         self._consumer = SharedConsumer(connection, self._items, wanted, "TokensConfig")
         self._pulls = self._consumer.pulls
+        self._afterwards = Afterwards(self._finish, self._is_replaced, self._turn_to)
         self._walk = Walk(self._items, f"{config.name}.item.*", config.timeout_s, _LOOKED_AT, _LOOKED_AT_BYTES)
         #: When to look for items that nobody was told of, and how many were found.
         self._look_at, self._found = 0.0, 0
@@ -244,7 +245,7 @@ class ExclusiveWork(Keyed):
             except Conflict:
                 continue
             hold = Hold(key, self._register, subject, given, mine, began, self._takes)
-            return Task(hold, item.body, delivery, len(items) > 1, self._pulls, self._finish)
+            return Task(hold, item.body, delivery, len(items) > 1, self._pulls, self._afterwards)
 
     async def _waiting(self, name: str, limit: int) -> list[Any]:
         c = self._config
@@ -265,6 +266,16 @@ class ExclusiveWork(Keyed):
         except (Unavailable, *REFUSED) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
             await self._pulls.hand_back(delivery)  # the delivery that told us tells another worker
+
+    async def _is_replaced(self, task: Task) -> bool:
+        if self._config.per_key > 1:
+            return False
+        items = await self._waiting(token(task.key), 1)
+        return bool(items) and items[0].seq != task.item
+
+    async def _turn_to(self, task: Task) -> None:
+        with contextlib.suppress(Unavailable, *REFUSED):  # this only costs time
+            await self._give_turn(token(task.key))
 
     async def _give_turn(self, name: str) -> None:
         """Store a message that tells of the key, behind all that is stored now."""
