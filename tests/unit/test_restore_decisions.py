@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, Run
+from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry, entry_id, id_of, items_of
 from bufstore.buffer.flush.deciding import decide_thread
@@ -245,8 +246,14 @@ def stored(
     if message is not None:
         payload = Payload(keep, encode_messages([message]), encode_run(made), save_of(made))
     version = keep + (message is not None)
-    given: dict[str, Any] = {"prev_id": 0, "base": Base.CHAINED, "seen": 0, "self_contained": message is None}
-    entry = Entry(id=id_, version=version, keys=b"", payload=encode_payload(payload), **(given | fields))
+    given: dict[str, Any] = {
+        "prev_id": 0,
+        "base": Base.CHAINED,
+        "seen": 0,
+        "self_contained": message is None,
+        "keys": b"",
+    }
+    entry = Entry(id=id_, version=version, payload=encode_payload(payload), **(given | fields))
     return StoredEntry(thread_id, seq, entry)
 
 
@@ -271,6 +278,29 @@ def test_what_took_effect_behind_poison_does_so_again(behind: list[Item], ids: l
     assert [entry.id for entry in wanted("t", Watermark(), 0, [], items, 50).entries] == ids
     _, counts = decided({"t": Watermark()}, {}, {"t": items})
     assert (counts.applied, counts.refused) == (len(ids), refused)
+
+
+@pytest.mark.parametrize("held", [[], [1, 2]])
+def test_restored_entries_remember_the_keys_and_producers_of_those_before_them(held: list[int]) -> None:
+    """Regression: between restore and flush, a repeated write with a number or key took effect again."""
+
+    def key(name: str) -> bytes:
+        return recent_keys.item(name, b"")
+
+    # Its writer found "b" in Postgres only, and so did not know the keys before it; the next one knew only "c".
+    items: list[Item] = [
+        stored(10, 1, "a", base=Base.NONE, keys=key("a"), producers=producers.item("p", 1)),
+        stored(
+            20, 2, "b", keep=1, prev_id=1, base=Base.STORED, seen=15, keys=key("b"), producers=producers.item("p", 2)
+        ),
+        stored(30, 3, "c", keep=2, prev_id=2, keys=key("c"), keys_complete=False, producers=None),
+        stored(40, 4, "d", keep=3, prev_id=3, keys=key("d"), keys_complete=False, producers=None),
+    ]
+    found = wanted("t", Watermark(), 0, held, items, 50).entries
+    assert [e.id for e in found] == [1, 2, 3, 4][len(held) :]
+    assert all(recent_keys.holds(found[-1].keys, key(name)) for name in "abcd")
+    assert producers.holds(found[-1].producers or b"", producers.item("p", 2))
+    assert not producers.holds(found[-1].producers or b"", producers.item("p", 3))
 
 
 def test_a_thread_in_quarantine_stays_there_when_nothing_heals_it() -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_id, id_of, items_of
 from bufstore.buffer.lanes import lane_logs, lane_of
@@ -85,11 +86,30 @@ def wanted(
         assert isinstance(before, StoredEntry)
         base = Watermark(flushed_seq=before.seq, applied_id=last, version=before.entry.version, gone=is_removal(before))
     found = applicable(thread_id, base, version, items[at:])
-    entries = _chained([stored.entry for stored in found.plan.apply], last, bool(held), max(log_end, row.flushed_seq))
+    there = applicable(thread_id, Watermark(), 0, items[:at]).plan.apply if held else []
+    seen = max(log_end, row.flushed_seq)
+    entries = _chained(_remembering(there, found.plan.apply), last, in_log=bool(held), seen=seen)
     return Wanted(entries, at, found.refused, found.reason)
 
 
-def _chained(entries: Sequence[Entry], last: int, in_log: bool, seen: int) -> list[Entry]:
+def _remembering(there: Sequence[StoredEntry], wanted: Sequence[StoredEntry]) -> list[Entry]:
+    """Return the wanted entries with the keys and producers of all before them, which are in the log or are wanted.
+
+    An entry that expected nothing in the log is chained here. A writer then looks for no keys before it that later
+    entries, of writers that did not know them, lack.
+    """
+    keys, marks = b"", None
+    entries: list[Entry] = []
+    for stored in (*there, *wanted):
+        entry = stored.entry
+        keys = recent_keys.merge(keys, entry.keys)
+        if entry.producers is not None:
+            marks = producers.merge(marks or b"", entry.producers)
+        entries.append(msgspec.structs.replace(entry, keys=keys, producers=marks))
+    return entries[len(there) :]
+
+
+def _chained(entries: Sequence[Entry], last: int, *, in_log: bool, seen: int) -> list[Entry]:
     chained: list[Entry] = []
     for entry in entries:
         if in_log:
