@@ -33,7 +33,8 @@ BufstoreError
 ├── CallTimeout                 a blocking call took too long; a write may be stored or not
 ├── ReadNotFresh                the read could not reach its consistency level in time
 ├── FlushTimeout                the flush did not reach its target in time
-├── StoreMisconfigured          Postgres refuses until an operator changes something (login, schema, read-only)
+├── StoreMisconfigured          Postgres refuses until an operator changes something (login, schema, read-only), or an
+│                               app's own store breaks its contract
 ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
 ├── DataLoss                    a reader of the log missed messages that were purged, or an archive is not whole
 ├── PositionPassed              a job reads what was there at a position, and Postgres is past it: read at a later one
@@ -307,7 +308,10 @@ class FlushTimeout(BufstoreError):
 
 
 class StoreMisconfigured(BufstoreError):
-    """Postgres refuses for a reason that only an operator can remove: login, missing table, permission, read-only."""
+    """Postgres refuses for a reason that only an operator can remove: login, missing table, permission, read-only.
+
+    Also: an app's own store does what no flush or read can build on.
+    """
 
 
 class LogRolledBack(BufstoreError):

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from psycopg.types.json import Jsonb
+from psycopg.rows import dict_row
+from psycopg.types.json import Json
 
 from bufstore import (
     Checkpoint,
@@ -18,7 +20,9 @@ from bufstore import (
     Consistency,
     NotFound,
     Queryable,
+    ReadNotFresh,
     Run,
+    StoreUnavailable,
     Thread,
     ThreadChange,
     ThreadQuarantined,
@@ -36,7 +40,7 @@ class NotesStore:
     """The least store that can be wrapped, on JSON columns: two reads and `apply`, for checkpoints only."""
 
     TABLES = """
-    CREATE TABLE note (id text PRIMARY KEY, lines jsonb[] NOT NULL, run text, parent text, active text, open text);
+    CREATE TABLE note (id text PRIMARY KEY, lines json[] NOT NULL, run text, parent text, active text, open text);
     CREATE TABLE note_run (id text PRIMARY KEY, note text NOT NULL, document bytea NOT NULL);
     """
     OFFERS = frozenset({Capability.MESSAGE_PAGES, Capability.RUN_OWNERS})
@@ -56,7 +60,7 @@ class NotesStore:
                     " active = excluded.active, open = excluded.open",
                     [
                         c.thread_id,
-                        [Jsonb(decode_message(m)) for m in c.messages],
+                        [Json(decode_message(m)) for m in c.messages],
                         after.latest_run_id,
                         after.parent_thread_id,
                         after.active_run_id,
@@ -171,13 +175,13 @@ async def test_what_an_app_store_lacks_is_refused(deployment: Deployment, app_ds
 async def test_a_value_that_an_apps_columns_refuse_is_parked(deployment: Deployment, app_dsn: str) -> None:
     async with deployment.store(NotesStore(app_dsn), postgres=app_dsn, schema=deployment.name) as store:
         bad, good = fresh(), fresh()
-        for thread_id, content in ((bad, "NUL \0"), (good, said(1))):
+        for thread_id, content in ((bad, float("inf")), (good, said(1))):
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
             await store.checkpoint_append(thread_id, [content], run_of(thread_id))
         await store.force_flush_all()
         with pytest.raises(ThreadQuarantined):
             await store.load_messages(bad)
-        assert "22P05" in (await store.quarantine.page())[0].cause
+        assert "22P02" in (await store.quarantine.page())[0].cause
         assert await store.load_messages(good, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
 
 
@@ -229,6 +233,105 @@ async def test_a_fault_of_an_apps_store_in_one_thread_delays_that_thread_only(
         mine.thread_id = ""
         await store.force_flush(bad, timeout_s=20)
         assert await store.quarantined() == 0
+
+
+async def test_what_an_apps_store_does_to_its_connection_stays_there(deployment: Deployment, app_dsn: str) -> None:
+    """Regression: after one `row_factory`, every flush and read of the process failed."""
+    thread_id = fresh()
+
+    async def changes(connection: psycopg.AsyncConnection[Any]) -> None:
+        connection.row_factory = dict_row
+
+    mine = FailsOn(app_dsn, thread_id, changes)
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        for n in range(3):
+            await store.checkpoint_append(thread_id, [said(n)], run_of(thread_id))
+            await store.force_flush(thread_id, timeout_s=20)
+        assert mine.faults == 3
+        assert not (await store.verify()).findings
+        assert await store.quarantined() == 0
+        assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(n) for n in range(3)]
+
+
+@pytest.mark.parametrize("statement", ["ROLLBACK", "COMMIT"])
+async def test_a_flush_whose_transaction_an_apps_store_ends_moves_nothing(
+    deployment: Deployment, app_dsn: str, statement: str
+) -> None:
+    """Regression: the watermarks of all its threads moved, and their rows were gone."""
+    bad, good = fresh("bad"), fresh("good")
+    mine = FailsOn(app_dsn, bad, lambda c: c.execute(statement))
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        for thread_id in (good, bad):
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+
+        async def named() -> bool:
+            return "ended the flush's transaction" in (await store.health()).flusher
+
+        await eventually(named)
+        for thread_id in (good, bad):
+            assert (await store.buffer.ledger.watermark(thread_id)).flushed_seq == 0
+        mine.thread_id = ""
+        await store.force_flush_all(timeout_s=20)
+        for thread_id in (good, bad):
+            assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
+
+
+async def test_an_apps_store_that_shows_what_was_before_is_asked_again(deployment: Deployment, app_dsn: str) -> None:
+    """Regression: what a lagging replica showed was kept, and an append stood behind a state that never was."""
+
+    class Lags(NotesStore):
+        late = 0
+
+        async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
+            found = await super().load_checkpoint(thread_id)
+            if self.late and found is not None:
+                self.late -= 1
+                return msgspec.structs.replace(found, messages=found.messages[:1])
+            return found
+
+    mine, thread_id = Lags(app_dsn), fresh()
+    whole = [said(n) for n in range(3)]
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        await store.checkpoint(thread_id, whole, run_of(thread_id))
+        await store.force_flush(thread_id, timeout_s=20)
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        mine.late = 2
+        assert await store.load_messages(thread_id) == whole
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        mine.late = 10**6
+        with pytest.raises(ReadNotFresh, match="not from a replica"):
+            await store.load_messages(thread_id)
+        mine.late = 0
+        assert await store.load_messages(thread_id) == whole
+
+
+async def test_an_apps_store_that_hangs_holds_up_no_list_or_run(deployment: Deployment, app_dsn: str) -> None:
+    """Regression: these reads waited for as long as the store did."""
+
+    class Hangs(HelpdeskStore):
+        hangs = False
+
+        async def query_threads(self, *args: Any, **options: Any) -> Any:
+            return await (asyncio.Event().wait() if self.hangs else super().query_threads(*args, **options))
+
+        async def load_run(self, run_id: str) -> Run | None:
+            if self.hangs:
+                await asyncio.Event().wait()
+            return await super().load_run(run_id)
+
+    async with (
+        Hangs(app_dsn) as mine,
+        deployment.store(mine, postgres=app_dsn, schema=deployment.name, read_timeout_s=0.5) as store,
+    ):
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush(thread_id, timeout_s=20)
+        mine.hangs = True
+        for level in (Consistency.EVENTUAL, Consistency.STRONG):
+            with pytest.raises((StoreUnavailable, ReadNotFresh)):
+                await asyncio.wait_for(store.query_threads(consistency=level), 20)
+            with pytest.raises((StoreUnavailable, ReadNotFresh)):
+                await asyncio.wait_for(store.load_run("another", consistency=level), 20)
 
 
 def test_every_check_runs_on_the_least_store_or_says_what_it_needs() -> None:

@@ -27,7 +27,7 @@ A store that cannot do all of it names what it can, a set of `Capability`: ``[c 
 A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); it
 refuses calls that need more with ConfigError. A store whose columns hold only JSON lacks ANY_VALUE, too: an entry with
 another value is acknowledged, then refused by Postgres at the flush and parked in quarantine. So an app with such
-columns keeps to what JSON has.
+columns keeps to what JSON has. Use columns of type json: jsonb makes integers of large floats.
 
 `LEDGER_CHECKS`, `LOG_CHECKS` and `SHARED_STATE_CHECKS` are for a backend of the buffer itself: each takes a `Ledgers`,
 or a `Logs`.

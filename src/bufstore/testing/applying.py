@@ -97,6 +97,18 @@ async def a_batch_is_applied(applier: Applier) -> None:
 
 
 @_check()
+async def numbers_come_back_as_they_were(applier: Applier) -> None:
+    """A column of type jsonb makes an integer of a large float, which may have more digits than bufstore takes."""
+    thread_id = fresh()
+    messages = [{"n": n} for n in (6.02e23, 1e17, -0.0, 0.1, 3.0, 2**53 + 1, 2**64 - 1, -(2**63), 0, True)]
+    run = run_of(thread_id, input=messages)
+    await applier.apply([change(thread_id, 0, messages, run)])
+    assert list(map(repr, await applier.messages(thread_id) or [])) == list(map(repr, messages))
+    saved = await applier.store.load_run(run.run_id)
+    assert repr(saved.input) == repr(messages)
+
+
+@_check()
 async def a_thread_becomes_shorter_and_longer_again(applier: Applier) -> None:
     thread_id = fresh()
     run = run_of(thread_id)

@@ -25,7 +25,6 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
-from bufstore.tasks import own_cancels_only
 from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.message_pages import LAST, check_range, message_page, of_list
 from bufstore.threads.protocol import Queryable, WrappableStore
@@ -44,6 +43,7 @@ from bufstore.threads.queries import (
     read_position,
     record_of,
 )
+from bufstore.threads.store_answers import answered
 from bufstore.types import Consistency, check_id
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class BufferedLists:
 
             async def page_of() -> MessagePage:
                 marked = _marked(thread_id, await self._row(thread_id))
-                page = await store.query_messages(thread_id, query, limit=limit, cursor=cursor)
+                page = await self._stored(store.query_messages(thread_id, query, limit=limit, cursor=cursor))
                 return msgspec.structs.replace(page, quarantined=marked)
 
             return await self._behind(level, thread_id, page_of)
@@ -104,10 +104,10 @@ class BufferedLists:
         async def page_of() -> RunPage:
             if query.thread_id is not None:
                 marked = _marked(query.thread_id, await self._row(query.thread_id))
-                page = await store.query_runs(query, limit=limit, cursor=cursor)
+                page = await self._stored(store.query_runs(query, limit=limit, cursor=cursor))
                 return msgspec.structs.replace(page, quarantined=marked)
             broken = await self._asked(self._lanes.broken())
-            page = await store.query_runs(query, limit=limit, cursor=cursor)
+            page = await self._stored(store.query_runs(query, limit=limit, cursor=cursor))
             return msgspec.structs.replace(page, quarantined=broken.intersection(r.thread_id for r in page.runs))
 
         return await self._behind(level, query.thread_id, page_of)
@@ -121,7 +121,7 @@ class BufferedLists:
 
         async def page_of() -> ThreadPage:
             broken = await self._asked(self._lanes.broken())
-            page = await store.query_threads(query, limit=limit, cursor=cursor)
+            page = await self._stored(store.query_threads(query, limit=limit, cursor=cursor))
             return msgspec.structs.replace(page, quarantined=broken.intersection(t.thread_id for t in page.threads))
 
         return await self._behind(level, None, page_of)
@@ -141,9 +141,12 @@ class BufferedLists:
             since = (await self._row(thread_id)).broken_since if level is not Consistency.EVENTUAL else None
             if since is not None:
                 raise ThreadQuarantined(thread_id, since)
-            return await ask()
+            return await self._stored(ask())
 
         return await self._behind(level, thread_id, checked)
+
+    async def _stored(self, answer: Awaitable[T]) -> T:
+        return await answered(answer, self._config.read_timeout_s)
 
     async def _row(self, thread_id: str) -> Watermark:
         return await self._asked(self._lanes.of(thread_id).ledger.watermark(thread_id))
@@ -158,20 +161,15 @@ class BufferedLists:
 
     async def _behind(self, level: Consistency, thread_id: str | None, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what `ask` finds once everything that the log holds now (of the thread) is flushed."""
-
-        async def asked() -> T:
-            with own_cancels_only():
-                return await ask()
-
         if level is Consistency.EVENTUAL:
-            return await asked()
+            return await ask()
 
         async def flushed() -> T:
             try:
                 await self._lanes.force_flush(thread_id, timeout_s=self._config.read_timeout_s)
             except (FlushTimeout, LogUnavailable) as e:
                 raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
-            return await asked()
+            return await ask()
 
         return await self._lanes.same_postgres.within(flushed)
 

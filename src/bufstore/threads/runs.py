@@ -11,11 +11,11 @@ from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNot
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.newest import Newest
-from bufstore.tasks import own_cancels_only
 from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
+from bufstore.threads.store_answers import answered
 from bufstore.types import Consistency, Quarantined
 
 
@@ -109,8 +109,7 @@ class Runs:
         return run.thread_id if run is not None else None
 
     async def _stored(self, run_id: str) -> Run | None:
-        with own_cancels_only():
-            return await self._store.load_run(run_id)
+        return await answered(self._store.load_run(run_id), self._config.read_timeout_s)
 
     async def _flushed_run(self, run_id: str) -> Run | None:
         await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)

@@ -6,10 +6,11 @@ import asyncio
 
 import msgspec
 
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.ports.ledger import Ledger
-from bufstore.errors import ReadNotFresh
+from bufstore.errors import InvalidRecord, ReadNotFresh, StoreMisconfigured
 from bufstore.tasks import own_cancels_only
-from bufstore.threads.model import encode_messages, encode_run, encode_value
+from bufstore.threads.model import Checkpoint, encode_messages, encode_run, encode_value
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
 
@@ -32,20 +33,16 @@ class ComparingReader:
             with own_cancels_only():
                 found = await self._store.load_checkpoint(thread_id)
             after = await self._ledger.watermark(thread_id)
-            if after == watermark:
-                if found is None:
-                    return ThreadState(watermark=watermark)
-                if not watermark.flushed_seq:
-                    watermark = msgspec.structs.replace(watermark, version=len(found.messages))
-                return ThreadState(
-                    watermark=watermark,
-                    thread=found.thread,
-                    messages=encode_messages(found.messages),
-                    latest_run=encode_run(found.latest_run) if found.latest_run is not None else None,
-                    state=encode_value(found.state, "thread state") if found.state is not None else None,
-                )
+            if after == watermark and not _is_another(found, watermark):
+                return _state(thread_id, found, watermark)
             watermark = after
             await asyncio.sleep(0.01 * attempt)  # the thread was flushed during this try: let a window pass
+        if _is_another(found, watermark):
+            count = len(found.messages) if found is not None else 0
+            raise ReadNotFresh(
+                f"thread {thread_id!r}: the store shows {count} messages where {watermark.version} are flushed; it "
+                "must read where it is written, not from a replica, and nothing else may change the rows"
+            )
         raise ReadNotFresh(
             f"thread {thread_id!r} could not be read: a flush interrupted each of {_TRIES} attempts; read again"
         )
@@ -53,3 +50,26 @@ class ComparingReader:
     async def answers(self) -> None:
         with own_cancels_only():
             await self._store.load_run(PROBE)
+
+
+def _is_another(found: Checkpoint | None, watermark: Watermark) -> bool:
+    """Whether a store shows another state than the flushed one; of a thread without rows nobody can tell."""
+    return found is not None and watermark.flushed_seq > 0 and len(found.messages) != watermark.version
+
+
+def _state(thread_id: str, found: Checkpoint | None, watermark: Watermark) -> ThreadState:
+    if found is None:
+        return ThreadState(watermark=watermark)
+    if not watermark.flushed_seq:
+        watermark = msgspec.structs.replace(watermark, version=len(found.messages))
+    try:
+        return ThreadState(
+            watermark=watermark,
+            thread=found.thread,
+            messages=encode_messages(found.messages),
+            latest_run=encode_run(found.latest_run) if found.latest_run is not None else None,
+            state=encode_value(found.state, "thread state") if found.state is not None else None,
+        )
+    except InvalidRecord as e:
+        # It was checked when it was written, so the store's columns have changed it (a jsonb number, say).
+        raise StoreMisconfigured(f"thread {thread_id!r}: the store returns what was not written to it: {e}") from e

@@ -15,6 +15,7 @@ from psycopg import AsyncConnection, AsyncRawCursor
 from psycopg.adapt import Dumper
 from psycopg.errors import InvalidBinaryRepresentation
 from psycopg.pq import ExecStatus, Format
+from psycopg.rows import tuple_row
 
 #: About how many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
 STATEMENT_BYTES = 16 << 20
@@ -67,7 +68,8 @@ class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):
     """A cursor for our ``.sql`` files: ``$1`` placeholders, and arrays among the parameters."""
 
     def __init__(self, connection: AsyncConnection[Any]) -> None:
-        super().__init__(connection)
+        # Whatever the connection's rows are by default: an app's `apply` may have chosen others for its own.
+        super().__init__(connection, row_factory=tuple_row)
         # Registered here and not on the connection, which may be the caller's.
         self.adapters.register_dumper(Array, _ArrayDumper)
 

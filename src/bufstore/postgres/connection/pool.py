@@ -17,7 +17,7 @@ from typing import Any, Self
 import psycopg
 from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
 from psycopg.pq import TransactionStatus
-from psycopg.rows import TupleRow
+from psycopg.rows import TupleRow, tuple_row
 from psycopg.waiting import Ready, Wait
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
@@ -296,7 +296,8 @@ class Pool(AsyncConnectionPool[_Connection]):
         be lost behind a pooler, which also refuses a setting that comes with the connection.
         """
         if connection.single is None:
-            found = await (await connection.execute("SHOW default_transaction_isolation")).fetchone()
+            cursor = connection.cursor(row_factory=tuple_row)
+            found = await (await cursor.execute("SHOW default_transaction_isolation")).fetchone()
             connection.single = found == ("read committed",)
         if connection.autocommit is not connection.single:
             await connection.set_autocommit(connection.single)

@@ -9,11 +9,12 @@ from typing import Any
 
 import psycopg
 from psycopg import AsyncConnection
+from psycopg.pq import TransactionStatus
 
 from bufstore.buffer.domain import Applies
 from bufstore.buffer.flush.verdict import verdict, verdict_of_app
 from bufstore.buffer.ports.ledger import FlushFailed
-from bufstore.errors import StoreUnavailable
+from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.errors import is_lost
 from bufstore.tasks import own_cancels_only
 
@@ -33,7 +34,7 @@ def flush_errors(*, of_batch: bool = False) -> Iterator[None]:
 
 
 async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
-    """Have the store write the batch. Raises FlushFailed."""
+    """Have the store write the batch. Raises FlushFailed, and StoreMisconfigured if it ends the transaction."""
     try:
         with flush_errors(of_batch=True), own_cancels_only():
             await target.apply(connection, batch)
@@ -44,6 +45,11 @@ async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], ba
             raise
         # The app's own code failed, or psycopg refuses a value: that may delay only the threads that it fails on.
         raise FlushFailed(f"the store's apply() raised {type(e).__name__}", verdict_of_app(e)) from e
+    if connection.info.transaction_status is TransactionStatus.IDLE:
+        # What follows would be committed alone: the watermarks, without the rows that were rolled back.
+        raise StoreMisconfigured(
+            "the store's apply() has ended the flush's transaction, by COMMIT or ROLLBACK as SQL: use savepoints there"
+        )
 
 
 async def probe_batch(
