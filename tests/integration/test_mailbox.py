@@ -26,7 +26,7 @@ from bufstore.mailbox import (
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.mailbox.store import MailboxStore
-from bufstore.notify import PostgresNotifier
+from bufstore.notify import MemoryNotifier, PostgresNotifier
 from bufstore.testing import Check
 from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 from helpers import eventually, fresh, query
@@ -357,6 +357,30 @@ async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> No
         assert not await listens()
     for notifier in notifiers:
         await notifier.aclose()
+
+
+async def test_who_pulls_no_more_takes_no_call_from_others(on_postgres: Mailboxes) -> None:
+    """Regression: beside an instance whose worker was closed, every other dispatch waited for the next poll."""
+    notifier = MemoryNotifier()
+    dsn = on_postgres.servers.postgres.dsn
+    stores = [PostgresMailboxStore(dsn, schema=on_postgres.name, pool_size=2, notifier=notifier) for _ in range(2)]
+    async with stores[0] as a, stores[1] as b:
+
+        async def listens(store: MailboxStore) -> bool:
+            return isinstance(store.backend, PostgresBackend) and store.backend._idle.listening
+
+        first = asyncio.create_task(a.pull_signals(timeout_s=60))
+        await eventually(lambda: listens(a))
+        second = asyncio.create_task(b.pull_signals(timeout_s=60))
+        await eventually(lambda: listens(b))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert not await listens(a)
+        began = time.monotonic()
+        await b.enqueue("t")
+        assert [s.thread_id for s in await second] == ["t"]
+        assert time.monotonic() - began < 30
+    await notifier.aclose()
 
 
 async def test_a_live_delivery_without_an_answer_is_enqueued_and_marked(on_nats: Mailboxes) -> None:

@@ -17,6 +17,7 @@ from nats.js.api import KeyValueConfig
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from bufstore import ConfigError
 from bufstore.embedded import NatsServer, PostgresServer, RedisServer, Servers
@@ -376,6 +377,27 @@ async def test_a_redis_that_answers_is_not_taken_for_silent(redis_server: RedisS
         await listening.listen()
         await asyncio.sleep(7.5)  # two quiet periods, in which the notifier asks and is answered
         assert (notifier.statistics().restored, listening.heard) == (0, [])
+
+
+async def test_a_redis_client_that_decodes_answers_is_taken_for_no_lost_connection(
+    redis_server: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: such a client shows the answer to a ping as {'type': 'P', …}, which was taken for a confirmation."""
+    answers: list[Any] = []
+    get_message = PubSub.get_message
+
+    async def noted(self: PubSub, *args: Any, **options: Any) -> Any:
+        answers.append(await get_message(self, *args, **options))
+        return answers[-1]
+
+    monkeypatch.setattr(PubSub, "get_message", noted)
+    async with (
+        Redis.from_url(redis_server.url, decode_responses=True) as mine,
+        await RedisNotifier.open(mine, prefix=prefix, timeout_s=10, quiet_s=0.05) as notifier,
+    ):
+        await Listening(notifier).listen()
+        await eventually(lambda: _true(len([a for a in answers if a is not None]) > 5))
+        assert notifier.statistics().restored == 0
 
 
 async def test_redis_that_refuses_says_so(redis_server: RedisServer, prefix: str) -> None:

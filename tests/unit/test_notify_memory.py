@@ -7,6 +7,7 @@ import gc
 import random
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import _BIAS, granted
 from bufstore.notify.payload import channel, check_prefix, hint_key, pack, unpack
 from bufstore.notify.protocol import Event
+from bufstore.notify.subscription import HealingBroker
 from helpers import eventually
+from unit.fake_log import run
 
 
 def test_the_payload_is_split_at_the_first_colon() -> None:
@@ -310,6 +313,53 @@ async def test_who_is_called_and_cancelled_passes_the_call_on() -> None:
         async with asyncio.timeout(5):
             assert await second
         assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+
+
+async def test_who_is_called_and_cancelled_at_any_moment_passes_the_call_on() -> None:
+    """Regression: a call was lost if its worker was cancelled just while it stopped listening."""
+    for turns in range(12):
+        async with MemoryNotifier() as notifier:
+            first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+            await eventually(lambda notifier=notifier: _listening(notifier, 1))
+            await notifier.notify_scheduled("k")
+            second = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            first.cancel()
+            (took,) = await asyncio.gather(first, return_exceptions=True)
+            if took is not True:
+                async with asyncio.timeout(5):
+                    assert await second
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+
+
+def test_a_server_that_hangs_up_at_once_is_not_asked_as_fast_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: each time, everybody was told to look."""
+
+    class Gone:
+        async def next(self) -> None:
+            raise OSError("gone")
+
+        async def aclose(self) -> None: ...
+
+    class Hangs(HealingBroker):
+        made = 0
+
+        async def _attach(self) -> Any:
+            self.made += 1
+            return Gone()
+
+    async def main() -> None:
+        broker = Hangs("test")
+        teardown = await broker.subscribe(Event.SCHEDULED, lambda _: None)
+        await asyncio.sleep(60)
+        await teardown()
+        await broker.aclose()
+        assert 10 < broker.made < 60
+
+    run(main())
+    assert len(caplog.records) < 5
 
 
 async def test_who_is_idle_is_called_before_who_was_called_just_now() -> None:

@@ -78,6 +78,8 @@ class PostgresBackend(Backend):
         self._offset_ms = 0
         self._open = False
         self._takes = Takes()
+        #: How many calls wait for signals.
+        self._pulls = 0
 
     async def open(self) -> None:
         if self._owns_pool:
@@ -282,7 +284,19 @@ class PostgresBackend(Backend):
         return bool(await self._run("sweeps", interval_s / 2))
 
     async def signals(self, limit: int, timeout_s: float) -> list[Signal]:
-        deadline = time.monotonic() + timeout_s
+        self._pulls += 1
+        try:
+            return await self._signals(limit, time.monotonic() + timeout_s)
+        except asyncio.CancelledError:
+            if self._pulls == 1:  # the worker ends: it must not take calls that are meant for one worker
+                await self._idle.end()
+                if self._news.is_set():
+                    self._tell()
+            raise
+        finally:
+            self._pulls -= 1
+
+    async def _signals(self, limit: int, deadline: float) -> list[Signal]:
         while True:
             self._news.clear()
             rows = await self._pull(limit)

@@ -95,10 +95,15 @@ async def wait_for_work(
         worth = not (stopping and stopping.is_set())
         return worth
     finally:
-        await idle.end()
-        if not worth:
-            for kind in scheduled:  # the call went to this worker only, which stops or is cancelled: tell another
-                await notifier.notify_scheduled(kind)
+        try:
+            await idle.end()
+        except asyncio.CancelledError:
+            worth = False
+            raise
+        finally:
+            if not worth:
+                for kind in scheduled:  # the call went to this worker only, which stops or is cancelled: tell another
+                    await notifier.notify_scheduled(kind)
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import psycopg
 from psycopg import AsyncConnection, sql
+from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
@@ -173,11 +174,9 @@ class _Source:
                 await self._pool.putconn(self._connection)
 
     async def _check(self) -> None:
-        cursor = await self._connection.execute("SELECT pg_listening_channels()")
-        heard = {
-            row[0] if not isinstance(row, dict) else row["pg_listening_channels"] for row in await cursor.fetchall()
-        }
-        if not heard >= self._events.keys():
+        cursor = self._connection.cursor(row_factory=tuple_row)  # an app's pool may have another
+        await cursor.execute("SELECT pg_listening_channels()")
+        if not {row[0] for row in await cursor.fetchall()} >= self._events.keys():
             raise NotifyUnavailable(
                 "the connection lost its LISTEN registration; behind a pooler in transaction mode, pass `listen`"
             )

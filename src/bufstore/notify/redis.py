@@ -151,8 +151,8 @@ class _Source:
             self._asked = True
             return None
         self._asked = False
-        if message["type"] == "pong":
-            return None
+        if message["type"] not in {"message", "subscribe"}:
+            return None  # a pong, which redis-py mistakes for something else where the app's client decodes responses
         if message["type"] == "subscribe":
             self._to_confirm = (self._to_confirm or len(self._channels)) - 1
         return message

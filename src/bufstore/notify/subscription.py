@@ -6,6 +6,7 @@ something.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from bufstore.jetstream.short_lives import ShortLives
 from bufstore.notify.broker import Broker, Teardown
 from bufstore.notify.listener import SharedListener
 from bufstore.notify.protocol import Event
@@ -68,7 +70,9 @@ class HealingBroker(Broker):
         return teardown
 
     async def _run(self, source: Source, deliver: Callable[[Heard], None]) -> None:
+        loop, lives = asyncio.get_running_loop(), ShortLives()
         while True:
+            lives.made(loop.time())
             try:
                 while True:
                     heard = await source.next()
@@ -77,7 +81,10 @@ class HealingBroker(Broker):
                     else:
                         self._tell_restored()
             except Exception as e:
-                _log.warning(
+                # A server that accepts and hangs up at once would have everybody look again, as fast as it can.
+                pause_s, news = lives.ended(loop.time(), type(e).__name__)
+                _log.log(
+                    logging.WARNING if news else logging.DEBUG,
                     "%s: lost the connection; reconnecting: %s",
                     self._name,
                     type(e).__name__,
@@ -86,12 +93,15 @@ class HealingBroker(Broker):
             finally:
                 with contextlib.suppress(Exception):
                     await source.aclose()
+            await asyncio.sleep(pause_s)
             async for attempt in AsyncRetrying(
                 wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(Exception)
             ):
                 with attempt:
                     source = await self._attach()
-            _log.info("%s: reconnected", self._name, extra={"action": "notify_back"})
+            _log.log(
+                logging.INFO if news else logging.DEBUG, "%s: reconnected", self._name, extra={"action": "notify_back"}
+            )
             self._tell_restored()
 
     def _tell_restored(self) -> None:
