@@ -216,7 +216,7 @@ def test_a_thread_that_exists_is_an_error_unless_overwritten(made: Deployment) -
     again = lines_of([(new, ["n"]), (old, ["A"])])
     result = bufstore_cli("import", "-", "--json", stdin=again, **where(made))
     assert (result.code, result.json["threads"], result.json["bad_lines"]) == (1, 1, 1)
-    assert result.err.startswith(f"line 2: thread {old!r} exists")
+    assert result.err.startswith(f"line 2: thread {old!r} exists with 3 messages, and the line has 1 ")
     assert stored(made, old, new) == [["a", "b", "c"], ["n"]]
     result = bufstore_cli("import", "-", "--json", "--overwrite", stdin=again, **where(made))
     assert (result.code, result.json["threads"], result.json["bad_lines"]) == (0, 2, 0), result

@@ -103,3 +103,11 @@ def test_overlapping_is_that_any_two_hold_the_same_sequence(ranges: list[tuple[i
     found = [manifest(start, start + length, created=created) for start, length, created in ranges]
     held = [(m.created, n) for m in found for n in range(m.start, m.end)]
     assert overlapping(found) == (len(held) != len(set(held)))
+
+
+def test_ranges_that_the_table_still_needs_stay() -> None:
+    """Regression: the table had a hole, and the entries behind it were shown as parked."""
+    there = [msgspec.structs.replace(manifest(n, n + 10), newest_us=1, read_us=1) for n in (0, 10, 20, 30)]
+    assert [m.start for m in removable(there, 0, 5)] == [0, 10, 20], "the last stays"
+    assert [m.start for m in removable(there, 0, 5, 10)] == [0]
+    assert [m.start for m in removable(there, 0, 5, 25)] == [0, 10]

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import ConfigError
-from bufstore.spark.sink.settled import NO_POSITION, RowKey, Settled, pack, position_of, settled_after, summed, unpack
+from bufstore.spark.sink.checkpoint_rows import UNREADABLE
+from bufstore.spark.sink.settled import (
+    NO_POSITION,
+    ROW,
+    THREAD,
+    RowKey,
+    Settled,
+    pack,
+    position_of,
+    settled_after,
+    summed,
+    unpack,
+)
+from bufstore.spark.sink.spark_ledger import row_key
 
 keys = st.builds(RowKey, st.integers(0, 3), st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 99))
 
@@ -77,3 +91,12 @@ def test_a_null_is_not_an_empty_text() -> None:
     other = {"thread_id": "", "messages": ["1"], "delta": None}
     assert summed(row).keys() == summed(other).keys()
     assert not set(summed(row).values()) & set(summed(other).values())
+
+
+def test_a_row_that_cannot_be_read_is_never_taken_for_another_threads() -> None:
+    """Regression: what is shown of an id's bad bytes may be another thread's id, whose rows were then skipped."""
+    good: dict[str, Any] = {"thread_id": r"k\xff", THREAD: b"1", ROW: b"a"}
+    bad = [good | {THREAD: thread, UNREADABLE: "not UTF-8"} for thread in (b"2", b"3")]
+    keys = [row_key("app", 1, row, 0) for row in (good, *bad)]
+    assert len(set(keys)) == 3
+    assert keys == [row_key("app", 1, row, 0) for row in (good, *bad)]

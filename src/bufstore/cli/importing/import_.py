@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 import click
@@ -78,7 +78,9 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     the buffer, and every message of every acknowledged checkpoint is compared with the input.
 
     A bad line is reported by its number and skipped. So is one whose thread exists, in the store or earlier in the
-    file, unless --overwrite. When a line was skipped, or the input is damaged, the exit code is 1.
+    file, unless --overwrite. When a line was skipped, or the input is damaged, the exit code is 1. An import that was
+    interrupted leaves a part of some threads: they are reported with the number of their messages; run it again with
+    --overwrite.
 
     "lost" counts acknowledged checkpoints whose message Postgres does not have; "mismatched" counts messages that
     Postgres has and that are not exactly the input's (also any beyond its end); one of either makes the exit code 1.
@@ -222,17 +224,20 @@ class Importer:
                     self._following[line.thread_id] = deque()
                     yield line
 
-    async def _taken(self, batch: Iterable[Line | BadLine]) -> set[str]:
+    async def _taken(self, batch: Iterable[Line | BadLine]) -> Mapping[str, int]:
         ids = [line.thread_id for line in batch if isinstance(line, Line)]
-        return await _existing(self._plain, ids) if ids and not self._overwrite else set()
+        return await _existing(self._plain, ids) if ids and not self._overwrite else {}
 
-    def _why_not(self, line: Line | BadLine, taken: set[str]) -> str:
+    def _why_not(self, line: Line | BadLine, taken: Mapping[str, int]) -> str:
         if isinstance(line, BadLine):
             return line.reason
         first = self.journal.begin(line.thread_id)
         if self._overwrite or (first and line.thread_id not in taken):
             return ""
-        where = "exists" if first else "stands in an earlier line"
+        where = "stands in an earlier line"
+        if first:  # an import that was interrupted leaves a part of some threads
+            found, given = taken[line.thread_id], len(line.messages)
+            where = "exists" if found == given else f"exists with {found} messages, and the line has {given}"
         return f"thread {line.thread_id!r} {where} (--overwrite replaces it)"
 
     async def _write(self, line: Line) -> None:
@@ -255,12 +260,15 @@ class Importer:
         del self._following[line.thread_id]
 
 
-async def _existing(store: PostgresThreadStore, thread_ids: Sequence[str]) -> set[str]:
-    """Return those of `thread_ids` that Postgres has, by one statement. Waits for a while if Postgres is away."""
+async def _existing(store: PostgresThreadStore, thread_ids: Sequence[str]) -> Mapping[str, int]:
+    """Return how many messages Postgres has of those of `thread_ids` that it has, by one statement.
+
+    Waits for a while if Postgres is away.
+    """
     retrying = AsyncRetrying(
         retry=retry_if_exception_type(StoreUnavailable),
         wait=wait_random_exponential(multiplier=0.1, max=2),
         stop=stop_after_delay(_PATIENCE_S),
         reraise=True,
     )
-    return set(await retrying(store.versions, thread_ids))
+    return await retrying(store.versions, thread_ids)

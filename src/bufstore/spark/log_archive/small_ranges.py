@@ -47,15 +47,20 @@ def to_merge(manifests: Sequence[Manifest], messages: int) -> list[list[Manifest
     return [run for run in [*found, run] if len(run) > 1]
 
 
-def removable(manifests: Sequence[Manifest], settled_us: int, before_us: int = 0) -> list[Manifest]:
+def removable(
+    manifests: Sequence[Manifest], settled_us: int, before_us: int = 0, tabulated: int | None = None
+) -> list[Manifest]:
     """Return the ranges of which others were made before `settled_us`, and those whose messages were all stored before
     `before_us`, in the order in which to remove them. Times are in microseconds of Unix time.
+
+    `tabulated`: the sequence before which everything is in the table, which needs what is behind; None: there is none.
     """
     merged = {name for m in manifests if m.merged_us < settled_us for name in m.merged}
     # Ranges that an interrupted removal leaves must not count again: so a range that names others goes after those.
     replaced = sorted((m for m in manifests if m.name in merged), key=lambda m: m.merged_us)
     # Old ranges that do not count go, too: they would count again without the range that was made of them.
-    return replaced + expired([m for m in manifests if m.name not in merged], before_us)
+    old = expired([m for m in manifests if m.name not in merged], before_us)
+    return replaced + [m for m in old if tabulated is None or m.end <= tabulated]
 
 
 def merge_small(spark: SparkSession, path: str, messages: int) -> int:

@@ -154,7 +154,8 @@ def expire(
     stored before `before`; with `ranges`, also ranges whose messages all were, and were archived before it. Returns how
     many were removed.
 
-    The last part and the last range stay. Entries of removed ranges cannot be restored any more. Raises ConfigError
+    The last part and the last range stay, and ranges that the table does not have yet, if there is a table. Entries of
+    removed ranges cannot be restored any more. Raises ConfigError
     when `before` has no offset, and on Spark Connect, which cannot remove files.
     """
     if before is not None and before.tzinfo is None:
@@ -171,7 +172,12 @@ def expire(
     for part in gone:  # the manifest first: without it the part does not count
         _remove(context, f"{path}/tables/manifests/{part.name}")
         _remove(context, f"{path}/tables/entries/part={part.name}")
-    old = removable(all_manifests_of(spark, path), settled, us_of(before) if ranges and before is not None else 0)
+    old = removable(
+        all_manifests_of(spark, path),
+        settled,
+        us_of(before) if ranges and before is not None else 0,
+        _end(parts) if parts else None,
+    )
     for manifest in old:
         _remove(context, f"{path}/manifests/{manifest.name}")
         _remove(context, f"{path}/ranges/{manifest.name}")

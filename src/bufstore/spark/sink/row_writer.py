@@ -31,7 +31,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import BackfillWriter, NeedLog, Prepared, prepare
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of
 from bufstore.spark.sink.in_flight import InFlight
-from bufstore.spark.sink.lines import Line, Row, SetAside, line_of, shown
+from bufstore.spark.sink.lines import Line, Row, SetAside, line_of
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
@@ -227,7 +227,7 @@ class _Task:
         return threads
 
     def _line(self, rank: int, row: Row) -> Line:
-        if row_key(self._config.app_id, self._batch_id, row["thread_id"], rank) in self._set_aside:
+        if row_key(self._config.app_id, self._batch_id, row, rank) in self._set_aside:
             # A replay may have written the row by now, or the row has become good meanwhile and is replayed later.
             return Line(rank, row, SetAside("an earlier try of the batch has set this row aside"))
         return line_of(rank, row)
@@ -380,8 +380,8 @@ class _Task:
             self._leave([line])
         else:
             try:
-                name, row = self._config.app_id, shown(line.row)
-                await opened.ledger.quarantine(name, self._batch_id, line.rank, row, str(error))
+                name = self._config.app_id
+                await opened.ledger.quarantine(name, self._batch_id, line.rank, line.row, str(error))
             except StoreUnavailable as e:
                 return e
         todo.lines = todo.lines[1:]

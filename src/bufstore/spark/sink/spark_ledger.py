@@ -13,7 +13,10 @@ import msgspec
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.spark.sink.checkpoint_rows import UNREADABLE
+from bufstore.spark.sink.lines import shown
 from bufstore.spark.sink.parts import Part
+from bufstore.spark.sink.settled import THREAD
 
 FOLDER = files("bufstore.spark") / "sql"
 _TIMEOUT_S = 30.0
@@ -105,10 +108,11 @@ class SparkLedger:
 
         `batch_id`: None for a batch without a number, whose rows cannot be told from those of another batch.
         """
+        key = row_key(app_id, batch_id, row, rank) if batch_id is not None else os.urandom(16)
+        row = shown(row)
         text = msgspec.json.encode(row, enc_hook=str).decode()
         thread_id = row["thread_id"]
         numbered = batch_id is not None
-        key = row_key(app_id, batch_id, thread_id, rank) if numbered else os.urandom(16)
         await self._fetch(
             "quarantine",
             app_id,
@@ -130,9 +134,12 @@ class SparkLedger:
             return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
-def row_key(app_id: str, batch_id: int | None, thread_id: str | None, rank: int) -> bytes:
+def row_key(app_id: str, batch_id: int | None, row: Mapping[str, Any], rank: int) -> bytes:
     """Return a row's key, made of its place among its thread's rows in the batch: the same for each try."""
-    return blake2b(msgspec.json.encode((app_id, batch_id, thread_id, rank)), digest_size=16).digest()
+    of: tuple[Any, ...] = (app_id, batch_id, row["thread_id"], rank)
+    if UNREADABLE in row:  # what is shown of its bytes may be another thread's id
+        of += (row.get(THREAD),)
+    return blake2b(msgspec.json.encode(of), digest_size=16).digest()
 
 
 def shown_thread(thread_id: str | None) -> str:
