@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 
 from bufstore import BufferConfig, LogConfig, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.chain import Watermark
@@ -491,6 +492,43 @@ def test_nothing_is_written_behind_what_was_read_before_others_went_on(writer: s
         await asyncio.sleep(60)
         assert await _values(one) == {"a": [3 if not refused else 1 if writer == "nobody" else 2]}
         assert await one.engine.buffer.quarantine.page(after=0, limit=1) == []
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("history", ["all", "latest"])
+def test_what_a_process_carries_is_what_it_has_read(history: Any) -> None:
+    """Regression: a process that lacks a class carried what it had made of the value, under the value's version."""
+
+    class Lacks(JsonPlusSerializer):
+        def loads_typed(self, data: tuple[str, bytes]) -> Any:
+            return ["not", "the", "value"] if data[0] == "msgpack" else super().loads_typed(data)
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        store.history = history
+        one = await _opened(store, nats)
+        other = await AsyncBufferedSaver.open(store, nats=nats, config=CONFIG, serde=Lacks())
+        values: Any = {"a": {"the": "value"}, "b": 1}
+        at = await one.aput(config("t"), checkpoint({"a": "1", "b": "1"}, values), META, {"a": "1", "b": "1"})
+        await one.force_flush()
+        found = await other.aget_tuple(config("t"))
+        assert found is not None
+        assert found.checkpoint["channel_values"]["a"] == ["not", "the", "value"]
+        lane, puts = other.engine.of("t"), list[Any]()
+        append = lane.append
+
+        async def appended(thread_id: str, operation: Any, **options: Any) -> Any:
+            puts.append(operation)
+            return await append(thread_id, operation, **options)
+
+        lane.append = appended  # type: ignore[method-assign]
+        goes_on: Any = found.checkpoint["channel_values"] | {"b": 2}
+        await other.aput(at, checkpoint({"a": "1", "b": "2"}, goes_on), META, {"b": "2"})
+        (carried,) = [blob for blob in puts[0].blobs if blob.channel == "a"]
+        assert JsonPlusSerializer().loads_typed((carried.type, carried.blob)) == {"the": "value"}
         await one.aclose()
         await other.aclose()
 

@@ -143,6 +143,10 @@ class CheckpointLane:
             # Its own values stay those of when the call began: the caller may have changed its objects by now.
             await self.append(thread_id, _filled(put, make(self._carry_bytes), changed), last=mine)
 
+    def rows_read(self, thread_id: str, ns: str, id_: str) -> Tables | None:
+        """Return the rows of a checkpoint as this process has read them, if it remembers them."""
+        return self._reads.rows_read(thread_id, ns, id_)
+
     @property
     def _carry_bytes(self) -> int:
         return _CARRY_BYTES if self._store.history == "all" else sys.maxsize

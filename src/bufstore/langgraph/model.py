@@ -220,6 +220,11 @@ class Tables:
         blobs = sum(len(b.blob or b"") for b in self.blobs.values())
         return 500 + rows + blobs + sum(len(w.blob) for w in self.writes.values())
 
+    def value(self, key: BlobKey) -> BlobRow | None:
+        """Return a blob that has a value; None if it is not among these rows."""
+        blob = self.blobs.get(key)
+        return blob if blob is not None and blob.blob is not None else None
+
     def latest(self, ns: str) -> CheckpointRow | None:
         """The namespace's newest checkpoint."""
         newest = max((key for key in self.checkpoints if key[0] == ns), default=None)

@@ -267,6 +267,14 @@ class CheckpointReads:
             self._recent.read(thread_id, ns, found, at, whole=state.new)
         return last, (tables, row) if row is not None else None
 
+    def rows_read(self, thread_id: str, ns: str, id_: str) -> Tables | None:
+        """Return the rows of a checkpoint as this process has read them, if it remembers them. No I/O."""
+        recent = self._recent.newest(thread_id, ns, id_, float("-inf"))
+        if recent is not None:
+            return recent.tables
+        read = (self._cache.get(thread_id, asked) for asked in ((ns, id_), (ns, None)))
+        return next((part.tables for part in read if part is not None and (ns, id_) in part.tables.checkpoints), None)
+
     def knows_of(self, thread_id: str) -> bool:
         """Whether Postgres has told of the thread, or this process has written to it, and not deleted it since.
 

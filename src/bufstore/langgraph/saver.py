@@ -193,7 +193,10 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         id_ = checkpoint["id"]
 
         def make(carry_bytes: int) -> Put:
-            return put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes)
+            read = lane.rows_read(thread_id, ns, parent) if carry_bytes and parent is not None else None
+            return put_of(
+                self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes, read=read
+            )
 
         await lane.put(thread_id, ns, parent, id_, new_versions, make)
         return config_of(thread_id, ns, id_)

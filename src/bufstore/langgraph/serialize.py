@@ -68,10 +68,13 @@ def put_of(
     new_versions: ChannelVersions,
     *,
     carry_bytes: int = 0,
+    read: Tables | None = None,
 ) -> Put:
     """Return the rows of a checkpoint; afterwards the caller may change its objects. `at`: the place of `config`.
 
-    `carry_bytes`: the values of channels that are not in `new_versions` come, too, if they are not larger than this.
+    `carry_bytes`: the values of channels that are not in `new_versions` come, too, if they are not larger than this:
+    as they stand in `read`, or else serialized anew. This process may lack a class, and have a value that was made
+    without it.
 
     None, str, int, float and bool stand in the checkpoint's row, other values in blobs. Raises InvalidId,
     InvalidRecord (what Postgres would refuse), and what the serializer raises.
@@ -92,7 +95,9 @@ def put_of(
             elif isinstance(value, _DeltaSnapshot):
                 carry_bytes = 0  # a snapshot stands in the history, so nothing is carried
             elif carry_bytes and channel in versions:
-                others.append(BlobRow(ns, channel, str(versions[channel]), *_dumped(serde, value)))
+                key = ns, channel, str(versions[channel])
+                kept = read.value(key) if read is not None else None
+                others.append(kept or BlobRow(*key, *_dumped(serde, value)))
     told = new_versions
     if carry_bytes and sum(len(blob.blob or b"") for blob in others) <= carry_bytes:
         blobs, told = [*blobs, *others], {**versions, **new_versions}
