@@ -140,7 +140,7 @@ async def test_nothing_is_lost_or_done_twice_when_a_leader_is_killed(opened: Ope
             completed[task.key].append(int(task.payload))
             await finish(task)
 
-        instance._finish = noted
+        instance._afterwards = instance._afterwards._replace(finish=noted)
 
     async def submit(n: int) -> None:
         for i in range(25):

@@ -411,7 +411,7 @@ async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatc
     async def dies(task: Task) -> None:
         """Stand for a process that ends between the write and the clean-up."""
 
-    monkeypatch.setattr(task, "_finish", dies)
+    monkeypatch.setattr(task, "_afterwards", task._afterwards._replace(finish=dies))
     await task.done()
     await task.done()  # the caller may repeat it
     await work.submit("a", b"2")
