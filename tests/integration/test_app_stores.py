@@ -19,6 +19,7 @@ from bufstore import (
     ConfigError,
     Consistency,
     NotFound,
+    PostgresThreadStore,
     Queryable,
     ReadNotFresh,
     Run,
@@ -31,6 +32,7 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from bufstore.testing import APPLY_CHECKS, CHECKS, EVERYTHING, Applier, Capability, Check
+from bufstore.testing.applying import change as change_of
 from conftest import Deployment
 from helpdesk_store import TABLES, HelpdeskStore
 from helpers import eventually, fresh, run_of, said
@@ -253,7 +255,9 @@ async def test_what_an_apps_store_does_to_its_connection_stays_there(deployment:
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(n) for n in range(3)]
 
 
-@pytest.mark.parametrize("statement", ["ROLLBACK", "COMMIT"])
+@pytest.mark.parametrize(
+    "statement", ["ROLLBACK", "COMMIT", "ROLLBACK; BEGIN", "ROLLBACK AND CHAIN", "ROLLBACK; SELECT 'no number'::int"]
+)
 async def test_a_flush_whose_transaction_an_apps_store_ends_moves_nothing(
     deployment: Deployment, app_dsn: str, statement: str
 ) -> None:
@@ -274,6 +278,58 @@ async def test_a_flush_whose_transaction_an_apps_store_ends_moves_nothing(
         await store.force_flush_all(timeout_s=20)
         for thread_id in (good, bad):
             assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
+
+
+@pytest.mark.parametrize("kind", ["ours", "an app's"])
+async def test_a_thread_from_before_the_buffer_keeps_its_messages_when_its_first_entry_is_discarded(
+    deployment: Deployment, app_dsn: str, kind: str
+) -> None:
+    """Regression: the next append was the thread's first message, and the others were gone."""
+    thread_id, before = fresh(), [said(n) for n in range(3)]
+    run = run_of(thread_id)
+    change = change_of(thread_id, 0, before, run)
+
+    async def refuses(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("SELECT 'no number'::int")
+
+    if kind == "ours":
+
+        class Refuses(PostgresThreadStore):
+            thread_id = ""
+
+            async def apply(self, connection: Any, batch: Sequence[ThreadChange]) -> None:
+                await super().apply(connection, batch)
+                if any(change.thread_id == self.thread_id for change in batch):
+                    await refuses(connection)
+
+        mine: Any = Refuses(app_dsn, schema=deployment.name)
+        again: Any = PostgresThreadStore(app_dsn, schema=deployment.name)
+        async with PostgresThreadStore(app_dsn, schema=deployment.name) as plain:
+            await plain.setup()
+            await plain.checkpoint(thread_id, before, run)
+    else:
+        mine = again = FailsOn(app_dsn, "", refuses)
+        await applier(mine, app_dsn).apply([change])
+    mine.thread_id = thread_id
+    async with deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store:
+        await store.checkpoint_append(thread_id, [said(3)], run)
+        await eventually(store.quarantined)
+        mine.thread_id = ""
+        with pytest.raises(ThreadQuarantined):
+            await store.load_messages(thread_id)
+        assert await store.load_messages(thread_id, quarantined="known") == before
+        await store.quarantine.discard([entry.seq for entry in await store.quarantine.page()])
+        assert await store.load_messages(thread_id) == before
+        receipt = await store.checkpoint_append(thread_id, [said(4)], run)
+        assert receipt.version == 4
+        await store.force_flush(thread_id, timeout_s=20)
+        assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [*before, said(4)]
+        assert await store.quarantined() == 0
+    async with deployment.store(again, postgres=app_dsn, schema=deployment.name) as store:
+        await store.checkpoint_append(thread_id, [said(5)], run)
+        await store.force_flush(thread_id, timeout_s=20)
+        shown = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+        assert shown == [*before, said(4), said(5)]
 
 
 async def test_an_apps_store_that_shows_what_was_before_is_asked_again(deployment: Deployment, app_dsn: str) -> None:

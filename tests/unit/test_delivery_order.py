@@ -166,7 +166,7 @@ def stored(
     ids=["empty", "junk", "deep", "trailing", "keeps too much", "wrong version", "negative", "huge"],
 )
 def test_a_payload_that_does_not_fit_is_poison(payload: Payload | bytes, version: int) -> None:
-    entry = stored(1, 77, payload, version=version)
+    entry = stored(1, 77, payload, prev=76, version=version)
     with pytest.raises(Inapplicable) as raised:
         coalesce(THREAD, 0, [entry])
     assert raised.value.entry_id == 77

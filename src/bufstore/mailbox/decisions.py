@@ -86,16 +86,6 @@ def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
     return _became(d, Status.CLAIMED, now_ms, token=token, **lease)
 
 
-def is_by(active: Dispatch | None, claiming: Claiming) -> bool:
-    """Whether this is the claim that `claiming` has asked for."""
-    return (
-        active is not None
-        and active.claimed_by == claiming.holder
-        and active.claimed_at_ms == claiming.now_ms
-        and active.lease_until_ms == claiming.lease_until_ms
-    )
-
-
 def claim(thread: MailboxThread, d: Dispatch, claiming: Claiming) -> Step:
     """Make `d` the active dispatch of the thread, which must be free; `d` must be queued and not stale."""
     assert thread.active is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -122,9 +122,10 @@ class Steps:
         """Decide a step, first on `known` if given, until one is written. None when `decide` finds nothing to do."""
         step_id = secrets.token_hex(8)
         sent: Step | None = None
+        sent_ends = 0
 
         async def attempt(unsure: bool) -> Done | None:
-            nonlocal sent, known
+            nonlocal sent, sent_ends, known
             thread, known = known, None
             if thread is None:
                 thread = await (load() if load is not None else self._backend.thread(thread_id))
@@ -144,9 +145,10 @@ class Steps:
                 raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now there is nothing left to do")
             if step is None:
                 return None
-            if unsure and sent is not None and _moved(step) != _moved(sent):
+            ends = _ends(thread, step)
+            if unsure and ends != sent_ends:
                 raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now it would end another claim")
-            sent = step
+            sent, sent_ends = step, ends
             return Done(await self.write(thread, step, step_id, now_ms), step)
 
         return await self.tried(attempt)
@@ -175,27 +177,35 @@ class Steps:
         self, thread: MailboxThread, queued: Sequence[Dispatch], now_ms: int
     ) -> tuple[MailboxThread, list[Dispatch]]:
         """Take superseded dispatches out of the queue; other instances may do so at the same time."""
-        step = decisions.supersede_stale(thread, _at_once(queued), now_ms)
-        if step is None:
-            return thread, []
-        try:
-            thread = await self.write(thread, step, secrets.token_hex(8), now_ms)
-        except Conflict:
-            return await self._backend.thread(thread.thread_id), []
-        self._counters.count("superseded", len(step.moves))
-        return thread, [move.after for move in step.moves if move.after is not None]
+        dropped: list[Dispatch] = []
+        for part in _parts(queued):
+            step = decisions.supersede_stale(thread, part, now_ms)
+            if step is None:
+                continue
+            try:
+                thread = await self.write(thread, step, secrets.token_hex(8), now_ms)
+            except Conflict:
+                return await self._backend.thread(thread.thread_id), dropped
+            self._counters.count("superseded", len(step.moves))
+            dropped += [move.after for move in step.moves if move.after is not None]
+        return thread, dropped
 
 
-def _at_once(queued: Sequence[Dispatch]) -> Sequence[Dispatch]:
-    """Return the first of these dispatches, as many as one write takes out; at least one."""
+def _parts(queued: Sequence[Dispatch]) -> Iterator[list[Dispatch]]:
+    """Return these dispatches in parts that one write takes out each."""
+    part: list[Dispatch] = []
     size = 0
-    for number, d in enumerate(queued[:AT_ONCE]):
-        size += len(d.payload) + len(d.result or b"")
-        if number and size > _BYTES_AT_ONCE:
-            return queued[:number]
-    return queued[:AT_ONCE]
+    for d in queued:
+        here = len(d.payload) + len(d.result or b"")
+        if part and (len(part) == AT_ONCE or size + here > _BYTES_AT_ONCE):
+            yield part
+            part, size = [], 0
+        part.append(d)
+        size += here
+    if part:
+        yield part
 
 
-def _moved(step: Step) -> list[tuple[str, int]]:
-    """Return which dispatches a step moves, and whose claim on them it ends."""
-    return [(m.after.dispatch_id, m.after.ended_by) for m in step.moves if m.after is not None]
+def _ends(thread: MailboxThread, step: Step) -> int:
+    """Return the token of the claim that the step ends; 0: it ends none."""
+    return thread.active.token if thread.active is not None and step.thread.active is None else 0

@@ -187,18 +187,17 @@ class MailboxStore:
         step_id = secrets.token_hex(8)
         again = False
 
-        async def attempt(unsure: bool) -> MailboxThread | None:
+        async def attempt(_: bool) -> MailboxThread | None:
             nonlocal again
-            if at_once and not unsure:
+            if at_once:
                 with suppress(InSteps):
                     return await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
             thread, head = await find()
-            if (again or unsure) and head is None and thread.step != step_id:
+            if again and head is None and thread.step != step_id:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was read.
                 thread = await self.backend.thread(thread_id)
             again = True
-            # An earlier attempt was stored, and its answer was lost; another step may have followed, an interrupt.
-            if thread.step == step_id or (unsure and decisions.is_by(thread.active, claiming)):
+            if thread.step == step_id:  # an earlier attempt was stored, and its answer was lost
                 return thread
             if thread.active is not None or head is None or is_stale(head, thread):
                 return None

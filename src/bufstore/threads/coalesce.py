@@ -13,8 +13,8 @@ from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payloa
 def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
     """The change that equals `entries` in order, on a thread of `version` messages.
 
-    A thread without a watermark may be in the store all the same. The writer of an entry with base NONE has looked
-    there, so the entry keeps exactly the messages that the store has.
+    A thread of which nothing is applied may be in the store all the same, from before the buffer. The writer of an
+    entry that builds on no other has looked there, so the entry keeps exactly the messages that the store has.
 
     Raises Inapplicable for the first entry that has no valid payload, keeps more messages than there are, or does not
     arrive at the version that its envelope names.
@@ -22,7 +22,7 @@ def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Th
     fold = Fold(thread_id, version)
     for stored in entries:
         payload = decoded(stored)
-        if stored is entries[0] and stored.entry.base is Base.NONE:
+        if stored is entries[0] and (stored.entry.base is Base.NONE or not stored.entry.prev_id):
             fold.begin_at(payload.keep)
         try:
             fold.add(payload, stored.seq, self_contained=stored.entry.self_contained)

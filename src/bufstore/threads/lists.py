@@ -146,7 +146,7 @@ class BufferedLists:
         return await self._behind(level, thread_id, checked)
 
     async def _stored(self, answer: Awaitable[T]) -> T:
-        return await answered(answer, self._config.read_timeout_s)
+        return await answered(self._store, answer, self._config.read_timeout_s)
 
     async def _row(self, thread_id: str) -> Watermark:
         return await self._asked(self._lanes.of(thread_id).ledger.watermark(thread_id))

@@ -109,7 +109,7 @@ class Runs:
         return run.thread_id if run is not None else None
 
     async def _stored(self, run_id: str) -> Run | None:
-        return await answered(self._store.load_run(run_id), self._config.read_timeout_s)
+        return await answered(self._store, self._store.load_run(run_id), self._config.read_timeout_s)
 
     async def _flushed_run(self, run_id: str) -> Run | None:
         await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)

@@ -33,11 +33,11 @@ class ComparingReader:
             with own_cancels_only():
                 found = await self._store.load_checkpoint(thread_id)
             after = await self._ledger.watermark(thread_id)
-            if after == watermark and not _is_another(found, watermark):
+            same, watermark = after == watermark, after
+            if same and not _is_another(found, watermark):
                 return _state(thread_id, found, watermark)
-            watermark = after
             await asyncio.sleep(0.01 * attempt)  # the thread was flushed during this try: let a window pass
-        if _is_another(found, watermark):
+        if same and _is_another(found, watermark):
             count = len(found.messages) if found is not None else 0
             raise ReadNotFresh(
                 f"thread {thread_id!r}: the store shows {count} messages where {watermark.version} are flushed; it "
@@ -54,13 +54,13 @@ class ComparingReader:
 
 def _is_another(found: Checkpoint | None, watermark: Watermark) -> bool:
     """Whether a store shows another state than the flushed one; of a thread without rows nobody can tell."""
-    return found is not None and watermark.flushed_seq > 0 and len(found.messages) != watermark.version
+    return found is not None and watermark.applied_id > 0 and len(found.messages) != watermark.version
 
 
 def _state(thread_id: str, found: Checkpoint | None, watermark: Watermark) -> ThreadState:
     if found is None:
         return ThreadState(watermark=watermark)
-    if not watermark.flushed_seq:
+    if not watermark.applied_id:  # its messages are from before the buffer
         watermark = msgspec.structs.replace(watermark, version=len(found.messages))
     try:
         return ThreadState(
@@ -71,5 +71,7 @@ def _state(thread_id: str, found: Checkpoint | None, watermark: Watermark) -> Th
             state=encode_value(found.state, "thread state") if found.state is not None else None,
         )
     except InvalidRecord as e:
+        if not watermark.applied_id:
+            raise
         # It was checked when it was written, so the store's columns have changed it (a jsonb number, say).
         raise StoreMisconfigured(f"thread {thread_id!r}: the store returns what was not written to it: {e}") from e

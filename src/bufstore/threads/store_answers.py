@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -12,14 +13,18 @@ from bufstore.tasks import own_cancels_only
 T = TypeVar("T")
 
 
-async def answered(answer: Awaitable[T], timeout_s: float) -> T:
-    """Return the answer. Raises StoreUnavailable after `timeout_s` seconds, and what an app's own store raises.
+async def answered(store: object, answer: Awaitable[T], timeout_s: float) -> T:
+    """Return the store's answer. Raises what the store raises.
 
-    If the store awaits something that is cancelled, but not by its caller, raises StrayCancelledError.
+    Raises StoreUnavailable after `timeout_s` seconds, unless the store is one of ours, which bounds its calls itself;
+    StrayCancelledError if an app's own store awaits something that is cancelled, but not by its caller.
     """
+    ours = inspect.getattr_static(store, "behind", None) is not None
     try:
         with own_cancels_only():
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if ours else timeout_s) as bound:
                 return await answer
-    except TimeoutError:
+    except TimeoutError as e:
+        if not bound.expired():
+            raise StoreUnavailable("the store's own call timed out") from e
         raise StoreUnavailable(f"the store did not answer within {timeout_s:g} s") from None

@@ -117,7 +117,7 @@ class Task(Lease):
         await self._change(free)
         replaced = False
         try:
-            if replaced := await self._afterwards.is_replaced(self):
+            if (replaced := await self._afterwards.is_replaced(self)) and delay_s:
                 await self._change(replace(free, lease_s=0.0))  # the delay was for the older item
         except (TokenLost, Unavailable, *REFUSED) as e:
             _log.debug("cannot make way for a newer item: %s", e, extra={"action": "token_replaced"})

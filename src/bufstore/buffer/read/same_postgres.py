@@ -26,7 +26,8 @@ class SamePostgres:
     def __init__(self, ledger: Ledger, timeout_s: float) -> None:
         self._home = Home()
         self._ledger, self._timeout_s = ledger, timeout_s
-        self._patience_s = min(STORE_PATIENCE_S, timeout_s / 2)
+        #: How long one question may take.
+        self._patience_s = self._patience_min_s = min(STORE_PATIENCE_S, timeout_s / 2)
         self._look = SharedCall(self._run)
         #: The run that answered last; None: none did. Before a read nobody need ask for it: a run never comes back.
         self.last: str | None = None
@@ -51,9 +52,12 @@ class SamePostgres:
         """Return the run; None: no answer yet. One connection that fell silent must not hold up all who ask behind."""
         try:
             async with asyncio.timeout(self._patience_s):
-                return await self._ledger.server_run()
+                run = await self._ledger.server_run()
         except TimeoutError:
+            self._patience_s = min(2 * self._patience_s, self._timeout_s)  # or Postgres is slow
             return None
+        self._patience_s = self._patience_min_s
+        return run
 
     async def within(self, read: Callable[[], Awaitable[T]]) -> T:
         """Return what `read` returns, all of it from one run of Postgres; each further try needs another failover."""

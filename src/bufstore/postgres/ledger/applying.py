@@ -38,18 +38,32 @@ async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], ba
     try:
         with flush_errors(of_batch=True), own_cancels_only():
             await target.apply(connection, batch)
-    except (StoreUnavailable, FlushFailed):
+    except (StoreUnavailable, FlushFailed) as e:
+        _check_transaction(connection, e)
         raise
     except Exception as e:
         if is_lost(e):
             raise
+        _check_transaction(connection, e)
         # The app's own code failed, or psycopg refuses a value: that may delay only the threads that it fails on.
         raise FlushFailed(f"the store's apply() raised {type(e).__name__}", verdict_of_app(e)) from e
+    _check_transaction(connection, None)
+
+
+def _check_transaction(connection: AsyncConnection[Any], cause: Exception | None) -> None:
+    """Raise StoreMisconfigured if no transaction is open."""
     if connection.info.transaction_status is TransactionStatus.IDLE:
-        # What follows would be committed alone: the watermarks, without the rows that were rolled back.
-        raise StoreMisconfigured(
-            "the store's apply() has ended the flush's transaction, by COMMIT or ROLLBACK as SQL: use savepoints there"
-        )
+        raise transaction_ended() from cause
+
+
+def transaction_ended() -> StoreMisconfigured:
+    """The error for a store that has ended the flush's transaction.
+
+    What follows would be committed alone: the watermarks, without the rows that were rolled back.
+    """
+    return StoreMisconfigured(
+        "the store's apply() has ended the flush's transaction, by COMMIT or ROLLBACK as SQL: use savepoints there"
+    )
 
 
 async def probe_batch(

@@ -20,7 +20,7 @@ from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import connections_made
-from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
+from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch, transaction_ended
 from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_be_frozen
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.tables import LedgerTables
@@ -247,6 +247,7 @@ class PostgresLedger:
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
             partitions = arrays.ints(cursor.partition for cursor in held)
+            await self._tables.send(connection, "open_flush")
             found = await self._tables.send(connection, "lock_partitions", partitions, idle, lock_timeout)
             names = arrays.texts(threads)
             await self._tables.send(connection, "insert_missing", names)
@@ -263,6 +264,7 @@ class PostgresLedger:
 
     async def _advance(self, connection: AsyncConnection[Any], decision: Decision) -> None:
         async with connection.pipeline():
+            still_open = await self._tables.send(connection, "still_open")
             if decision.watermarks:
                 await self._tables.send(connection, "advance_threads", *row_columns(dict(decision.watermarks)))
             await self._tables.send(
@@ -273,6 +275,8 @@ class PostgresLedger:
                 arrays.longs(cursor.id for cursor in decision.cursors),
                 arrays.longs(cursor.term for cursor in decision.cursors),
             )
+        if await still_open.fetchall() != [(True,)]:  # the app's apply() has begun another, which must not be committed
+            raise transaction_ended()
 
 
 def watermark_of(row: Sequence[Any], waits_to: int | None = None) -> Watermark:

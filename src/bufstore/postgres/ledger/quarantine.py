@@ -17,7 +17,7 @@ from bufstore.buffer.ports.ledger import ParkedInfo, QuarantineBusy, QuarantineF
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.ledger.applying import apply_batch, flush_errors
+from bufstore.postgres.ledger.applying import apply_batch, flush_errors, transaction_ended
 from bufstore.postgres.ledger.tables import LedgerTables
 
 #: How many entries of a thread are read at once, as by a transaction that replays them, and how many bytes.
@@ -85,6 +85,8 @@ class PostgresParked:
                     if replay.change is not None:
                         await apply_batch(self._target, connection, [replay.change])
                         reach(Failpoint.REPLAY_APPLIED)
+                        if locked and await self._tables.on(connection, "still_open") != [(True,)]:
+                            raise transaction_ended()
                         await self._settle(connection, thread_id, row, replay)
                         reach(Failpoint.REPLAY_SETTLED)
         return replay

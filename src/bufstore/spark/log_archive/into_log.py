@@ -86,10 +86,17 @@ def wanted(
         assert isinstance(before, StoredEntry)
         base = Watermark(flushed_seq=before.seq, applied_id=last, version=before.entry.version, gone=is_removal(before))
     found = applicable(thread_id, base, version, items[at:])
-    there = applicable(thread_id, Watermark(), 0, items[:at]).plan.apply if held else []
+    there: Sequence[StoredEntry] = []
+    if held:
+        # Where the archive begins behind the thread's first entry, nothing before is known to have taken effect.
+        there = applicable(thread_id, Watermark(), 0, items[:at]).plan.apply or _entries(items[at - 1 : at])
     seen = max(log_end, row.flushed_seq)
     entries = _chained(_remembering(there, found.plan.apply), last, in_log=bool(held), seen=seen)
     return Wanted(entries, at, found.refused, found.reason)
+
+
+def _entries(items: Sequence[Item]) -> list[StoredEntry]:
+    return [item for item in items if isinstance(item, StoredEntry)]
 
 
 def _remembering(there: Sequence[StoredEntry], wanted: Sequence[StoredEntry]) -> list[Entry]:

@@ -36,6 +36,8 @@ def thread_state(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadState:
         # A buffer's row without a thread is what is left of a deleted thread.
         gone = version is None and bool(first[10])
         watermark = Watermark(*[*first[9:14], gone, first[14]])
+        if not watermark.applied_id:  # the messages, if there are any, are from before the buffer
+            watermark = msgspec.structs.replace(watermark, version=len(messages))
     if waits_to := first[15]:
         watermark = msgspec.structs.replace(watermark, waits_to=waits_to)
     return ThreadState(

@@ -36,6 +36,14 @@ FROM {schema}.buffer_partitions AS p, (
 ) AS settings
 WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE OF p;
 
+-- name: open_flush
+-- Marks the transaction of a flush: see still_open.
+SELECT set_config('bufstore.flush', 'open', true);
+
+-- name: still_open
+-- Whether this is the transaction that the flush, or a replay, began with: the setting ends with it.
+SELECT coalesce(current_setting('bufstore.flush', true), '') = 'open';
+
 -- name: open_flushes
 -- The open transactions of flushes into these tables: for how long each may stand still, and for how long it has stood
 -- still within a pipeline. There the session is active and waits for its client, and the time counts from the start of

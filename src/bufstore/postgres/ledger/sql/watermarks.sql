@@ -31,7 +31,7 @@ FROM {schema}.buffer_threads WHERE thread_id = ANY ($1::text[]) ORDER BY thread_
 -- The thread's row, so that neither a flush nor another replay changes it meanwhile. For the settings see
 -- lock_partitions.
 SELECT flushed_seq, applied_id, version, ring, broken_since, gone, sources, set_config('lock_timeout', '5s', true),
-    set_config('idle_in_transaction_session_timeout', $2::text, true)
+    set_config('idle_in_transaction_session_timeout', $2::text, true), set_config('bufstore.flush', 'open', true)
 FROM {schema}.buffer_threads WHERE thread_id = $1::text FOR UPDATE;
 
 -- name: advance_threads
