@@ -58,7 +58,9 @@ class Home:
 
     def check(self) -> None:
         """Raise ConfigError in another process or on another loop, where what is kept for later calls would break."""
-        if self.left:
+        # Every write asks this, so the usual case comes first and calls as little as it can.
+        if self._process != os.getpid():
+            _cut_off()
             raise ConfigError(FORKED)
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError(

@@ -50,7 +50,7 @@ def stored_tail(watermark: Watermark, *, there: bool) -> Tail:
 _new_life = itertools.count().__next__
 
 
-class Known(msgspec.Struct):
+class Known(msgspec.Struct, gc=False):
     """What a writer remembers of a thread: that it was looked at."""
 
     #: True when the thread is known only from an earlier read, because the store is away.

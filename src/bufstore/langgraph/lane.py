@@ -44,7 +44,7 @@ _PAGE = 100
 _DROP_TRIES = 10
 
 
-class LastPut(msgspec.Struct):
+class LastPut(msgspec.Struct, gc=False):
     """A checkpoint that this process has saved."""
 
     #: Its id; None: it is not saved yet, or others were being saved beside it.
@@ -95,6 +95,8 @@ class CheckpointLane:
         reader.watch = self.buffer.reads.store
         self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
         self._goes_on = self._reads.goes_on
+        #: See `CheckpointReads.rows_read`.
+        self.rows_read = self._reads.rows_read
         #: The writes that wait for the log.
         self.backlog = Backlog(backlog_bytes, config.append_timeout_s)
 
@@ -143,10 +145,6 @@ class CheckpointLane:
             # Its own values stay those of when the call began: the caller may have changed its objects by now.
             await self.append(thread_id, _filled(put, make(self._carry_bytes), changed), last=mine)
 
-    def rows_read(self, thread_id: str, ns: str, id_: str) -> Tables | None:
-        """Return the rows of a checkpoint as this process has read them, if it remembers them."""
-        return self._reads.rows_read(thread_id, ns, id_)
-
     @property
     def _carry_bytes(self) -> int:
         return _CARRY_BYTES if self._store.history == "all" else sys.maxsize
@@ -186,10 +184,12 @@ class CheckpointLane:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
         finally:
             self.backlog.leave(cost)
-        self._reads.wrote(thread_id, deletes)
+        if self._assume_new:
+            self._reads.wrote(thread_id, deletes)
         if last is not None:
             last.life = appending.left
-        self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
+        if thread_id in self._recent:
+            self._recent.wrote(thread_id, appending.behind, End(receipt.id, receipt.thread_seq), known, len(payload))
         if watched:
             # This entry stands behind one that was seen or is ours: the next lookup must find it as the last one.
             self._saw(thread_id, receipt.thread_seq, receipt.id)

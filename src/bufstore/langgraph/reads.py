@@ -278,7 +278,7 @@ class CheckpointReads:
     def knows_of(self, thread_id: str) -> bool:
         """Whether Postgres has told of the thread, or this process has written to it, and not deleted it since.
 
-        The last `cached_threads` of these are remembered.
+        The last `cached_threads` of these are remembered. Of writes only those that `wrote` was told of.
         """
         return thread_id in self._known
 

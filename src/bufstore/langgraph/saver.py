@@ -28,16 +28,15 @@ from bufstore.home import FORKED, Home
 from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine
 from bufstore.langgraph.history import History
 from bufstore.langgraph.lane import NewThreads, OnConflict
-from bufstore.langgraph.model import Put
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
 from bufstore.langgraph.serialize import (
+    Making,
     config_of,
     history_of,
     id_in,
     json_of,
     place,
-    put_of,
     thread_of,
     tuple_of,
     writes_of,
@@ -191,13 +190,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         if lane.backlog.full:
             await lane.backlog.room()
         id_ = checkpoint["id"]
-
-        def make(carry_bytes: int) -> Put:
-            read = lane.rows_read(thread_id, ns, parent) if carry_bytes and parent is not None else None
-            return put_of(
-                self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry_bytes, read=read
-            )
-
+        make = Making(self.serde, lane.rows_read, at, config, checkpoint, metadata, new_versions)
         await lane.put(thread_id, ns, parent, id_, new_versions, make)
         return config_of(thread_id, ns, id_)
 

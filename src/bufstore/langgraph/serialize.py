@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
     WRITES_IDX_MAP,
@@ -42,8 +43,9 @@ def place(config: Mapping[str, Any]) -> Place:
     """Return the thread, namespace and checkpoint that a config names. Raises InvalidId."""
     configurable = config["configurable"]
     ns = configurable.get("checkpoint_ns") or ""
-    _check_text(ns)
-    return thread_of(configurable["thread_id"]), ns, id_in(config)
+    if ns:
+        _check_text(ns)
+    return check_id(str(configurable["thread_id"]), "thread_id"), ns, id_in(config)
 
 
 def thread_of(thread_id: object) -> str:
@@ -124,6 +126,38 @@ def put_of(
         for channel, version in told.items():
             _check_key(channel, str(version), beside=base)
     return Put(row, blobs, empty, untold)
+
+
+class Making(msgspec.Struct, gc=False):
+    """Makes the rows of a checkpoint by `put_of`, once it is known what the checkpoint carries.
+
+    Many of these wait for the log at a time. One that the garbage collector need not look at is cheaper than a closure,
+    of which it looks at every cell.
+    """
+
+    serde: SerializerProtocol
+    #: Returns the rows of the checkpoint at a place as this process has read them, if it remembers them.
+    rows_read: Callable[[str, str, str], Tables | None]
+    at: Place
+    config: RunnableConfig
+    checkpoint: Checkpoint
+    metadata: CheckpointMetadata
+    new_versions: ChannelVersions
+
+    def __call__(self, carry_bytes: int) -> Put:
+        """Return the rows. `carry_bytes`: see `put_of`."""
+        thread_id, ns, parent = self.at
+        read = self.rows_read(thread_id, ns, parent) if carry_bytes and parent is not None else None
+        return put_of(
+            self.serde,
+            self.at,
+            self.config,
+            self.checkpoint,
+            self.metadata,
+            self.new_versions,
+            carry_bytes=carry_bytes,
+            read=read,
+        )
 
 
 def writes_of(

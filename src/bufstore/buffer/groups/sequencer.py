@@ -133,14 +133,17 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
         messages, heads = unit.messages, self._heads
-        self._admit(Queued(unit, heads.seen, heads.life, messages, unit.size or sum(map(size_of, messages))))
-
-    def _admit(self, queued: Queued) -> None:
-        """Queue a unit, with its large entries in parts if it does not fit into a message otherwise."""
-        messages = queued.messages
-        if queued.size <= self.room and len(messages) <= ENTRIES_MAX:
+        size = unit.size or sum(map(size_of, messages))
+        queued = Queued(unit, heads.seen, heads.life, messages, size)
+        if size <= self.room and len(messages) <= ENTRIES_MAX:
             self._queue(queued)
-        elif not queued.elsewhere and (elsewhere := too_large(messages, self.room)):
+        else:
+            self._in_parts(queued)
+
+    def _in_parts(self, queued: Queued) -> None:
+        """Queue a unit that does not fit into a message, with its large entries in parts."""
+        messages = queued.messages
+        if not queued.elsewhere and (elsewhere := too_large(messages, self.room)):
             self._store_parts(msgspec.structs.replace(queued, elsewhere=elsewhere))
         else:
             refused = LogUnavailable(f"{len(messages)} entries do not fit into one message of this server")
@@ -234,7 +237,7 @@ class Sequencer:
         count = count_fitting(waiting, self.room + HEAD_BYTES_MAX)
         taken = [waiting.popleft() for _ in range(count)]
         if taken and taken[0].size > self.room:  # it is alone: the server takes smaller messages than when it came
-            self._admit(taken[0])
+            self._in_parts(taken[0])
             return []
         # A caller that gave up on a large entry was told that it may be stored, so such a unit goes on.
         given_up = [queued for queued in taken if queued.unit.given_up and not queued.elsewhere]
