@@ -40,7 +40,8 @@ class ProducerSequence(msgspec.Struct, frozen=True):
 
     A producer's numbers grow per thread, in the order in which the writes are to take effect: with the batch, for
     example, and within a batch with the row. A number is a repeat unless it is above the highest number that the thread
-    has from this producer.
+    has from this producer. So await each write of a thread before its next one: a write that another overtakes, or that
+    fails while a later one is stored, counts as a repeat.
     """
 
     #: E.g. the name of a streaming query. A thread remembers the 8 producers that wrote to it last.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import AlreadyExists, Closed, ConfigDrift, ConfigError
+from bufstore import AlreadyExists, Closed, ConfigDrift, ConfigError, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import (
@@ -359,7 +359,10 @@ async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> No
         await notifier.aclose()
 
 
-async def test_who_pulls_no_more_takes_no_call_from_others(on_postgres: Mailboxes) -> None:
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_who_pulls_no_more_takes_no_call_from_others(
+    on_postgres: Mailboxes, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: beside an instance whose worker was closed, every other dispatch waited for the next poll."""
     notifier = MemoryNotifier()
     dsn = on_postgres.servers.postgres.dsn
@@ -373,8 +376,17 @@ async def test_who_pulls_no_more_takes_no_call_from_others(on_postgres: Mailboxe
         await eventually(lambda: listens(a))
         second = asyncio.create_task(b.pull_signals(timeout_s=60))
         await eventually(lambda: listens(b))
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        if how == "cancelled":
+            first.cancel()
+        else:
+            assert isinstance(a.backend, PostgresBackend)
+
+            async def away(limit: int) -> list[Any]:
+                raise StoreUnavailable("away")
+
+            monkeypatch.setattr(a.backend, "_pull", away)
+            a.backend._news.set()
+        assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], BaseException)
         assert not await listens(a)
         began = time.monotonic()
         await b.enqueue("t")

@@ -160,6 +160,19 @@ async def test_who_waits_too_long_is_told_and_the_others_go_on(pool: Pool) -> No
     assert await patient
 
 
+async def test_who_waits_for_a_silent_postgres_is_told_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted, and nobody answers
+        port = silent.getsockname()[1]
+        pool = await open_pool(make_conninfo(host="127.0.0.1", port=port, user="u", dbname="d"), size=1)
+        try:
+            waiting = [asyncio.ensure_future(backend(pool, 0.2)) for _ in range(2)]  # the second for the first
+            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(outcome, StoreUnavailable)
+                assert "it does not answer a new connection" in str(outcome)
+        finally:
+            await pool.close()
+
+
 async def test_a_connection_that_broke_is_not_handed_on(pool: Pool, servers: Servers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]

@@ -287,8 +287,9 @@ class PostgresBackend(Backend):
         self._pulls += 1
         try:
             return await self._signals(limit, time.monotonic() + timeout_s)
-        except asyncio.CancelledError:
-            if self._pulls == 1:  # the worker ends: it must not take calls that are meant for one worker
+        except BaseException:
+            # The worker ends, or pauses: it must not take calls that are meant for one worker.
+            if self._pulls == 1:
                 await self._idle.end()
                 if self._news.is_set():
                     self._tell()

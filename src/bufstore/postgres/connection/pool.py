@@ -360,8 +360,9 @@ class Pool(AsyncConnectionPool[_Connection]):
                 turn.set_exception(StoreMisconfigured(reason))
 
     def _not_in_time(self) -> StoreUnavailable:
-        reason = self._failure.reason or "all connections are in use"
-        return StoreUnavailable(f"no connection to Postgres in time: {reason}")
+        in_use = self._lent - self._asking >= self.max_size
+        reason = "all connections are in use" if in_use else "it does not answer a new connection"
+        return StoreUnavailable(f"no connection to Postgres in time: {self._failure.reason or reason}")
 
     async def _end_loan(self, connection: _Connection) -> None:
         """Hand the connection on to the next caller, or give it back."""

@@ -155,8 +155,8 @@ def expire(
     many were removed.
 
     The last part and the last range stay, and ranges that the table does not have yet, if there is a table. Entries of
-    removed ranges cannot be restored any more. Raises ConfigError
-    when `before` has no offset, and on Spark Connect, which cannot remove files.
+    removed ranges cannot be restored any more. Raises ConfigError when `before` has no offset, and on Spark Connect,
+    which cannot remove files.
     """
     if before is not None and before.tzinfo is None:
         raise ConfigError("expire: before needs a time with a UTC offset")
