@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
+import nats
 import pytest
 
 from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBack, NotFound, ThreadQuarantined
@@ -86,11 +87,16 @@ async def test_nothing_wrong_is_left_as_it_is(deployment: Deployment) -> None:
     assert (result.code, result.json["reason"]) == (0, None)
 
 
-async def test_a_stream_that_is_gone(deployment: Deployment) -> None:
+@pytest.mark.parametrize("bucket", [False, True], ids=["", "with_the_bucket"])
+async def test_a_stream_that_is_gone(deployment: Deployment, bucket: bool) -> None:
     async with deployment.store() as store:
         await append(store, "t", 1)
         await store.force_flush("t")
     await delete_stream(deployment)
+    if bucket:  # as after NATS has lost its disk; a store that is open would make it anew
+        client = await nats.connect(deployment.servers.nats.url)
+        await client.jetstream().delete_key_value(deployment.log.bucket)
+        await client.close()
     await refused(deployment, "is gone")
     shown = await asyncio.to_thread(bufstore_cli, "repair", **where(deployment))
     assert (shown.code, "generation 1" in shown.out) == (1, True), shown

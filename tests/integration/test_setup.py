@@ -31,7 +31,7 @@ from bufstore import (
 from bufstore.buffer.target import Target
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
-from bufstore.errors import StoreMisconfigured, StoreUnavailable
+from bufstore.errors import LogRolledBack, StoreMisconfigured, StoreUnavailable
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.server_choice import ServerChoice
 from bufstore.nats.setup import EPOCHS_MAX, stream_config
@@ -440,6 +440,19 @@ async def test_a_store_of_an_app_without_its_database_is_a_config_error(deployme
 
     with pytest.raises(ConfigError, match="postgres"):
         await BufferedThreadStore.open(Mine(), nats=deployment.servers.nats.url)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+async def test_a_second_stream_into_one_database_is_refused(deployment: Deployment, flushed: bool) -> None:
+    """Regression: before the first flush both were accepted, and each took the other's flushes for its own."""
+    other = Deployment(deployment.servers)
+    async with deployment.store() as store:
+        if flushed:
+            await store.checkpoint("t", [1], run_of("t"))
+            await store.force_flush("t")
+        with pytest.raises((ConfigDrift, LogRolledBack), match=deployment.log.stream):
+            async with other.store(deployment.inner()):
+                pass
 
 
 class Readable:

@@ -221,8 +221,9 @@ def test_a_command_takes_no_log_that_is_flushed_into_another_kind_of_store() -> 
 
 
 def test_what_a_log_says_of_its_target_comes_back() -> None:
-    target = new_target(Kind("threads", "app"))
-    assert target.id != new_target(Kind("threads", "app")).id
+    target = new_target(Kind("threads", "app"), "LOG-1")
+    assert target.id != new_target(Kind("threads", "app"), "LOG-1").id
+    assert target.stream == "LOG-1"
     assert target_of(metadata_of(LogConfig(), 0, target)) == target
     check_same("LOG", target, None)
     check_same("LOG", target, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects, first_position
-from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same
+from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, check_stream, id_of
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
@@ -108,7 +107,9 @@ async def _name(
     stream = config.stream
     if epoch is None or named is None:
         await _check_waiting(ledger, config)
-        target = await ledger.claim(known, new_target(ours))
+        target = await ledger.claim(known, new_target(ours, stream))
+        if not known:  # after a repair, the next generation may have another name
+            check_stream(stream, target)
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
@@ -140,9 +141,9 @@ async def _check_waiting(ledger: Ledger, config: LogConfig) -> None:
             )
 
 
-def new_target(kind: Kind) -> Target:
+def new_target(kind: Kind, stream: str) -> Target:
     """Return a target, with a new id, for a database that has none yet."""
-    return Target(kind.domain, kind.store, secrets.token_hex(8))
+    return Target(kind.domain, kind.store, id_of(stream))
 
 
 async def proven_by_ledger(log: Log, ledger: Ledger) -> bool:
@@ -162,7 +163,8 @@ async def _check(
         check_proof(stream, named, proven=False)
     reason = await compare(log, ledger, stream, epoch, known)
     if reason is not None:
-        raise LogRolledBack(reason)
+        other = noted.stream if noted is not None and epoch is None and noted.stream != stream else ""
+        raise LogRolledBack(f"{reason}; this database was first used with stream {other}" if other else reason)
     if named is not None and noted is None:
         check_proof(stream, named, proven=await proven_by_ledger(log, ledger))
     return named, noted

@@ -24,9 +24,23 @@ def first_position(epoch: int) -> int:
     return first_place(first_sequence(epoch))
 
 
-@lru_cache(maxsize=1 << 14)
+#: How many threads' subjects are remembered.
+_REMEMBERED = 1 << 14
+#: The threads of subjects that were made or decoded lately, by prefix, number of partitions and subject.
+_threads: dict[tuple[str, int, str], str] = {}
+
+
+@lru_cache(maxsize=_REMEMBERED)
 def _of(prefix: str, partitions: int, thread_id: str) -> str:
-    return f"{prefix}.{zlib.crc32(thread_id.encode()) % partitions}.{token(thread_id)}"
+    subject = f"{prefix}.{zlib.crc32(thread_id.encode()) % partitions}.{token(thread_id)}"
+    _remember((prefix, partitions, subject), thread_id)  # whoever looks for a thread soon asks whose the subject is
+    return subject
+
+
+def _remember(key: tuple[str, int, str], thread_id: str) -> None:
+    if len(_threads) >= _REMEMBERED:
+        _threads.clear()
+    _threads[key] = thread_id
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,12 @@ class Subjects:
 
     def thread_id(self, subject: str) -> str:
         """Return the thread of a subject. Raises MalformedEntry when no thread has that subject."""
-        return _thread_id(self.prefix, self.partitions, subject)
+        key = self.prefix, self.partitions, subject
+        found = _threads.get(key)
+        if found is None:
+            found = _thread_id(*key)
+            _remember(key, found)
+        return found
 
     def thread_of(self, subject: str) -> str | None:
         """Return the thread of a subject; None when no thread has that subject."""
@@ -101,7 +120,6 @@ class Subjects:
             return None
 
 
-@lru_cache(maxsize=1 << 14)
 def _thread_id(prefix: str, partitions: int, subject: str) -> str:
     words = subject.split(".")
     if len(words) != 3 or words[0] != prefix:

@@ -9,6 +9,8 @@ flushed some of the log, and the log still has the entries at its cursors.
 
 from __future__ import annotations
 
+import secrets
+
 import msgspec
 
 from bufstore.errors import ConfigDrift
@@ -26,13 +28,23 @@ class Target(msgspec.Struct, frozen=True):
 
     domain: str
     store: str
-    #: The id of the database; to be exact, of its row for the log.
+    #: The id of the database; to be exact, of its row for the log: see `id_of`.
     id: str
+
+    @property
+    def stream(self) -> str:
+        """The stream for which the database got its id; empty if an earlier release gave it."""
+        return self.id.rpartition("-")[0]
 
     @property
     def kind(self) -> Kind:
         """The domain and the kind of store that a process must have to flush here."""
         return Kind(self.domain, self.store)
+
+
+def id_of(stream: str) -> str:
+    """Return a new id for a database whose first log is this stream."""
+    return f"{stream}-{secrets.token_hex(8)}"
 
 
 def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -> None:
@@ -72,6 +84,22 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
             found=named.id,
             way_out="This Postgres (or this schema in it) is not the one that the log is flushed into: give the right "
             "one, or choose another stream and bucket.",
+        )
+
+
+def check_stream(stream: str, noted: Target) -> None:
+    """Raise ConfigDrift when a database without a flush got its id for another stream: that is in use already, maybe.
+
+    Both would flush into it, and each would take what the other has flushed for its own.
+    """
+    if noted.stream not in ("", stream):
+        raise ConfigDrift(
+            "the database",
+            "stream",
+            expected=stream,
+            found=noted.stream,
+            way_out="Name the stream that it belongs to in LogConfig, or give another database or schema. If that "
+            "stream was never written to, and is to have another name, delete the row of table buffer_log.",
         )
 
 

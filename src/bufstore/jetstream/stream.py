@@ -15,7 +15,7 @@ import nats.errors
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, TooManyResults, to_error
+from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, StreamMissing, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
     AppendUnknown,
@@ -290,6 +290,26 @@ class NatsStream:
 
     async def _get(self, request: dict[str, Any], timeout_s: float, *, partly: bool = False) -> Shown:
         """Send one direct get. `partly`: the messages that have come when the time is over are an answer, too."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        try:
+            return await self._direct_get(request, timeout_s, partly=partly)
+        except _NobodyReads:
+            # So it is when there is no such stream, and while a stream has no leader.
+            if await self._is_missing(until - asyncio.get_running_loop().time()):
+                raise StreamMissing(f"stream {self.name} is gone") from None
+            raise
+
+    async def _is_missing(self, timeout_s: float) -> bool:
+        """Whether the server says that there is no such stream."""
+        try:
+            await self.info(max(timeout_s, 0.1))
+        except StreamMissing:
+            return True
+        except BufstoreError:
+            return False
+        return False
+
+    async def _direct_get(self, request: dict[str, Any], timeout_s: float, *, partly: bool) -> Shown:
         client, get, subject = self._connection.client(), _Get(self.name), f"{self._api}.DIRECT.GET.{self.name}"
         try:
             with self._connection.answers(subject, get.add, get.end) as reply:
@@ -309,6 +329,10 @@ def _is_refused(answer: bytes) -> bool:
     except msgspec.MsgspecError:
         return False
     return error is not None and not isinstance(to_error(error, ""), Conflict)
+
+
+class _NobodyReads(LogUnavailable):
+    """No server answers direct gets of the stream."""
 
 
 class _Get:
@@ -343,6 +367,8 @@ class _Get:
             if status in ("204", "404"):
                 more, end = (int(added(headers, name) or "0") for name in (b"Nats-Num-Pending", b"Nats-UpTo-Sequence"))
                 self.done.set_result(Shown(self._messages, more, end))
+            elif status == "503":
+                self.fail(_NobodyReads(f"nobody answers reads of stream {self._stream}"))
             elif status == "413":
                 self.fail(TooManyResults("the log has too many subjects for one read"))
             else:

@@ -103,6 +103,10 @@ class NatsSharedState:
                 if found is not None and (owner := _thread_in(found)) is not None:
                     return owner
             self._resumed = False
+        return await self._claimed(subject, run_id, thread_id, timeout_s, until)
+
+    async def _claimed(self, subject: str, run_id: str, thread_id: str, timeout_s: float, until: float) -> str:
+        """Claim the run until it is known to whom it belongs, or until the loop's time `until`."""
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
         why = ""
 

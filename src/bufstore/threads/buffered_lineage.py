@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -107,7 +108,7 @@ class BufferedLineage:
         Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
         if run.parent_thread_id is not None:
-            await self._surely((run.thread_id, run.parent_thread_id), lambda: self._check_named(run))
+            await self._surely((run.thread_id, run.parent_thread_id), partial(self._check_named, run))
         await self._runs.claim(run.run_id, run.thread_id)
 
     async def _check_named(self, run: Run) -> None:

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type
@@ -310,7 +311,7 @@ class Appender(Generic[S, M]):
                 lane.asks_store = True
                 self._spawn(lane, self._find(lane, self._search(need, thread_id, None), for_head=True))
             else:
-                self._spawn(lane, self._find(lane, lambda: self._finder.look_up(thread_id)))
+                self._spawn(lane, self._find(lane, partial(self._finder.look_up, thread_id)))
             return
         if self._limits.unit_bytes_max != (unit_bytes_max := self._log.unit_bytes_max):
             self._limits = Limits(self._config.log.entry_bytes_max, unit_bytes_max)
@@ -335,13 +336,13 @@ class Appender(Generic[S, M]):
         match need:
             case Need.TIP:
                 assert tip is not None, "what is refused was refused because of one"
-                return lambda: self._finder.confirm(thread_id, tip)
+                return partial(self._finder.confirm, thread_id, tip)
             case Need.VERSION:
-                return lambda: self._finder.of_version(thread_id)
+                return partial(self._finder.of_version, thread_id)
             case Need.BASE:
-                return lambda: self._finder.of_content(thread_id)
+                return partial(self._finder.of_content, thread_id)
             case Need.ROW:
-                return lambda: self._finder.of_row(thread_id)
+                return partial(self._finder.of_row, thread_id)
 
     def _ended(self, unit: Unit[M], outcome: int | Exception) -> None:
         if not isinstance(outcome, int):
@@ -376,21 +377,18 @@ class Appender(Generic[S, M]):
 
     def _spawn(self, lane: Lane[M], work: Awaitable[None], writes: Sequence[Write[M]] = ()) -> None:
         """Do some work that drives a lane. `writes`: those of which nobody else tells how they ended."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if interrupted(task):
-                for write in writes:
-                    settle(write.done, AppendUnknown("a signal interrupted the write"))
-                self._fail(
-                    lane,
-                    LogUnavailable("a signal interrupted a write of the thread; nothing was stored"),
-                    for_head=False,
-                )
-
         task = spawn(work)
         self._tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(partial(self._worked, lane, writes))
+
+    def _worked(self, lane: Lane[M], writes: Sequence[Write[M]], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if interrupted(task):
+            for write in writes:
+                settle(write.done, AppendUnknown("a signal interrupted the write"))
+            self._fail(
+                lane, LogUnavailable("a signal interrupted a write of the thread; nothing was stored"), for_head=False
+            )
 
     async def _find(
         self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False, now: bool = True
@@ -410,7 +408,7 @@ class Appender(Generic[S, M]):
                     tip = await self._find_again(lane, find)
                 if lane.stale:  # `forget` came meanwhile: trust neither what was found nor what the look began with
                     self._tips.drop(lane.thread_id)
-                    find = lambda: self._finder.look_up(lane.thread_id)  # noqa: E731
+                    find = partial(self._finder.look_up, lane.thread_id)
                 elif anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
                     break
         except (BufstoreError, AppendUnknown) as e:
@@ -486,11 +484,11 @@ class Appender(Generic[S, M]):
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
             lane.queue[:0] = unit.writes
             if overtaken and before.seq and before.goes_on and not lane.stale:
-                await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before), now=False)
+                await self._find(lane, partial(self._finder.catch_up, lane.thread_id, before), now=False)
                 return
             if not overtaken:
                 await asyncio.sleep(0.05)
-            await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
+            await self._find(lane, partial(self._finder.look_up, lane.thread_id))
             return
         if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
             self._note(str(error))
