@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-import psycopg
 import nats
+import psycopg
 import pytest
 
 from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBack, NotFound, ThreadQuarantined

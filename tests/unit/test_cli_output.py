@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -91,3 +94,11 @@ def test_an_entry_is_shown_without_the_fields_of_other_logs(
     shown = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
     every = {"keeps", "messages", "run", "operation"}
     assert every - shown == left_out
+
+
+def test_an_encoding_that_lacks_a_character_ends_no_command() -> None:
+    """Regression: with an output in Latin-1, whatever had to be said with "→" or in Japanese was a traceback."""
+    command = [sys.executable, "-m", "bufstore", "quarantine", "discard", "--help"]  # says ID…
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    assert (ran.returncode, b"ID\\u2026" in ran.stdout) == (0, True), ran.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pyspark.errors import PySparkValueError
 
 from bufstore.cli.app import app as command_line
 from bufstore.cli.operate import spark
@@ -38,3 +39,20 @@ def test_the_report_of_a_table_has_what_was_merged(
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
     assert (said["end"], said["rows"], said["parts"], said["ranges"]) == (9, *written)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/archive"), PySparkValueError("no\nsuch")])
+def test_what_spark_or_a_file_system_refuses_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Regression: it ended with a traceback, nothing for --json, and the exit code for something that is lost."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(tables_job, "tabulate", refused)
+    monkeypatch.setattr(spark, "_session", no_session)
+    ran = CliRunner().invoke(command_line, ["spark", "table", "/archive", "--json"])
+    said = json.loads(ran.stdout)
+    assert (ran.exit_code, said["code"], said["error"]) == (2, 2, type(error).__name__)
+    assert len(ran.stderr.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 #: The packages that the extra installs; where one is missing, a sentence takes the place of a traceback.
@@ -17,4 +18,7 @@ def main() -> None:
             raise
         sys.stderr.write(f"{e.name} is not installed: the command line needs `pip install 'bufstore[cli]'`\n")
         raise SystemExit(2) from None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an encoding that lacks a character must not end a command
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="bufstore")

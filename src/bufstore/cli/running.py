@@ -24,6 +24,8 @@ EXIT_WRONG = 1
 #: The exit code for wrong usage or configuration, or a server that cannot be reached (click's own code for usage).
 EXIT_UNUSABLE = 2
 _EXIT_INTERRUPTED = 130
+#: Whose errors say that a job could not be run as asked: a master, a path, a file system.
+_SPARK = frozenset(("pyspark", "py4j"))
 
 
 #: A position in the log, or the number of a row: no more than a bigint holds.
@@ -114,7 +116,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a command: our errors become one line, Ctrl-C becomes one word; a bug keeps its traceback."""
+    """Decorate a command: an error of ours, of a file or of Spark becomes one line, Ctrl-C one word.
+
+    A bug keeps its traceback.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> T:
@@ -129,6 +134,11 @@ def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
                 raise
             _log.debug("the command failed", exc_info=e)
             raise Failure(_one_line(error), type(error).__name__) from None
+        except Exception as e:
+            if not isinstance(e, OSError) and type(e).__module__.partition(".")[0] not in _SPARK:
+                raise
+            _log.debug("the command failed", exc_info=e)
+            raise Failure(f"{type(e).__name__}: {_one_line(e)}", type(e).__name__) from None
 
     return wrapped
 
@@ -144,7 +154,7 @@ def _ours(error: BaseException) -> BufstoreError | None:
     return None
 
 
-def _one_line(error: BufstoreError) -> str:
+def _one_line(error: Exception) -> str:
     # Further lines hold details (the end of a server's log, say); -vv shows them.
     return (str(error) or type(error).__name__).splitlines()[0]
 

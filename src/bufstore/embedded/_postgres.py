@@ -91,7 +91,8 @@ class PostgresServer(Server):
         if result.returncode != 0:
             output = (result.stdout + result.stderr).decode(errors="replace").strip()
             shutil.rmtree(fresh, ignore_errors=True)
-            raise EmbeddedError(f"postgres: cannot create the database in {self.data}:\n{output}")
+            why = next((line for line in output.splitlines() if "error" in line), "initdb failed")
+            raise EmbeddedError(f"postgres: cannot create the database in {self.data}: {why}\n{output}")
         (fresh / "cluster").rename(self._cluster)
         shutil.rmtree(fresh)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from bufstore.errors import ConfigError
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
 
@@ -51,6 +52,8 @@ class Check:
     body: Body
 
     async def __call__(self, subject: Any) -> None:
+        if not __debug__:
+            raise ConfigError("checks are made of assert statements, which `python -O` leaves out: run them without -O")
         await self.body(subject)
 
     def __str__(self) -> str:
