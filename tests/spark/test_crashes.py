@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from bufstore import ConfigError
 from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java
 from conftest import Deployment
 from helpers import fresh
@@ -94,6 +95,26 @@ async def test_on_spark_connect(deployment: Deployment, tmp_path: Path) -> None:
         "present": 12, "merged": 0,
     }  # fmt: skip
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
+
+
+def test_the_home_of_a_java_that_a_script_starts_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: with a script on the PATH, as jenv and asdf put it there, Spark did not start."""
+    java = tmp_path / "shims" / "java"
+    java.parent.mkdir()
+    java.write_text(f'#!/bin/sh\nexec "{ensure_java()}/bin/java" "$@"\n')
+    java.chmod(0o755)
+    monkeypatch.delenv("JAVA_HOME")
+    monkeypatch.setenv("PATH", str(java.parent), prepend=os.pathsep)
+    assert (ensure_java() / "lib" / "modules").exists()
+
+
+def test_where_no_java_can_be_put_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        ensure_java()
 
 
 def test_a_java_home_that_works_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

