@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,10 +20,12 @@ from bufstore import (
     LogUnavailable,
     OutcomeUnknown,
     ReadNotFresh,
+    Receipt,
     StoreUnavailable,
     TooLarge,
     Unavailable,
 )
+from bufstore.buffer.append.lane import Write
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
@@ -241,6 +244,44 @@ async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Ser
         await eventually(retried)
         assert await store.load_messages(thread_id) == [said(0), said(1)]
         assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0)) == 2
+
+
+async def test_writes_whose_callers_gave_up_are_not_kept_until_nats_is_back(own_servers: Servers) -> None:
+    """Regression: in an outage of NATS, each failed or cancelled write stayed in memory, with its payload."""
+    deployment = Deployment(own_servers)
+    async with deployment.store(append_timeout_s=8.0, flusher=False) as store:
+        threads = [f"t-{number}" for number in range(50)]
+
+        def write(thread_id: str) -> asyncio.Task[Receipt]:
+            return asyncio.ensure_future(store.checkpoint_append(thread_id, [1], run_of(thread_id)))
+
+        await asyncio.gather(*map(write, threads))
+        own_servers.nats.pause()
+        kept = [write(threads[0])]
+        await eventually(lambda: _is_sent(kept))  # what is behind it waits
+        for round_ in range(6):
+            given_up = [write(thread_id) for thread_id in (threads if round_ % 2 else threads[:1] * 50)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for task in given_up:
+                task.cancel()
+            await asyncio.gather(*given_up, return_exceptions=True)
+        del given_up, task
+        kept.append(write(threads[0]))
+
+        async def few_are_kept() -> bool:
+            return sum(isinstance(each, Write) for each in gc.get_objects()) < 10
+
+        await eventually(few_are_kept)
+        own_servers.nats.resume()
+        await asyncio.gather(*kept)
+        assert await store.load_messages(threads[0]) == [1] * 3
+        assert await store.load_messages(threads[1]) == [1]
+
+
+async def _is_sent(tasks: Sequence[asyncio.Task[Any]]) -> bool:
+    writes = [each for each in gc.get_objects() if isinstance(each, Write)]
+    return len(writes) == len(tasks) and all(write.maybe_behind is not None for write in writes)
 
 
 @pytest.mark.long

@@ -174,8 +174,13 @@ class Appender(Generic[S, M]):
         self._enter(thread_id, [write])
         try:
             return await write.done
+        except asyncio.CancelledError:
+            self._gave_up(thread_id, write)
+            raise
         except (TimeoutError, AppendUnknown) as e:
-            raise self._without_answer(thread_id, key, write, e) from None
+            error = self._without_answer(thread_id, key, write, e)
+            self._gave_up(thread_id, write)
+            raise error from None
         except LogFull as e:
             raise await self._explained(e) from None
         finally:
@@ -211,6 +216,8 @@ class Appender(Generic[S, M]):
             for write in writes:
                 self._outstanding.leave(write)
                 write.done.cancel()
+                if write.failed:
+                    self._gave_up(thread_id, write)
         receipts: list[Receipt] = []
         error: BaseException | None = None
         for write in writes:
@@ -248,6 +255,12 @@ class Appender(Generic[S, M]):
             self._advance(lane)
         else:
             lane.queue.extend(writes)
+
+    def _gave_up(self, thread_id: str, write: Write[M]) -> None:
+        """Let go of a write whose caller has gone, unless it may be stored: it would be kept until NATS is back."""
+        lane = self._lanes.get(thread_id)
+        if lane is not None and not lane.drop(write) and write.maybe_behind is None:
+            self._group.gave_up()
 
     def _without_answer(self, thread_id: str, key: str | None, write: Write[M], error: BaseException) -> BufstoreError:
         """The error for a caller whose time is over, or whose answer was lost."""
@@ -400,7 +413,7 @@ class Appender(Generic[S, M]):
         """
         try:
             while True:
-                anew, waiting, lane.forgotten, lane.stale = self._anew, len(lane.queue), 0, False
+                anew, lane.asking, lane.forgotten, lane.stale = self._anew, len(lane.queue), 0, False
                 try:
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
@@ -422,7 +435,7 @@ class Appender(Generic[S, M]):
             )
         else:
             lane.asks_store = False
-            self._advance(lane, tip, looked_up=waiting if now else 0)
+            self._advance(lane, tip, looked_up=lane.asking if now else 0)
 
     async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
         async for attempt in AsyncRetrying(
@@ -482,7 +495,10 @@ class Appender(Generic[S, M]):
             lane.conflicts = lane.conflicts + 1 if overtaken else 0
             if lane.conflicts > 3:  # others are faster: let them
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
-            lane.queue[:0] = unit.writes
+            lane.queue[:0] = [write for write in unit.writes if not write.done.done()]
+            if not lane.queue:  # nobody waits: look nothing up
+                self._advance(lane)
+                return
             if overtaken and before.seq and before.goes_on and not lane.stale:
                 await self._find(lane, partial(self._finder.catch_up, lane.thread_id, before), now=False)
                 return

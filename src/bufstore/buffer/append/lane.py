@@ -105,6 +105,17 @@ class Lane(msgspec.Struct, Generic[M], eq=False):
     asks_store: bool = False
     #: How often in succession another writer was faster.
     conflicts: int = 0
+    #: How many of the queue's first writes had come when the last lookup began.
+    asking: int = 0
+
+    def drop(self, write: Write[M]) -> bool:
+        """Take a write off the queue. Returns whether it was there."""
+        for number, queued in enumerate(self.queue):
+            if queued is write:
+                del self.queue[number]
+                self.asking -= number < self.asking
+                return True
+        return False
 
     def take(
         self, taken: Taken[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]

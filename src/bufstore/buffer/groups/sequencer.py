@@ -67,6 +67,8 @@ class Sequencer:
         self._stream, self._subjects, self._heads, self._tail = stream, subjects, heads, tail
         self._stored, self._timeout_s = stored, timeout_s
         self._waiting: deque[Queued] = deque()
+        #: How many callers gave up since units without a caller were last looked for.
+        self._gone = 0
         self._sending: list[Queued] = []
         self._task: asyncio.Task[None] | None = None
         #: Units whose parts are being stored, one at a time.
@@ -139,6 +141,24 @@ class Sequencer:
             self._queue(queued)
         else:
             self._in_parts(queued)
+
+    def gave_up(self) -> None:
+        """Note that the caller of some unit gave up.
+
+        Unless NATS answers, units wait here. So that those that nobody waits for do not add up, look for them each time
+        that they may be half.
+        """
+        self._gone += 1
+        if 2 * self._gone <= len(self._waiting):
+            return
+        self._gone = 0
+        alive, gone = deque[Queued](), list[Queued]()
+        for queued in self._waiting:
+            # A caller that gave up on a large entry was told that it may be stored, so such a unit goes on.
+            (gone if queued.unit.given_up and not queued.elsewhere else alive).append(queued)
+        if gone:
+            self._waiting = alive
+            _end_all(gone, Conflict("its caller gave up"))
 
     def _in_parts(self, queued: Queued) -> None:
         """Queue a unit that does not fit into a message, with its large entries in parts."""

@@ -131,6 +131,10 @@ class Writer(Protocol):
         """Queue a unit, whose `ended` is called later: see `submit`."""
         ...
 
+    def gave_up(self) -> None:
+        """Note that the caller of some unit gave up, so that units without a caller do not wait for ever."""
+        ...
+
 
 class Generations(Protocol):
     """The log as something that is created, inspected and taken out of service, one generation (epoch) at a time.
