@@ -283,3 +283,24 @@ async def test_a_lane_with_the_bucket_of_another_log_stops_all_before_a_log_is_m
     laned.log = own  # the error's advice
     async with laned.store(flusher=False):
         pass
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+async def test_any_lost_lane_of_any_layout_is_repaired_by_the_command(
+    deploy: Callable[..., Deployment], lane: int
+) -> None:
+    """Regression: the command took the lane for the last of a log with the default number of partitions."""
+    laned = deploy(lanes=3, partitions=4, max_bytes=96 << 20)
+    laned.verified = False
+    stream, thread_id = lane_configs(laned.config())[lane].log.stream, in_lane(laned, lane)
+    async with laned.store() as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush_all()
+        await store.lanes.all[lane].session.stream.api(f"STREAM.DELETE.{stream}")
+    repaired = await cli(laned, "repair", "--apply", "--json", "--lane", lane, stream=stream)
+    assert (repaired.code, repaired.json["done"]) == (0, True), repaired
+    async with laned.store() as store:
+        assert await store.load_messages(thread_id) == [said(0)]
+        await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id, 1))
+        await store.force_flush_all()
+        assert (await store.verify()).ok

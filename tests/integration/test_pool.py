@@ -169,6 +169,10 @@ async def test_who_waits_for_a_silent_postgres_is_told_so() -> None:
             for outcome in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(outcome, StoreUnavailable)
                 assert "it does not answer a new connection" in str(outcome)
+            for _ in range(3):
+                with pytest.raises(StoreUnavailable):
+                    await backend(pool, 0.05)
+            assert not pool._waiting, "psycopg's pool keeps everyone who has timed out"
         finally:
             await pool.close()
 

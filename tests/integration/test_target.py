@@ -166,6 +166,10 @@ async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deploy
 async def test_windows_are_changed_from_the_command_line_and_both_may_open_meanwhile(deployment: Deployment) -> None:
     async with deployment.store() as store:
         assert "next" not in (await cli(deployment, "log", "show")).out
+        for command in (("set", "--failover-window", 30), ("settle",)):  # of another log than the one that is named
+            refused = await cli(deployment, "log", *command, "--bucket", "another")
+            assert (refused.code, "another" in refused.err) == (2, True), refused
+        assert "next" not in (await cli(deployment, "log", "show")).out
         begun = await cli(deployment, "log", "set", "--failover-window", 30, "--archive")
         assert (begun.code, "LogConfig(failover_window_s=30, archive=True)" in begun.out) == (0, True), begun
         assert "next failover window s" in (await cli(deployment, "log", "show")).out

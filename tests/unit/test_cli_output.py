@@ -16,6 +16,8 @@ from rich.text import Text
 
 from bufstore.cli.operate.quarantine import ShownEntry, _show_entry
 from bufstore.cli.output import new_console, new_table, printable, say, show_fields
+from bufstore.cli.running import Failure, reporting_errors
+from bufstore.errors import StoreUnavailable
 
 #: Text that rich would take for markup or an emoji.
 MARKUP = "[INST] hi [/INST] see [docs], [red] and [1] :warning:"
@@ -102,3 +104,16 @@ def test_an_encoding_that_lacks_a_character_ends_no_command() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     ran = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
     assert (ran.returncode, b"ID\\u2026" in ran.stdout) == (0, True), ran.stderr
+
+
+def test_an_error_has_nothing_that_a_terminal_obeys() -> None:
+    """Regression: an id that Postgres quotes in an error could set the terminal's title and clear it."""
+
+    @reporting_errors
+    def command() -> None:
+        raise StoreUnavailable(f"refused: {OBEYED}")
+
+    with pytest.raises(Failure) as caught:
+        command()
+    assert caught.value.message.isprintable()
+    assert "refused: a" in caught.value.message

@@ -17,6 +17,8 @@ from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.read.recent_states import ASKED_FOR_S, Kept, Link, RecentStates
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
+from bufstore.threads.domain import THREADS
+from bufstore.threads.model import Thread, ThreadMetadata
 from bufstore.threads.state import ThreadState
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -259,3 +261,9 @@ def test_what_comes_from_the_log_alone_is_not_kept() -> None:
             app.buffer.reads.store.down = None
 
     run(main())
+
+
+def test_a_threads_metadata_counts() -> None:
+    """Regression: metadata of any size counted as nothing, and states with it were kept without a bound."""
+    thread = Thread(thread_id="t", metadata=ThreadMetadata(custom={"notes": "x" * 100_000}))
+    assert THREADS.size(ThreadState(watermark=Watermark(), thread=thread)) > 100_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 
 #: The packages that the extra installs; where one is missing, a sentence takes the place of a traceback.
 _EXTRA = {"click", "rich"}
@@ -19,6 +20,8 @@ def main() -> None:
         sys.stderr.write(f"{e.name} is not installed: the command line needs `pip install 'bufstore[cli]'`\n")
         raise SystemExit(2) from None
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an encoding that lacks a character must not end a command
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            # An encoding that lacks a character must not end a command. A stream that an app has put here may refuse.
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     app(prog_name="bufstore")

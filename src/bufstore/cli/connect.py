@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
 from bufstore.buffer.buffer import Buffer
-from bufstore.buffer.lanes import ledger_schema
+from bufstore.buffer.lanes import Layout, ledger_schema
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.buffer.target import Target, check_flushable
 from bufstore.cli.certificates import tls_context
@@ -182,11 +182,13 @@ class Endpoints:
                 f"there is no log {self.stream!r} on this server, and schema {self.schema!r} has several "
                 "lanes: say with `bufstore repair --lane` which one it was (0: the first)"
             )
-        # --bucket names the first lane's bucket, as in `find_log`. A repair does not need the true number of lanes.
+        # --bucket names the first lane's bucket, as in `find_log`. Any number of lanes finds the ledger, which has the
+        # true one.
         log = replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
         if lane is not None and not await self.has_ledger(log):
             raise ConfigError(f"there is no ledger of lane {lane} in schema {ledger_schema(self.schema, log)!r}")
-        return log
+        layout = await self._layout(log)
+        return replace(log, lanes=layout.lanes, partitions=layout.partitions) if layout is not None else log
 
     async def has_ledger(self, log: LogConfig) -> bool:
         """Whether the database has the tables of this log's buffer. Only reads. Raises StoreUnavailable."""
@@ -196,6 +198,13 @@ class Endpoints:
         """Whether the schema has tables of this part of bufstore. Only reads. Raises StoreUnavailable."""
         async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
             return part in await applied_migrations(connection, schema)
+
+    async def _layout(self, log: LogConfig) -> Layout | None:
+        """Return how many lanes and partitions the ledger notes, if it is there and does."""
+        if not await self.has_ledger(log):
+            return None
+        async with self.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
+            return await buffer.ledger.layout()
 
     async def noted(self, log: LogConfig) -> Target | None:
         """Return the target that the database names for its log; None: it names none. `log`: what is known of it."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from bufstore.cli.output import printable
 from bufstore.errors import BufstoreError
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ def _ours(error: BaseException) -> BufstoreError | None:
 
 def _one_line(error: Exception) -> str:
     # Further lines hold details (the end of a server's log, say); -vv shows them.
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return printable((str(error) or type(error).__name__).splitlines()[0])
 
 
 def configure_logs(verbose: int) -> None:

@@ -8,7 +8,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import StoredEntry
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of_encoded
-from bufstore.threads.model import Thread, ThreadChange
+from bufstore.threads.model import NO_METADATA, Thread, ThreadChange, encode_metadata
 from bufstore.threads.payload import decode_payload
 from bufstore.threads.state import ThreadState
 
@@ -52,6 +52,8 @@ class ThreadsDomain:
         if state.thread is None:
             return 0  # the row that is left of a deleted thread may be removed at any time
         records = sum(map(len, state.tail_runs.values())) + len(state.latest_run or b"") + len(state.state or b"")
+        if state.thread.metadata != NO_METADATA:
+            records += len(encode_metadata(state.thread.metadata))
         count = 2 + len(state.messages) + 2 * len(state.tail_runs)
         return _OBJECT_BYTES * count + sum(map(len, state.messages)) + records
 

@@ -82,11 +82,12 @@ def _change(options: Options, **change: Any) -> Windows:
     """Change the log, and show what it says then."""
 
     async def change_and_look(target: Endpoints) -> tuple[Windows, LogSettings]:
-        windows = await change_log(nats=target.nats, stream=target.stream, **change)
+        # First: it says whether the stream is the log that the command names, and nothing may be changed otherwise.
         found = await target.find_log()
         if found is None:
             raise NoLog(target.stream)
         config, named = found
+        windows = await change_log(nats=target.nats, stream=target.stream, **change)
         return windows, LogSettings(
             stream=target.stream,
             bucket=config.bucket,

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import BufferStatus, inspecting
-from bufstore.cli.output import lasting, new_console, new_table
+from bufstore.cli.output import lasting, new_console, new_table, printable
 from bufstore.cli.running import EXIT_UNUSABLE, EXIT_WRONG
 
 
@@ -48,8 +48,8 @@ def _show(found: BufferStatus) -> None:
         ("reads", found.read_trouble),
         ("flushing", found.flush_trouble),
     ):
-        console.print(f"{what}: {trouble or 'ok'}")
-    console.print(f"Postgres: {found.postgres_trouble or 'ok'}")
+        console.print(f"{what}: {printable(trouble) or 'ok'}")
+    console.print(f"Postgres: {printable(found.postgres_trouble) or 'ok'}")
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}")
     console.print(f"waiting entries: {_shown(found.waiting)}")
     console.print(f"quarantined entries: {_shown(found.quarantined)}")

@@ -405,12 +405,18 @@ class Pool(AsyncConnectionPool[_Connection]):
             except PoolTimeout:
                 # When it is asked again, the pool tries to connect again: a Postgres that is back is noticed at once.
                 self._failure.raise_refusal()
+                self._forget_timed_out()
                 if left <= _NUDGE_S:
                     raise self._not_in_time() from None
                 continue
             if _is_alive(connection):
                 return connection
             await self._give_back(connection)
+
+    def _forget_timed_out(self) -> None:
+        """Forget who has timed out: psycopg's pool keeps each until a connection comes, which an outage has none of."""
+        while self._waiting and self._waiting[0].error is not None:
+            self._waiting.popleft()
 
     async def _give_back(self, connection: _Connection) -> None:
         """Return a connection, even if the caller is cancelled meanwhile: otherwise the pool would lose it forever."""
