@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 from bufstore.cli.operate.quarantine import ShownEntry, _show_entry
-from bufstore.cli.output import new_console, new_table, printable, say, show_fields
+from bufstore.cli.output import new_console, new_table, say, show_fields
+from bufstore.cli.printable import printable
 from bufstore.cli.running import Failure, reporting_errors
 from bufstore.errors import StoreUnavailable
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects, first_position
-from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, check_stream, id_of
+from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, check_stream
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
@@ -143,7 +144,7 @@ async def _check_waiting(ledger: Ledger, config: LogConfig) -> None:
 
 def new_target(kind: Kind, stream: str) -> Target:
     """Return a target, with a new id, for a database that has none yet."""
-    return Target(kind.domain, kind.store, id_of(stream))
+    return Target(kind.domain, kind.store, f"{stream}-{secrets.token_hex(8)}")
 
 
 async def proven_by_ledger(log: Log, ledger: Ledger) -> bool:

@@ -9,8 +9,6 @@ flushed some of the log, and the log still has the entries at its cursors.
 
 from __future__ import annotations
 
-import secrets
-
 import msgspec
 
 from bufstore.errors import ConfigDrift
@@ -28,7 +26,7 @@ class Target(msgspec.Struct, frozen=True):
 
     domain: str
     store: str
-    #: The id of the database; to be exact, of its row for the log: see `id_of`.
+    #: The id of the database; to be exact, of its row for the log. It begins with the stream that it was drawn for.
     id: str
 
     @property
@@ -40,11 +38,6 @@ class Target(msgspec.Struct, frozen=True):
     def kind(self) -> Kind:
         """The domain and the kind of store that a process must have to flush here."""
         return Kind(self.domain, self.store)
-
-
-def id_of(stream: str) -> str:
-    """Return a new id for a database whose first log is this stream."""
-    return f"{stream}-{secrets.token_hex(8)}"
 
 
 def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -> None:

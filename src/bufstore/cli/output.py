@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bufstore.cli.printable import printable
+
 #: The width of a console, in columns, that folds none of our lines.
 _UNFOLDED = 1 << 20
 
@@ -53,13 +55,6 @@ def new_console(*, sentences: bool = False) -> Console:
 def say(line: str) -> None:
     """Print a line for people."""
     click.echo(printable(line))
-
-
-def printable(text: str) -> str:
-    """Return the text in one line, with escapes for what a terminal obeys or hides, above all control characters."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def lasting(seconds: float) -> str:

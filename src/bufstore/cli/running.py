@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from bufstore.cli.output import printable
+from bufstore.cli.printable import printable
 from bufstore.errors import BufstoreError
 
 T = TypeVar("T")
