@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -113,3 +115,20 @@ def test_a_row_loses_a_parent_that_goes() -> None:
     row = CheckpointRow("", "b", "a", b"{}", b"{}")
     assert orphaned(row, {("", "a")}).parent is None
     assert orphaned(row, {("x", "a")}) is row
+
+
+def test_rows_count_about_as_many_bytes_as_they_take() -> None:
+    """Regression: small rows counted a quarter of what they take, so that `cache_bytes` was no bound."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tables = [Tables() for _ in range(100)]
+        for number, each in enumerate(tables):
+            for row in range(8):
+                blob = BlobRow("", f"channel-{number}-{row}", f"version-{number}-{row}", "msgpack", bytes([row] * 20))
+                each.blobs[blob.key] = blob
+                each.known.add(blob.key)
+        took = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert took / 2 < sum(each.size for each in tables) < took * 2

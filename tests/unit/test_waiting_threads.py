@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.entry import Malformed
 from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.flush.queues import Queues
 from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.flush.waiting import Waiting
 from bufstore.buffer.places import group_of
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry
-from bufstore.config import LogConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.jetstream.messages import Outgoing
 from thorough import examples
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, other_partition, went_back
@@ -556,3 +560,19 @@ def test_the_cursor_passes_only_what_is_settled_or_waits(data: st.DataObject) ->
         assert owned.unsettled == len(open_) + len(waiting)
         assert min(owned.pending_bytes, owned.queued_bytes) >= 0
         assert bool(owned.queued_bytes) == bool(waiting)
+
+
+def test_a_partition_that_is_given_up_is_let_go() -> None:
+    """Regression: its entries in memory stayed until the partition was taken again."""
+    parts: Any = SimpleNamespace(ledger=None, subjects=SUBJECTS, config=BufferConfig())
+
+    class Owned:
+        queues: dict[str, Queue] = {}
+
+    owned: dict[int, Any] = {0: Owned()}
+    given_up = weakref.ref(owned[0])
+    queues = Queues(parts, owned, Waiting())
+    queues.adopt(0.0)
+    del owned[0]
+    queues.adopt(1.0)
+    assert given_up() is None

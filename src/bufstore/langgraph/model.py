@@ -15,6 +15,10 @@ import msgspec
 TASKS = "__pregel_tasks"
 
 
+#: About how many bytes a row takes beside its values: its ids, and Python's objects.
+_ROW_BYTES = 300
+
+
 class CheckpointRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A row of ``checkpoints``."""
 
@@ -218,7 +222,8 @@ class Tables:
         """About how many bytes the rows take."""
         rows = sum(len(c.checkpoint) + len(c.metadata) for c in self.checkpoints.values())
         blobs = sum(len(b.blob or b"") for b in self.blobs.values())
-        return 500 + rows + blobs + sum(len(w.blob) for w in self.writes.values())
+        objects = len(self.checkpoints) + len(self.blobs) + len(self.writes) + len(self.known)
+        return 500 + _ROW_BYTES * objects + rows + blobs + sum(len(w.blob) for w in self.writes.values())
 
     def value(self, key: BlobKey) -> BlobRow | None:
         """Return a blob that has a value; None if it is not among these rows."""

@@ -45,7 +45,8 @@ class Queues:
         self._in_memory: dict[str | None, float] = {}
 
     def adopt(self, now: float) -> None:
-        """Put the threads that wait in newly taken partitions into the schedule."""
+        """Put the threads that wait in newly taken partitions into the schedule, and let go of those given up."""
+        self._adopted = {p: owned for p, owned in self._adopted.items() if self._owned.get(p) is owned}
         for partition, owned in self._owned.items():
             if self._adopted.get(partition) is not owned:
                 self._adopted[partition] = owned
