@@ -329,6 +329,15 @@ async def test_postgres_that_is_not_durable_or_not_ours(own_servers: Servers) ->
     code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
     assert (code, checks["Postgres permissions"]["level"]) == (2, "bad")
     assert "buffer_threads" in checks["Postgres permissions"]["found"]
+    tables = f"SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {deployment.name}"
+    functions = f"EXECUTE ON ALL FUNCTIONS IN SCHEMA {deployment.name}"
+    await query(dsn, f"GRANT {tables} TO reader; REVOKE {functions} FROM PUBLIC")
+    code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
+    assert (code, "no EXECUTE on" in checks["Postgres permissions"]["found"]) == (2, True), checks
+    assert "run_taken" in checks["Postgres permissions"]["found"]
+    await query(dsn, f"GRANT {functions} TO reader")
+    code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
+    assert checks["Postgres permissions"]["level"] == "ok", checks
     await query(dsn, "ALTER ROLE reader SET default_transaction_read_only = on")
     code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
     assert checks["Postgres writable"]["level"] == "bad"

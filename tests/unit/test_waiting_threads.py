@@ -567,7 +567,8 @@ def test_a_partition_that_is_given_up_is_let_go() -> None:
     parts: Any = SimpleNamespace(ledger=None, subjects=SUBJECTS, config=BufferConfig())
 
     class Owned:
-        queues: dict[str, Queue] = {}
+        def __init__(self) -> None:
+            self.queues: dict[str, Queue] = {}
 
     owned: dict[int, Any] = {0: Owned()}
     given_up = weakref.ref(owned[0])

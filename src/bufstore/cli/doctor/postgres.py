@@ -17,6 +17,7 @@ from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration, check
 from bufstore.postgres.connection.functions import made_elsewhere
 from bufstore.postgres.connection.migrate import (
     UTF8_NEEDED,
+    all_functions,
     applied_migrations,
     check_rows_shown,
     encoding_of,
@@ -45,6 +46,11 @@ WHERE schemaname = %s AND tablename NOT IN ('bufstore_migrations', 'checkpoint_m
     SELECT bool_and(has_table_privilege(quote_ident(schemaname) || '.' || quote_ident(tablename), privilege))
     FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
 )
+"""
+_NOT_CALLED = """
+SELECT string_agg(DISTINCT proname, ', ') FROM pg_proc
+WHERE pronamespace = to_regnamespace(quote_ident(%s)) AND proname = ANY (%s::text[])
+    AND prorettype <> 'trigger'::regtype AND NOT has_function_privilege(oid, 'EXECUTE')
 """
 _LACKING = """
 SELECT string_agg(privilege || ' on ' || name, ', ') FROM unnest(%s::text[], %s::text[]) AS needed (name, privilege)
@@ -158,11 +164,13 @@ async def _tables(
         notes.say("functions", Level.BAD, found, advice)
         return False
     refused = await _value(connection, _REFUSED, schema)
-    may = f"read and write all tables in schema {schema!r}"
-    if refused is not None:
-        may = f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
-    notes.require("permissions", refused is None, may, "grant them to bufstore's user", Level.BAD)
-    if refused is not None:
+    called = set[str]().union(*(all_functions(folder_of(part)) for part in _PARTS))
+    not_called = await _value(connection, _NOT_CALLED, schema, sorted(called))
+    lacking = [f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"] if refused is not None else []
+    lacking += [f"no EXECUTE on {not_called}"] if not_called is not None else []
+    may = "; ".join(lacking) or f"read and write all tables in schema {schema!r}"
+    notes.require("permissions", not lacking, may, "grant them to bufstore's user", Level.BAD)
+    if lacking:
         return False
     parked = await _value(
         connection, sql.SQL("SELECT count(*) FROM {}.buffer_quarantine").format(sql.Identifier(schema))

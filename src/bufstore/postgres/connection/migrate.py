@@ -34,6 +34,7 @@ from bufstore.postgres.connection.functions import elsewhere, functions_of, made
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
 #: One block of a file of statements; blank lines separate the blocks.
 _STATEMENT = re.compile(r"-- name: ([a-z][a-z0-9_]*)\n((?:-- (?!name:).+\n)+)((?!--)(?:(?!-- name:)[^;])+);")
+_FUNCTION = re.compile(r"CREATE (?:OR REPLACE )?FUNCTION \{schema\}\.(\w+)")
 _TABLE = re.compile(r"CREATE TABLE \{schema\}\.([a-z_]+)")
 #: Finds tables whose rows are all hidden from this role by row level security: no policy lets it read any of them.
 _HIDING = """
@@ -287,6 +288,11 @@ def tables_of(folder: Traversable) -> list[str]:
 def function_names(folder: Traversable) -> list[str]:
     """Return the functions that the folder's migrations make and that name the schema."""
     return list(functions_of(_texts(folder).values()))
+
+
+def all_functions(folder: Traversable) -> set[str]:
+    """Return the names of all functions that the folder's migrations make."""
+    return {name for text in _texts(folder).values() for name in _FUNCTION.findall(text)}
 
 
 def newest(folder: Traversable) -> int:
