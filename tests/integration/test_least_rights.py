@@ -121,6 +121,9 @@ async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> N
     assert (shown.code, shown.out.count("up to date")) == (0, 2), shown
     itself = await site.cli("setup", "--grant", f"owner_{site.deployment.name}", postgres=site.owner)
     assert (itself.code, "needs no grant" in itself.err) == (2, True), itself
+    await query(site.deployment.servers.postgres.dsn, f"CREATE ROLE third_{site.deployment.name}")
+    third = await site.cli("setup", "--grant", f"third_{site.deployment.name}", postgres=site.app)
+    assert (third.code, "got no rights" in third.err) == (2, True), third
     nobody = await site.cli("setup", "--grant", "nobody at all", postgres=site.owner)
     assert (nobody.code, "does not exist" in nobody.err) == (2, True), nobody
     other = await site.cli("setup", "--failover-window", 90, "--archive", postgres=site.owner)

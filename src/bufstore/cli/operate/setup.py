@@ -156,6 +156,7 @@ async def _setup(
                 for role in roles:
                     for statement in tables.grants(schema, role):
                         await connection.execute(statement)
+                    await tables.check_granted(connection, schema, role)
     if log is not None:
         new = LogConfig(stream=target.stream, bucket=target.bucket, lanes=lanes)
         await _make_log(target, found.config if found is not None else new, log)

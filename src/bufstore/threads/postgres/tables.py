@@ -11,7 +11,7 @@ from psycopg import AsyncConnection, sql
 
 from bufstore.buffer.lanes import ledger_schema
 from bufstore.config import LANES_MAX, LogConfig
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, StoreMisconfigured
 from bufstore.postgres.connection.migrate import (
     applied_migrations,
     check_schema,
@@ -129,6 +129,17 @@ def grants(schema: str, role: str) -> list[sql.Composed]:
         "GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}",
     ]
     return [sql.SQL(statement).format(**names) for statement in statements]
+
+
+async def check_granted(connection: AsyncConnection[Any], schema: str, role: str) -> None:
+    """Raise StoreMisconfigured if `role` did not get what `grants` gives: Postgres only warns of it."""
+    given = "SELECT has_schema_privilege(%s, %s, 'USAGE') AND has_table_privilege(%s, %s, 'SELECT')"
+    table = sql.Identifier(schema, "bufstore_migrations").as_string(None)
+    if (await (await connection.execute(given, [role, schema, role, table])).fetchone()) != (True,):
+        raise StoreMisconfigured(
+            f"role {role!r} got no rights in schema {schema!r}: the connected role may use the tables, but not grant "
+            "that to others; connect as their owner"
+        )
 
 
 async def check_grantee(connection: AsyncConnection[Any], role: str) -> None:
