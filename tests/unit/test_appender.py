@@ -108,6 +108,29 @@ def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
     test(main, server=GroupServer(message_bytes_max=4096))
 
 
+def test_a_write_that_needs_no_content_does_not_fail_in_place_of_one_whose_caller_has_gone() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        two, asked, goes_on = Instance(world), asyncio.Event(), asyncio.Event()
+
+        async def away(thread_id: str) -> Any:
+            asked.set()
+            await goes_on.wait()
+            raise StoreUnavailable("away")
+
+        two.reads.joined = away  # type: ignore[method-assign]
+        gone = asyncio.ensure_future(two.append([{"id": "m"}]))  # only the content tells whether it has this id
+        await asked.wait()
+        kept = asyncio.ensure_future(two.checkpoint(["a", "b"]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        goes_on.set()
+        assert (await kept).version == 2
+
+    test(main)
+
+
 def test_many_threads_that_are_written_first_at_once_ask_postgres_together() -> None:
     async def main(world: World, one: Instance) -> None:
         for n in range(3):

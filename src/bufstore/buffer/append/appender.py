@@ -322,7 +322,7 @@ class Appender(Generic[S, M]):
             # search once more.
             if self._life and (need := needs(queue[0])) is not None:
                 lane.asks_store = True
-                self._spawn(lane, self._find(lane, self._search(need, thread_id, None), for_head=True))
+                self._spawn(lane, self._find(lane, self._search(need, thread_id, None), head=queue[0]))
             else:
                 self._spawn(lane, self._find(lane, partial(self._finder.look_up, thread_id)))
             return
@@ -334,11 +334,11 @@ class Appender(Generic[S, M]):
         except Exception as e:  # no memory left, say; if nobody drives the lane, every later write waits in it for ever
             _log.exception("cannot build an entry; nothing is stored", extra={"action": "build_error"})
             error = LogUnavailable(f"cannot build the entry ({type(e).__name__}); nothing was stored; retry")
-            self._fail(lane, error, for_head=False)
+            self._fail(lane, error)
             return
         if taken.needs is not None:
             lane.asks_store = taken.needs is not Need.TIP
-            self._spawn(lane, self._find(lane, self._search(taken.needs, thread_id, tip), for_head=True))
+            self._spawn(lane, self._find(lane, self._search(taken.needs, thread_id, tip), head=queue[0]))
         elif unit is None:
             self._advance(lane)
         else:
@@ -399,16 +399,19 @@ class Appender(Generic[S, M]):
         if interrupted(task):
             for write in writes:
                 settle(write.done, AppendUnknown("a signal interrupted the write"))
-            self._fail(
-                lane, LogUnavailable("a signal interrupted a write of the thread; nothing was stored"), for_head=False
-            )
+            self._fail(lane, LogUnavailable("a signal interrupted a write of the thread; nothing was stored"))
 
     async def _find(
-        self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False, now: bool = True
+        self,
+        lane: Lane[M],
+        find: Callable[[], Awaitable[Tip[M]]],
+        *,
+        head: Write[M] | None = None,
+        now: bool = True,
     ) -> None:
         """Find a tip, trying again while the log is away and somebody still waits; then go on.
 
-        `for_head`: only the first write in the queue needs what is looked for, and only that write fails without it.
+        `head`: the only write that needs what is looked for, and the only one that fails without it; None: all do.
         `now`: the tip found is that of now. False: it is that of a conflict, and queued writes may have come since.
         """
         try:
@@ -425,14 +428,13 @@ class Appender(Generic[S, M]):
                 elif anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
                     break
         except (BufstoreError, AppendUnknown) as e:
-            self._fail(lane, e, for_head)
+            self._fail(lane, e, head)
         except Exception as e:
             _log.exception(
                 "cannot look up a thread; its writes fail, nothing is stored", extra={"action": "lookup_error"}
             )
-            self._fail(
-                lane, LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored"), for_head
-            )
+            error = LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored")
+            self._fail(lane, error, head)
         else:
             lane.asks_store = False
             self._advance(lane, tip, looked_up=lane.asking if now else 0)
@@ -448,12 +450,13 @@ class Appender(Generic[S, M]):
                 return await find()
         raise AssertionError("tenacity ended without an outcome")
 
-    def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
+    def _fail(self, lane: Lane[M], error: Exception, head: Write[M] | None = None) -> None:
+        """End this write, if it still waits in the lane; None: all that do."""
         lane.asks_store = False
         self._tips.drop(lane.thread_id)
-        count = 1 if for_head else len(lane.queue)
-        failed, lane.queue[:count] = lane.queue[:count], []
+        failed = lane.queue[:] if head is None else [head]
         for write in failed:
+            lane.drop(write)
             settle(write.done, error)
         self._advance(lane)
 
@@ -468,7 +471,6 @@ class Appender(Generic[S, M]):
             self._fail(
                 unit.lane,
                 LogUnavailable(f"cannot recover a write of the thread ({type(e).__name__}); nothing was stored"),
-                for_head=False,
             )
 
     async def _recover(self, unit: Unit[M], error: Exception) -> None:
