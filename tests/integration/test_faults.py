@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from bufstore import (
     TooLarge,
     Unavailable,
 )
-from bufstore.buffer.append.lane import Write
+from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
@@ -256,9 +255,15 @@ async def test_writes_whose_callers_gave_up_are_not_kept_until_nats_is_back(own_
             return asyncio.ensure_future(store.checkpoint_append(thread_id, [1], run_of(thread_id)))
 
         await asyncio.gather(*map(write, threads))
+        lanes, writer = store.buffer.appender._lanes, store.buffer.log.writer
+        assert isinstance(writer, Sequencer)
         own_servers.nats.pause()
         kept = [write(threads[0])]
-        await eventually(lambda: _is_sent(kept))  # what is behind it waits
+
+        async def is_sent() -> bool:
+            return bool(writer._sending)
+
+        await eventually(is_sent)  # what is behind it waits
         for round_ in range(6):
             given_up = [write(thread_id) for thread_id in (threads if round_ % 2 else threads[:1] * 50)]
             for _ in range(3):
@@ -266,22 +271,16 @@ async def test_writes_whose_callers_gave_up_are_not_kept_until_nats_is_back(own_
             for task in given_up:
                 task.cancel()
             await asyncio.gather(*given_up, return_exceptions=True)
-        del given_up, task
         kept.append(write(threads[0]))
 
-        async def few_are_kept() -> bool:
-            return sum(isinstance(each, Write) for each in gc.get_objects()) < 10
+        async def none_is_kept() -> bool:
+            return not writer._waiting and [len(lane.queue) for lane in lanes.values() if lane.queue] == [1]
 
-        await eventually(few_are_kept)
+        await eventually(none_is_kept)
         own_servers.nats.resume()
         await asyncio.gather(*kept)
         assert await store.load_messages(threads[0]) == [1] * 3
         assert await store.load_messages(threads[1]) == [1]
-
-
-async def _is_sent(tasks: Sequence[asyncio.Task[Any]]) -> bool:
-    writes = [each for each in gc.get_objects() if isinstance(each, Write)]
-    return len(writes) == len(tasks) and all(write.maybe_behind is not None for write in writes)
 
 
 @pytest.mark.long
