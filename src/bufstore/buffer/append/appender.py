@@ -28,6 +28,7 @@ from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.lost_answer import PAUSE, resolve
 from bufstore.buffer.append.next_unit import Limits, Need, needs, next_unit, other_content
 from bufstore.buffer.append.outstanding import Outstanding
+from bufstore.buffer.append.refusals import Refusals
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
 from bufstore.buffer.append.tip_finder import Held, Stored, TipFinder
 from bufstore.buffer.append.unresolved import Unresolved
@@ -44,7 +45,6 @@ from bufstore.errors import (
 )
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
-from bufstore.jetstream.errors import StorageFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.tasks import end, interrupted, settle, spawn
 from bufstore.types import Receipt
@@ -53,8 +53,9 @@ _log = logging.getLogger(__name__)
 
 #: Longest pause of a writer that others overtake again and again.
 _PAUSE_MAX_S = 0.2
-#: How long a log counts as one that takes no writes after it refused one for lack of space, or of a right.
-_REFUSED_FOR_S = 10.0
+
+#: Looks up a thread's tip.
+_Find = Callable[[], Awaitable[Tip[M]]]
 
 
 class Appender(Generic[S, M]):
@@ -87,9 +88,7 @@ class Appender(Generic[S, M]):
         self._loop, self._home = asyncio.get_running_loop(), Home()
         #: The bound method, made once for all units.
         self._on_end = self._ended
-        self._explain = explain
-        #: When the log last refused a write, how many entries had been appended by then, and why.
-        self._refusal = (float("-inf"), 0, "")
+        self._refusals = Refusals(explain)
         #: Grows when the log forgets who wrote to which thread.
         self._life = 0
         #: How often the log began anew, and forgot everything.
@@ -182,7 +181,7 @@ class Appender(Generic[S, M]):
             self._gave_up(thread_id, write)
             raise error from None
         except LogFull as e:
-            raise await self._explained(e) from None
+            raise await self._refusals.explained(e, self.appended) from None
         finally:
             self._outstanding.leave(write)
 
@@ -229,21 +228,14 @@ class Appender(Generic[S, M]):
             else:
                 error = error or found
         assert error is None or isinstance(error, Exception)
-        return receipts, await self._explained(error) if isinstance(error, LogFull) else error
+        if isinstance(error, LogFull):
+            error = await self._refusals.explained(error, self.appended)
+        return receipts, error
 
     @property
     def refused(self) -> str:
         """Why the log refused the last write, if that was not long ago; else empty."""
-        at, appended, why = self._refusal
-        return why if appended == self.appended and self._loop.time() - at < _REFUSED_FOR_S else ""
-
-    def _note(self, why: str) -> None:
-        self._refusal = self._loop.time(), self.appended, why
-
-    async def _explained(self, error: LogFull) -> LogFull:
-        elsewhere = isinstance(error, StorageFull)  # then the log's content explains nothing
-        self._note(str(error) if elsewhere else "the log is full: it has just refused a write")
-        return error if elsewhere or self._explain is None else await self._explain(error)
+        return self._refusals.lately(self.appended)
 
     def _enter(self, thread_id: str, writes: list[Write[M]]) -> None:
         """Queue writes. The list may become the lane's queue: nobody else may have it."""
@@ -345,7 +337,7 @@ class Appender(Generic[S, M]):
             unit.drafted_at, unit.drafted_in = self._loop.time(), self._anew
             self._group.add(unit)
 
-    def _search(self, need: Need, thread_id: str, tip: Tip[M] | None) -> Callable[[], Awaitable[Tip[M]]]:
+    def _search(self, need: Need, thread_id: str, tip: Tip[M] | None) -> _Find[M]:
         match need:
             case Need.TIP:
                 assert tip is not None, "what is refused was refused because of one"
@@ -401,14 +393,7 @@ class Appender(Generic[S, M]):
                 settle(write.done, AppendUnknown("a signal interrupted the write"))
             self._fail(lane, LogUnavailable("a signal interrupted a write of the thread; nothing was stored"))
 
-    async def _find(
-        self,
-        lane: Lane[M],
-        find: Callable[[], Awaitable[Tip[M]]],
-        *,
-        head: Write[M] | None = None,
-        now: bool = True,
-    ) -> None:
+    async def _find(self, lane: Lane[M], find: _Find[M], *, head: Write[M] | None = None, now: bool = True) -> None:
         """Find a tip, trying again while the log is away and somebody still waits; then go on.
 
         `head`: the only write that needs what is looked for, and the only one that fails without it; None: all do.
@@ -439,7 +424,7 @@ class Appender(Generic[S, M]):
             lane.asks_store = False
             self._advance(lane, tip, looked_up=lane.asking if now else 0)
 
-    async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
+    async def _find_again(self, lane: Lane[M], find: _Find[M]) -> Tip[M]:
         async for attempt in AsyncRetrying(
             wait=PAUSE,
             retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
@@ -468,10 +453,8 @@ class Appender(Generic[S, M]):
             _log.exception("cannot recover a write; its outcome is unknown", extra={"action": "recover_error"})
             for write in unit.writes:
                 settle(write.done, AppendUnknown(f"unexpected {type(e).__name__}"))
-            self._fail(
-                unit.lane,
-                LogUnavailable(f"cannot recover a write of the thread ({type(e).__name__}); nothing was stored"),
-            )
+            lost = LogUnavailable(f"cannot recover a write of the thread ({type(e).__name__}); nothing was stored")
+            self._fail(unit.lane, lost)
 
     async def _recover(self, unit: Unit[M], error: Exception) -> None:
         """Go on after a unit that was not stored, or may not have been."""
@@ -509,7 +492,7 @@ class Appender(Generic[S, M]):
             await self._find(lane, partial(self._finder.look_up, lane.thread_id))
             return
         if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
-            self._note(str(error))
+            self._refusals.note(str(error), self.appended)
         for write in unit.writes:
             settle(write.done, error)
         self._advance(lane)
