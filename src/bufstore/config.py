@@ -19,6 +19,9 @@ from bufstore.errors import ConfigError
 #: The most lanes of a log. Each lane has its own connections and flusher in every process.
 LANES_MAX = 64
 
+#: The least `LogConfig.max_bytes`.
+LOG_BYTES_MIN = 1 << 20
+
 #: No failover loses more than this, in seconds. A restore may lose more; archives are for restores.
 FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
 
@@ -215,7 +218,7 @@ class LogConfig:
             raise ConfigError("LogConfig.lane must be one of the lanes")
         if not 1 <= self.replicas <= 5:
             raise ConfigError("LogConfig.replicas must be 1 to 5")
-        if self.max_bytes < 1 << 20:
+        if self.max_bytes < LOG_BYTES_MIN:
             raise ConfigError("LogConfig.max_bytes must be at least 1 MiB")
         if not 1 << 10 <= self.max_entry_bytes <= 512 << 20:
             raise ConfigError("LogConfig.max_entry_bytes must be 1 KiB to 512 MiB")

@@ -297,6 +297,15 @@ async def test_any_lost_lane_of_any_layout_is_repaired_by_the_command(
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush_all()
         await store.lanes.all[lane].session.stream.api(f"STREAM.DELETE.{stream}")
+    other = await cli(laned, "repair", "--lane", lane, stream=lane_configs(laned.config())[1 - lane].log.stream)
+    assert (other.code, f"is lane {1 - lane} of 3: name the stream of lane {lane}" in other.err) == (2, True), other
+    shown = await cli(laned, "repair", "--lane", lane, stream=stream)
+    if lane:
+        first = await cli(laned, "doctor", "--json")
+        wrong = [c["found"] for c in first.json["checks"] if c["what"] == f"lane {lane}"]
+        assert (first.code, wrong) == (2, [f"there is no {stream}"]), first
+    again = f"repair --stream {stream} --bucket {laned.log.bucket} --schema {laned.name} --lane {lane} --apply"
+    assert (shown.code, again in shown.out) == (1, True), shown
     repaired = await cli(laned, "repair", "--apply", "--json", "--lane", lane, stream=stream)
     assert (repaired.code, repaired.json["done"]) == (0, True), repaired
     async with laned.store() as store:

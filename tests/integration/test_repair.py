@@ -98,6 +98,8 @@ async def test_a_stream_that_is_gone(deployment: Deployment, bucket: bool) -> No
         await client.jetstream().delete_key_value(deployment.log.bucket)
         await client.close()
     await refused(deployment, "is gone")
+    flush = await asyncio.to_thread(bufstore_cli, "flush", "--all", **where(deployment))
+    assert (flush.code, "is gone" in flush.err, "setup" in flush.err) == (2, True, False), flush
     shown = await asyncio.to_thread(bufstore_cli, "repair", **where(deployment))
     assert (shown.code, "generation 1" in shown.out) == (1, True), shown
     done = await asyncio.to_thread(bufstore_cli, "repair", "--apply", **where(deployment))

@@ -102,6 +102,19 @@ async def test_a_stream_that_takes_no_writes_is_refused(
             await works(deployment, deployment.servers.nats.url)
 
 
+async def test_commands_say_which_bound_a_log_must_have_that_has_none(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        api = store.buffer.session.stream.api
+        made = (await api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        for bound in (-1, 1000):
+            await api(f"STREAM.UPDATE.{deployment.log.stream}", made | {"max_bytes": bound})
+            for command in (("status",), ("flush", "--all")):
+                told = await asyncio.to_thread(bufstore_cli, *command, **where(deployment))
+                way_out = f"nats stream edit {deployment.log.stream} --max-bytes"
+                assert (told.code, f"max_bytes is {bound}" in told.err, way_out in told.err) == (2, True, True), told
+        await api(f"STREAM.UPDATE.{deployment.log.stream}", made)
+
+
 async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         name = f"KV_{deployment.log.bucket}"

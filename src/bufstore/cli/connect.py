@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -18,13 +19,14 @@ from psycopg.conninfo import make_conninfo
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.lanes import Layout, ledger_schema
+from bufstore.buffer.prepare import compare
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.buffer.target import Target, check_flushable
 from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
-from bufstore.errors import ConfigError, EmbeddedError, NoLog
+from bufstore.errors import ConfigError, EmbeddedError, LogRolledBack, NoLog, StoreMisconfigured, StoreUnavailable
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
@@ -133,13 +135,15 @@ class Endpoints:
     async def buffered(self, *, create: bool = True, **config: Any) -> AsyncIterator[BufferedThreadStore]:
         """Open the buffered store, with the log's configuration as it stands on the server.
 
-        `create`: make a log if there is none; otherwise raise NoLog. `config`: fields of BufferConfig.
+        `create`: make a log if there is none; otherwise raise what `check_not_lost` raises, else NoLog. `config`: fields
+        of BufferConfig.
         """
         found = await self.find_log()
         if found is not None:
             self.check_threads(found)
             log = found.config
         elif not create:
+            await self.check_not_lost()
             raise NoLog(self.stream)
         else:
             log = LogConfig(stream=self.stream, bucket=self.bucket)
@@ -189,6 +193,20 @@ class Endpoints:
             raise ConfigError(f"there is no ledger of lane {lane} in schema {ledger_schema(self.schema, log)!r}")
         layout = await self._layout(log)
         return replace(log, lanes=layout.lanes, partitions=layout.partitions) if layout is not None else log
+
+    async def check_not_lost(self) -> None:
+        """Raise LogRolledBack if Postgres has entries of the log, which is not on the server.
+
+        Raises ConfigDrift when the bucket is another log's, ConfigError when only an operator knows the log's lane.
+        """
+        with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
+            log = await self.lost_log(None)
+            if await self.has_ledger(log):
+                async with self.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
+                    await buffer.shared.check()
+                    why = await compare(buffer.log, buffer.ledger, log.stream, None, await buffer.ledger.epoch())
+                    if why is not None:
+                        raise LogRolledBack(why)
 
     async def has_ledger(self, log: LogConfig) -> bool:
         """Whether the database has the tables of this log's buffer. Only reads. Raises StoreUnavailable."""

@@ -16,7 +16,7 @@ from bufstore.buffer.operate.health import asked, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.waiting import WaitingTotals
-from bufstore.buffer.prepare import apart, compare
+from bufstore.buffer.prepare import apart
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import AnyBuffer, Endpoints
 from bufstore.config import BufferConfig
@@ -184,21 +184,6 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, above: 
     return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner)
 
 
-async def _check_never_there(target: Endpoints) -> None:
-    """Raise LogRolledBack if Postgres has entries of the log that is not there.
-
-    Raises ConfigDrift when the bucket is another log's, ConfigError when only an operator knows the log's lane.
-    """
-    with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
-        log = await target.lost_log(None)
-        if await target.has_ledger(log):
-            async with target.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
-                await buffer.shared.check()
-                why = await compare(buffer.log, buffer.ledger, log.stream, None, await buffer.ledger.epoch())
-                if why is not None:
-                    raise LogRolledBack(why)
-
-
 @asynccontextmanager
 async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Inspection]:
     """Look at the buffer of `target`.
@@ -209,7 +194,7 @@ async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterat
     """
     found = await target.find_log()
     if found is None:
-        await _check_never_there(target)
+        await target.check_not_lost()
         raise NoLog(target.stream)
     if applies:
         target.check_ours(found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from bufstore.buffer.target import Target
-from bufstore.config import LogConfig, NatsConfig
+from bufstore.config import LOG_BYTES_MIN, LogConfig, NatsConfig
+from bufstore.errors import ConfigDrift
 from bufstore.jetstream.buckets import placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StreamMissing
@@ -49,6 +50,15 @@ def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
     lanes, lane = lanes_of(metadata)
     if bucket is not None and not lane:  # a caller that names another lane names the bucket of the first
         check_bucket(found["name"], bucket, metadata)
+    if found["max_bytes"] < LOG_BYTES_MIN:
+        raise ConfigDrift(
+            f"stream {found['name']}",
+            "max_bytes",
+            expected="at least 1 MiB",
+            found=found["max_bytes"],
+            way_out="Without a bound the log fills the disk. Set it back to what the app's LogConfig has: "
+            f"`nats stream edit {found['name']} --max-bytes BYTES`.",
+        )
     return LogConfig(
         stream=found["name"],
         bucket=metadata["bufstore.bucket"],

@@ -10,6 +10,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from bufstore.buffer.flush.flusher_state import told_by_flushers
+from bufstore.buffer.lanes import named_logs
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
@@ -102,6 +103,7 @@ async def _look(
         return log
     _agreed(notes, found.target, windows_of(info["config"]["metadata"]))
     _copies(notes, info)
+    await _lanes(notes, stream, config)
     bucket = await _bucket(notes, stream, config, account)
     session = NatsSession(target.nats, BufferConfig.fitting(config, flusher=False), target.session)
     shared = NatsStream(session.connection, target.nats.api, bucket_stream(config), 1)
@@ -200,6 +202,14 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
         notes.say("deletes", Level.WARNING, "denied", advice)
     if info["config"].get("persist_mode") == "async":
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
+
+
+async def _lanes(notes: Notes, stream: NatsStream, config: LogConfig) -> None:
+    """Look for the streams of the other lanes; each lane has a doctor's look of its own (--stream)."""
+    for other in named_logs(config)[1:]:
+        if await _lacks(stream, other.stream):
+            advice = f"see `bufstore repair --stream {other.stream} --lane {other.lane}`"
+            notes.say(f"lane {other.lane}", Level.BAD, f"there is no {other.stream}", advice)
 
 
 async def _mirrors(notes: Notes, stream: NatsStream) -> None:

@@ -7,8 +7,8 @@ import click
 from bufstore.buffer.operate.repair import Repaired
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG
-from bufstore.config import BufferConfig
-from bufstore.errors import ConfigDrift
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.threads.repairing import repair_buffer, repairing
 
 
@@ -34,12 +34,17 @@ def repair(options: Options, apply: bool, lane: int | None) -> None:
 
 async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Repaired, str]:
     """Return what was found, and the command or call that mends it."""
-    log, how = await target.find_log(), "bufstore repair --apply"
+    log, how = await target.find_log(), _command(target, lane)
     if log is None:
         config = await target.lost_log(lane)
         named = await target.noted(config)
     else:
         config, named = log
+        if lane not in (None, config.lane):
+            raise ConfigError(
+                f"--lane {lane} is for a stream that is gone, but {target.stream!r} is there, and is lane "
+                f"{config.lane} of {config.lanes}: name the stream of lane {lane} with --stream"
+            )
         try:
             target.check_ours(log)
         except ConfigDrift as e:
@@ -48,6 +53,17 @@ async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Rep
             how = f"bufstore.repair(…, apply=True) in a process that has the store, because {e}"
     repairs = repairing(BufferConfig.fitting(config))
     return await repair_buffer(target.buffer_of(named, repairs), apply=apply), how
+
+
+def _command(target: Endpoints, lane: int | None) -> str:
+    """Return the command that repairs the same log."""
+    usual = LogConfig()
+    words = ["bufstore repair"]
+    words += [f"--stream {target.stream}"] if target.stream != usual.stream else []
+    words += [f"--bucket {target.bucket}"] if target.bucket != usual.bucket else []
+    words += [f"--schema {target.schema}"] if target.schema != "bufstore" else []
+    words += [f"--lane {lane}"] if lane is not None else []
+    return " ".join([*words, "--apply"])
 
 
 def _lines(found: Repaired, how: str) -> list[str]:
