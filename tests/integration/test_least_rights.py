@@ -293,3 +293,19 @@ async def test_no_role_may_do_what_only_the_next_one_may(site: Site) -> None:
     ):
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             await query(site.app, statement)
+
+
+async def test_grants_wait_for_those_that_are_on_their_way(site: Site) -> None:
+    """Regression: Postgres refused the second of two concurrent grants ("tuple concurrently updated")."""
+    await site.set_up()
+    grants = ("setup", "--grant", site.app_role)
+    script = (await site.cli(*grants, "--sql", postgres=site.owner)).out
+    assert "pg_advisory_xact_lock" in script
+    async with await psycopg.AsyncConnection.connect(site.owner, autocommit=True) as first:
+        await first.execute(script.replace("COMMIT;", ""))
+        second = asyncio.create_task(site.cli(*grants, postgres=site.owner))
+        waits = "SELECT FROM pg_locks WHERE NOT granted"
+        while not second.done() and not (await first.execute(waits)).rowcount:
+            await asyncio.sleep(0)
+        await first.execute("COMMIT")
+    assert (await second).code == 0, await second

@@ -18,6 +18,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.postgres.connection.migrate import check_schema, has_schema
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.postgres.connection.migrate import waiting
 from bufstore.threads.postgres import tables
 
 _CONNECT_S = 5.0
@@ -153,6 +154,9 @@ async def _setup(
         for schema, of in _places(target.schema, parts, lanes):
             migrated[schema] = await tables.make_tables(connection, schema, of)
             async with connection.transaction():
+                if roles:  # Postgres refuses concurrent grants on the same table
+                    for statement in waiting():
+                        await connection.execute(statement)
                 for role in roles:
                     for statement in tables.grants(schema, role):
                         await connection.execute(statement)

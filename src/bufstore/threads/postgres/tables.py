@@ -97,7 +97,7 @@ def script(
     """Write `make_tables` and `grants` as one transaction, which the owner runs with psql. `again`: see `functions`."""
     check_schema(schema)
     parts: list[str] = []
-    if again or any(versions.values()):
+    if again or roles or any(versions.values()):
         parts += [_text(statement) for statement in waiting()]
     parts += again
     if any(versions.values()):
