@@ -23,6 +23,7 @@ from bufstore.mailbox import (
     Sweeper,
     Worker,
 )
+from bufstore.mailbox.memory import MemoryBackend
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.mailbox.store import MailboxStore
@@ -468,3 +469,5 @@ async def test_in_memory_a_live_handler_that_stops_its_own_listener_goes_on_to_i
         async with asyncio.timeout(10):
             await ended.wait()
         assert await store.deliver_live("t", b"x") is Live.NO_SUBSCRIBER
+        assert isinstance(store.backend, MemoryBackend)
+        assert not store.backend.shared.listeners

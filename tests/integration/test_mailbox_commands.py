@@ -88,6 +88,8 @@ async def test_what_is_no_mailbox_is_not_made_one(servers: Servers) -> None:
     found = await asyncio.to_thread(bufstore_cli, "mailbox", "status", **environment)
     assert (found.code, "in Postgres" in found.err) == (2, True)
     environment = {"BUFSTORE_POSTGRES": servers.postgres.dsn}
+    found = await asyncio.to_thread(bufstore_cli, "mailbox", "purge", "NAME", "--older-than", "1", **environment)
+    assert (found.code, "is on NATS: give --nats" in found.err) == (2, True)
     for command in (["status"], ["list"], ["wake"], ["purge", "--older-than", "1"]):
         found = await asyncio.to_thread(bufstore_cli, "mailbox", *command, "--schema", "no_mailbox", **environment)
         assert (found.code, "there is no mailbox in schema 'no_mailbox'" in found.err) == (2, True), command

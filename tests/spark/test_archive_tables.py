@@ -38,6 +38,8 @@ async def test_archive_and_log_are_one_table(spark: Any, deployment: Deployment,
     path, several, big = str(tmp_path / "archive"), [fresh() for _ in range(5)], fresh()
     with pytest.raises(ConfigError, match="no archive"):
         await asyncio.to_thread(entries, spark, path, where(deployment))
+    with pytest.raises(ConfigError, match="no archive"):  # a mistyped path
+        await asyncio.to_thread(tabulate, spark, path)
     await write_together(deployment, several, range(3))
     await asyncio.to_thread(archive, spark, where(deployment), path)
     done = await asyncio.to_thread(tabulate, spark, path)

@@ -90,10 +90,13 @@ class Endpoints:
     """Where the servers are, and how to open a store there."""
 
     nats: NatsConfig
+    #: Empty: the options name no Postgres.
     postgres: str = field(repr=False)
     schema: str
     stream: str
     bucket: str
+    #: Whether the options name NATS; else `nats` is the default, which a command must not take for it.
+    nats_named: bool = True
     #: The embedded servers that the command starts; None: the servers are others'.
     servers: Servers | None = None
     #: The name by which Postgres knows our sessions.
@@ -338,7 +341,7 @@ def _target(
         missing = "--postgres (or BUFSTORE_POSTGRES)" if nats else "--nats (or BUFSTORE_NATS)"
         raise click.UsageError(f"{missing} is missing; both are needed, or --embedded.")
     config = reporting_errors(_nats_config)(nats, shared) if nats else NatsConfig()
-    return Endpoints(nats=config, postgres=postgres, **names)
+    return Endpoints(nats=config, postgres=postgres, nats_named=bool(nats), **names)
 
 
 def _servers(data: Path | None) -> Servers:

@@ -298,13 +298,15 @@ class MemoryBackend(Backend):
         return Live.NO_SUBSCRIBER
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
-        listeners = self._state().listeners[thread_id]
-        listener = _Listener(handler)
-        listeners.append(listener)
+        all_listeners, listener = self._state().listeners, _Listener(handler)
+        all_listeners[thread_id].append(listener)
 
         async def stop() -> None:
+            listeners = all_listeners.get(thread_id, [])
             if listener in listeners:
                 listeners.remove(listener)
+                if not listeners:
+                    del all_listeners[thread_id]
                 self._stops.remove(stop)
                 listener.stop()
 

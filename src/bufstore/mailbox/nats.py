@@ -60,6 +60,7 @@ class NatsBackend(NatsSweeps, Backend):
         self._config = config
         self._connection = Connection(nats, "bufstore mailbox")
         keys = Keys(names.bucket)
+        self._connection.on_connect(self._forget)
         self._stream = NatsStream(self._connection, nats.api, keys.stream, names.replicas)
         bucket = Bucket(self._connection, self._stream, keys, config.timeout_s, names.max_bytes)
         wait_s = config.signal_ack_wait_s
@@ -74,7 +75,6 @@ class NatsBackend(NatsSweeps, Backend):
         self._doubted: Newest[str, bool] = Newest(_THREADS_AHEAD)  # a forgotten doubt returns with the next refusal
 
     async def open(self) -> None:
-        self._connection.on_connect(self._forget)
         await self._connection.open_with(self._prepare)
         self._bucket.writes.start()
 

@@ -50,6 +50,8 @@ async def _opened(target: Endpoints, name: str) -> AsyncIterator[MailboxStore]:
     """Open the mailbox with its own settings: on NATS if it has a name. Raises ConfigError, LogUnavailable."""
     if not name and not target.postgres:
         raise ConfigError("a mailbox without a name is in Postgres: give --postgres (or BUFSTORE_POSTGRES)")
+    if name and not target.nats_named:
+        raise ConfigError("a mailbox with a name is on NATS: give --nats (or BUFSTORE_NATS)")
     store: MailboxStore
     if name:
         store = await find_mailbox(target.nats, name)

@@ -80,9 +80,12 @@ def tabulate(spark: SparkSession, path: str) -> TablesReport:
     """Add to the table of the archive at `path` what it lacks of the archive's ranges.
 
     You may repeat it, stop it, and run it several times at once: only parts with a manifest count, and where parts
-    overlap, each entry counts once. Raises DataLoss when the archive has a gap or was changed.
+    overlap, each entry counts once. Raises DataLoss when the archive has a gap or was changed, ConfigError when there
+    is no archive.
     """
     manifests = manifests_of(spark, path)
+    if not manifests:
+        raise ConfigError(f"there is no archive at {path}")
     whole(manifests)
     parts = _parts_of(spark, path)
     report = TablesReport(end=_end(parts))
