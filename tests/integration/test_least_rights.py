@@ -306,6 +306,6 @@ async def test_grants_wait_for_those_that_are_on_their_way(site: Site) -> None:
         second = asyncio.create_task(site.cli(*grants, postgres=site.owner))
         waits = "SELECT FROM pg_locks WHERE NOT granted"
         while not second.done() and not (await first.execute(waits)).rowcount:
-            await asyncio.sleep(0)
+            pass
         await first.execute("COMMIT")
     assert (await second).code == 0, await second

@@ -16,9 +16,8 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
-from bufstore.postgres.connection.migrate import check_schema, has_schema
+from bufstore.postgres.connection.migrate import check_schema, has_schema, waiting
 from bufstore.threads.buffered import BufferedThreadStore
-from bufstore.postgres.connection.migrate import waiting
 from bufstore.threads.postgres import tables
 
 _CONNECT_S = 5.0
