@@ -138,8 +138,8 @@ class Endpoints:
     async def buffered(self, *, create: bool = True, **config: Any) -> AsyncIterator[BufferedThreadStore]:
         """Open the buffered store, with the log's configuration as it stands on the server.
 
-        `create`: make a log if there is none; otherwise raise what `check_not_lost` raises, else NoLog. `config`: fields
-        of BufferConfig.
+        `create`: make a log if there is none; otherwise raise what `check_not_lost` raises, else NoLog.
+        `config`: fields of BufferConfig.
         """
         found = await self.find_log()
         if found is not None:
