@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append import next_unit as module
 from bufstore.buffer.append.next_unit import Drafted, Limits, Need, NotTried, Taken, needs, next_unit
-from bufstore.buffer.append.tip import Draft, NeedBase, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, NeedVersion, Tip
 from bufstore.buffer.entry import Base, StoredEntry, items_of
 from bufstore.errors import AlreadyExists, IdempotencyConflict, TooLarge
 from bufstore.jetstream.messages import Outgoing, StoredMessage
@@ -65,7 +65,7 @@ class Waits:
             case "needs the content" if tip.memory is None:
                 raise NeedBase
             case "needs the version" | "is refused for the version" if tip.memory is None and not tip.judged:
-                raise NeedBase
+                raise NeedVersion
             case "is refused for the version":
                 raise AlreadyExists("it is there")
             case "needs an entry or the content" if tip.memory is None and not tip.seq:

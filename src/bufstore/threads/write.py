@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from bufstore.buffer.append.tip import Draft, NeedBase, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, NeedVersion, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
 from bufstore.threads.model import Run, RunSave, check_run, check_version, encode_messages, encode_run
@@ -58,8 +58,10 @@ class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
         memory, version, expected = tip.memory, tip.version, self.expected_version
         if tip.broken_since:
             raise ThreadQuarantined(self.thread_id, tip.broken_since)
-        if memory is None and (not tip.judged or any(self.ids)):
+        if memory is None and any(self.ids):
             raise NeedBase
+        if memory is None and not tip.judged:
+            raise NeedVersion
         if expected is not None and expected != version:
             raise VersionConflict(self.thread_id, expected=expected, actual=version)
         for i, id_ in enumerate(self.ids):

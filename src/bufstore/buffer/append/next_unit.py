@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, Protocol
 import msgspec
 
 from bufstore.buffer import producers, recent_keys
-from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, NeedVersion, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, header_of
 from bufstore.buffer.groups.group import size_of
@@ -162,23 +162,12 @@ def needs(write: QueuedWrite[M]) -> Need | None:
     try:
         write.prepare(an_entry).undo()
     except NeedBase:
-        return _needs_behind(write, an_entry)
+        return Need.BASE
+    except NeedVersion:
+        return Need.VERSION
     except Exception:  # the write is judged, and its caller is told, once the tip is known
         return None
     return None
-
-
-def _needs_behind(write: QueuedWrite[M], tip: Tip[M]) -> Need:
-    """What a write needs that cannot be built behind this tip."""
-    if tip.judged:
-        return Need.BASE
-    try:
-        write.prepare(msgspec.structs.replace(tip, judged=True)).undo()
-    except NeedBase:
-        return Need.BASE
-    except Exception:  # behind the thread's real version, the error may be another, or none
-        return Need.VERSION
-    return Need.VERSION
 
 
 def _judge(
@@ -199,7 +188,9 @@ def _judge(
     try:
         draft = write.prepare(tip)
     except NeedBase:
-        return _needs_behind(write, tip)
+        return Need.BASE
+    except NeedVersion:
+        return Need.VERSION
     except Exception as e:
         return Need.TIP if isinstance(e, Rejected) and not looked_up else e
     payload = draft.payload

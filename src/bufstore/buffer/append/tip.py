@@ -55,6 +55,13 @@ class NeedBase(Exception):
     """Raised by `prepare`: this write cannot be built without the thread's content."""
 
 
+class NeedVersion(Exception):
+    """Raised by `prepare`: this write cannot be built behind a tip that is not `judged` and whose content is unknown.
+
+    Behind a tip that is judged, or whose content is known, `prepare` must not raise it.
+    """
+
+
 class Draft(msgspec.Struct, Generic[M], frozen=True, gc=False, eq=False):
     """What `prepare` makes of a tip."""
 
