@@ -118,7 +118,7 @@ class LoopThread:
 
     def __init__(self, open_store: Callable[[], Awaitable[Any]], *, call_timeout_s: float) -> None:
         if isinstance(call_timeout_s, bool) or not isinstance(call_timeout_s, int | float) or not call_timeout_s > 0:
-            raise ConfigError(f"{type(self).__name__}.call_timeout_s must be a number above 0, not {call_timeout_s!r}")
+            raise ConfigError(f"call_timeout_s must be a number above 0, not {call_timeout_s!r}")
         self._timeout_s = min(call_timeout_s, _OWN_MAX_S)
         # No lock guards these: a signal handler's error at the beginning of a `with` would leave it held (Python 3.14).
         self._closing = self._stopped = False

@@ -29,15 +29,15 @@ __all__ = ["BufferedSession"]
 class BufferedSession:
     """The SDK's `Session` on a thread of a store, with the store's guarantees and errors.
 
-    Each item is a message with an id of its own, because the SDK's items have no id, or one that repeats.
+    Each item is a message with an id of its own, because the SDK's items have no id, or one that repeats. While
+    Postgres is away, sessions that the log still shows go on; none can begin or be cleared.
     """
 
     def __init__(
         self, session_id: str, store: BufferedThreadStore, *, session_settings: SessionSettings | None = None
     ) -> None:
         """`session_id`: also the thread's id. `session_settings`: the SDK's own."""
-        self.session_id = check_id(session_id, "session_id")
-        self.session_settings = session_settings
+        self.session_id, self.session_settings = check_id(session_id, "session_id"), session_settings
         self._store = store
 
     async def get_items(self, limit: int | None = None) -> list[TResponseInputItem]:
@@ -48,17 +48,14 @@ class BufferedSession:
         return items if limit is None else items[-limit:] if limit > 0 else []
 
     async def add_items(self, items: list[TResponseInputItem]) -> None:
-        """Append all the items or none. After a lost answer, find out whether they are stored."""
-        if not items:
-            return
+        """Append all items or none. After a lost answer, append them again, unless they are there."""
         messages = _messages_of(items)
         try:
-            await self._store.append_messages(self.session_id, messages)
-        except OutcomeUnknown:
-            try:
+            if items:
                 await self._store.append_messages(self.session_id, messages)
-            except AlreadyExists:
-                return
+        except OutcomeUnknown:
+            with suppress(AlreadyExists):
+                await self._store.append_messages(self.session_id, messages)
 
     async def pop_item(self) -> TResponseInputItem | None:
         """Remove and return the last item, or None. Two callers get the same item only after a lost answer."""
@@ -71,23 +68,27 @@ class BufferedSession:
             except OutcomeUnknown:
                 with suppress(NotFound):  # now it is gone, by this call or another's
                     await self._store.delete_messages(self.session_id, last)
-            item: TResponseInputItem = messages[-1]["item"]
-            return item
+            return messages[-1]["item"]  # type: ignore[no-any-return]
         return None
 
     async def replace_items(self, items: Sequence[TResponseInputItem]) -> None:
-        """Make `items` the whole list, in one entry: after a compaction, say."""
+        """Make `items` the whole list, in one entry."""
         # A hash: a session id of the largest size would leave no room for the prefix.
         run_id = f"replaced/{blake2b(self.session_id.encode(), digest_size=16).hexdigest()}"
         run = Run(run_id=run_id, thread_id=self.session_id, status=RunStatus.DONE)
         await self._store.checkpoint(self.session_id, _messages_of(items), run)
 
+    async def _atomic_replace_items(self, items: list[TResponseInputItem]) -> bool:
+        """Called by the SDK's compaction, so that a crash leaves the old or the new list. False: do it otherwise."""
+        if type(self) is not BufferedSession:
+            return False  # a subclass may store items in another form
+        await self.replace_items(items)
+        return True
+
     async def clear_session(self) -> None:
         """Delete all items."""
-        try:
+        with suppress(NotFound):
             await self._store.delete_thread(self.session_id)
-        except NotFound:
-            return
 
     async def _messages(self) -> list[Any]:
         # Whatever the store's own level is: a caller that pops must see which items others have popped.

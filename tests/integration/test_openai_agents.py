@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from agents import Agent, Model, ModelResponse, RunConfig, Runner, Usage
-from agents.memory import Session, SessionSettings
+from agents.memory import OpenAIResponsesCompactionSession, Session, SessionSettings
 from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 
-from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore, OutcomeUnknown
+from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore, OutcomeUnknown, StoreUnavailable
 from bufstore.memory import MemoryNats
 from bufstore.openai_agents import BufferedSession
 from helpers import fresh
@@ -151,3 +151,53 @@ async def test_popping_does_not_wait_for_a_flush_whatever_the_stores_level() -> 
         await session.add_items([said(n) for n in range(3)])
         async with asyncio.timeout(10):
             assert [await session.pop_item() for _ in range(3)] == [said(2), said(1), said(0)]
+
+
+class Away(MemoryThreadStore):
+    """A store that does not answer while `away`."""
+
+    away = False
+
+    async def load_checkpoint(self, thread_id: str) -> Any:
+        if self.away:
+            raise StoreUnavailable("it does not answer")
+        return await super().load_checkpoint(thread_id)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+async def test_a_session_goes_on_while_postgres_is_away(flushed: bool) -> None:
+    """Regression: only what a checkpoint had begun was read from the log alone."""
+    inner, nats = Away(), MemoryNats()
+    async with await BufferedThreadStore.open(inner, nats=nats) as store:
+        session = BufferedSession(fresh("session"), store)
+        await session.add_items([said(0), said(1)])
+        if flushed:
+            await store.force_flush_all()
+        inner.away = True
+        async with await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(flusher=False)) as another:
+            other = BufferedSession(session.session_id, another)
+            assert await other.get_items() == [said(0), said(1)]
+            await other.add_items([said(2)])
+            await session.add_items([said(3)])
+            assert await other.pop_item() == said(3)
+        inner.away = False
+        await store.force_flush_all()
+        assert await session.get_items() == [said(0), said(1), said(2)]
+
+
+async def test_a_compaction_replaces_the_list_in_one_entry(session: BufferedSession) -> None:
+    """Regression: the SDK cleared the session before it added the compacted items, and a crash in between lost all."""
+
+    async def clear_session() -> None:
+        raise AssertionError("it must not be cleared")
+
+    class Transformed(BufferedSession):
+        """Would store items in a form of its own."""
+
+    await session.add_items([said(0), said(1)])
+    session.clear_session = clear_session  # type: ignore[method-assign]
+    compacting = OpenAIResponsesCompactionSession(session.session_id, session, client=cast(Any, object()))
+    await compacting._replace_underlying_session_items(output_items=[said(7)], previous_items=[said(0), said(1)])
+    assert await session.get_items() == [said(7)]
+    assert not await Transformed(session.session_id, session._store)._atomic_replace_items([said(8)])
+    assert await session.get_items() == [said(7)]

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace as replace_run
 
 from bufstore import (
+    AlreadyExists,
     BufferConfig,
     BufferedThreadStore,
     BufstoreError,
@@ -883,14 +884,52 @@ def test_a_write_that_waits_for_a_silent_store_says_so() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_thread_that_an_edit_began_is_read_and_edited_in_an_outage(flushed: bool) -> None:
+    """Regression: the log had all of it, but only what a checkpoint had begun was read from there."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), Away()
+        async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
+            await store.append_messages("t", [{"id": "a"}, {"id": "b"}])
+            await store.delete_messages("t", ["b"])
+            await store.save_thread("u", ThreadMetadata(title="a title"))
+            await store.append_messages("again", [{"id": "a"}])
+            await store.delete_thread("again")
+            await store.append_messages("again", [{"id": "b"}])
+            if flushed:
+                await store.force_flush_all()
+            inner.away = True
+            async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as other:
+                for writer, new in ((other, "c"), (store, "d")):
+                    await writer.append_messages("t", [{"id": new}])
+                    with pytest.raises(AlreadyExists):
+                        await writer.append_messages("t", [{"id": "a"}])
+                    assert await writer.load_messages("again") == [{"id": "b"}]
+                    await writer.append_messages("u", [{"id": new}])
+                thread = await other.load_thread("u")
+                assert thread is not None
+                assert thread.metadata.title == "a title"
+                assert await other.load_messages("u") == [{"id": "c"}, {"id": "d"}]
+                with pytest.raises(StoreUnavailable):
+                    await other.append_messages("new", [{"id": "a"}])
+            inner.away = False
+            await store.force_flush_all()
+            assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [{"id": i} for i in "acd"]
+            assert await store.load_thread("u", consistency=Consistency.EVENTUAL) == thread
+            assert await store.quarantined() == 0
+
+    run(main())
+
+
 def test_in_an_outage_a_thread_is_shown_whole_or_the_read_says_what_lacks() -> None:
     """Regression: it was read without metadata and parent, as if it had none."""
 
     async def main() -> None:
         nats, inner = MemoryNats(), Away()
+        await inner.save_thread("t", ThreadMetadata(title="a title"))  # the log never has that
         async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
             await store.save_thread("parent")
-            await store.save_thread("t", ThreadMetadata(title="a title"))
             receipt = await store.set_parent("t", "parent")
             await store.checkpoint("t", [1], run_of("t"))
             await store.force_flush_all()

@@ -100,7 +100,7 @@ class BufferedEdits:
             return state  # the edit was made before the thread's chain broke
 
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState, mark: bytes | None) -> Receipt:
-        decided = editing(payload, thread_id, state.watermark.applied_id)
+        decided = editing(payload, thread_id, state.watermark.applied_id, new=state.thread is None)
         return await self._lanes.of(thread_id).appender.append(thread_id, decided, mark=mark)
 
     @property

@@ -137,11 +137,12 @@ class Moved(Exception):
 
 
 def editing(
-    payload: Edit | Removal, thread_id: str, decided_on: int
+    payload: Edit | Removal, thread_id: str, decided_on: int, *, new: bool = False
 ) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
     """Make the draft function of an entry that may only stand directly behind the entry `decided_on` (an id; 0: none).
 
-    A removal needs no base: it also ends a broken chain.
+    A removal needs no base: it also ends a broken chain. Nor does an edit that makes the thread (`new`: there was none
+    when it was decided), if the log shows nothing before it: so the log alone can tell the thread in an outage.
     """
     gone = isinstance(payload, Removal)
 
@@ -158,7 +159,7 @@ def editing(
             undo = Undo(tip.memory, payload.keep, *tip.memory.replace(payload.keep, digests, ids))
         return Draft(
             payload=encode_payload(payload),
-            self_contained=gone,
+            self_contained=gone or (new and not tip.seq),
             version=payload.keep + len(payload.messages),
             memory=tip.memory,
             undo=undo,
