@@ -14,6 +14,7 @@ import pytest
 from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBack, NotFound, ThreadQuarantined
 from bufstore.buffer.flush import lease
 from bufstore.buffer.operate.repair import Repaired
+from bufstore.buffer.places import ENTRIES_MAX
 from bufstore.embedded import Servers
 from bufstore.nats.log import NatsLog
 from bufstore.threads.repairing import repair
@@ -122,6 +123,30 @@ async def test_a_lost_log_whose_bucket_has_settings_that_the_command_line_does_n
         await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
     shown = await asyncio.to_thread(bufstore_cli, "repair", **where(deployment))
     assert (shown.code, "generation 1" in shown.out) == (1, True), shown
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_log_that_lost_what_only_an_archive_has(deployment: Deployment, gone: bool) -> None:
+    """Regression: the log went on, gave the archived positions anew, and purged what came there unarchived."""
+    deployment.verified = False
+    async with deployment.store(flusher=False) as store:
+        await append(store, "t", 1)
+        end = await store.buffer.log.end(5)
+        await store.buffer.ledger.set_archived(end + 1)
+    if not gone:
+        assert await mend(deployment) == Repaired(reason=None), "the archive ends with the log"
+        async with deployment.store(flusher=False) as store:
+            await store.buffer.ledger.set_archived(end + 1 + ENTRIES_MAX)
+    else:
+        await delete_stream(deployment)
+    await refused(deployment, "an archive has")
+    done = await mend(deployment, apply=True)
+    assert (done.done, done.applied) == (True, 0 if gone else 1)
+    async with deployment.store() as store:
+        receipt = await store.checkpoint_append("t", [2], run_of("t"))
+        assert receipt.thread_seq >= 1 << 40
+        await store.force_flush("t")
+    assert await mend(deployment) == Repaired(reason=None)
 
 
 class Backup:

@@ -25,6 +25,8 @@ from bufstore.spark.log_archive import archive_job, archived_entries, into_log, 
 from bufstore.spark.log_archive.manifests import _LISTING_TASKS, Manifest, check_ranges, manifests_of, texts_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
+from command_line import bufstore_cli
+from command_line import where as names
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 from spark.jobs import held, in_postgres, prepared, purge, read_options, where, write, write_together
@@ -67,12 +69,18 @@ def jobs_of(spark: Any, group: str) -> list[Any]:
 
 
 @pytest.mark.long  # several archives, one of them delayed
+@pytest.mark.parametrize("first", [True, False])
 async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faster(
-    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
+    """Regression: if it was not the first of its archive, it ended with an error of Spark's, as if there was a loss."""
     deployment.verified = False
     thread, path = fresh(), tmp_path / "archive"
-    await write(deployment, [thread], range(10))
+    before = 0 if first else 4
+    if before:
+        await write(deployment, [thread], range(before))
+        await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    await write(deployment, [thread], range(before, 10))
     async with deployment.store() as store:
         await store.force_flush_all()
     read = archive_job._read
@@ -81,7 +89,7 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
         """Another run archives all of it before this run reads, and the entries are purged."""
         monkeypatch.setattr(archive_job, "_read", read)
         report = archive(spark, where(deployment), str(path))
-        assert report.count == 10
+        assert report.count == 10 - before
         asyncio.run(purge(deployment, report.end - 1))
         return read(*args, **kwargs)
 
@@ -92,6 +100,54 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     report = await asyncio.to_thread(archive, spark, where(deployment), str(path))
     assert report.count == 2
     assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
+
+
+async def test_what_is_purged_before_it_is_archived_is_a_loss_by_that_name(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    """Regression: the error was one of Spark's, with the loss somewhere in its 200 lines."""
+    deployment.verified = False
+    thread, path = fresh(), tmp_path / "archive"
+    await write(deployment, [thread], range(2))
+    first = await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    await write(deployment, [thread], range(2, 6))
+    async with deployment.store() as store:
+        await store.force_flush_all()
+    await purge(deployment, first.end + 2)
+    with pytest.raises(DataLoss, match=rf"the log begins at .*start={first.end}"):
+        await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    told = await asyncio.to_thread(bufstore_cli, "spark", "archive", str(path), **names(deployment))
+    assert told.code == 2, told
+    assert told.err.splitlines()[-1].startswith("Error: the log begins at"), "what Spark logs comes before it"
+    for start, says in ((first.end + 1, f"Give start={first.end}"), (-5, "a sequence of the stream")):
+        with pytest.raises(ConfigError, match=says):
+            await asyncio.to_thread(archive, spark, where(deployment), str(path), start=start)
+    with pytest.raises(ConfigError, match="at least 1"):
+        await asyncio.to_thread(archive, spark, where(deployment), str(path), tasks=0)
+    with pytest.raises(ConfigError, match="a pattern"):
+        await asyncio.to_thread(archive, spark, where(deployment), f"{path}[1]")
+    rest = await asyncio.to_thread(archive, spark, where(deployment), str(path), start=first.end)
+    assert rest.count == 2
+    assert (await asyncio.to_thread(archive, spark, where(deployment), str(path))).count == 0
+
+
+async def test_an_erasure_knows_of_a_run_that_died_and_of_one_that_is_on_its_way(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the erasure said that no archive had the content, which such a run had read already."""
+    thread, path = fresh(), tmp_path / "archive"
+    await write(deployment, [thread], range(3))
+
+    def dies(*_: Any) -> None:
+        raise RuntimeError("the machine is gone")
+
+    monkeypatch.setattr(archive_job, "write_manifest", dies)
+    with pytest.raises(RuntimeError):
+        await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    async with deployment.store() as store:
+        erased = await store.erase(thread)
+    assert (erased.found, erased.archived_below > 0) == (True, True)
+    assert await archived(deployment) == 0, "nothing may be purged for a run that died"
 
 
 @pytest.mark.long  # many folders

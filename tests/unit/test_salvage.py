@@ -17,7 +17,15 @@ from bufstore.threads.coalesce import coalesce
 from thorough import examples
 from unit.history import THREAD, Flushed, Item, Oracle, write_story
 
-FITS = {"stream": "S", "log_epoch": 1, "epoch": 1, "log_start": 100, "log_first": 100, "log_end": 150, "applied": 140}
+FITS = {
+    "stream": "S",
+    "log_epoch": 1,
+    "epoch": 1,
+    "log_start": 100,
+    "log_first": 100,
+    "log_end": 150,
+    "applied": 140,
+} | {"archived": 0}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,10 @@ FITS = {"stream": "S", "log_epoch": 1, "epoch": 1, "log_start": 100, "log_first"
         ({"epoch": 0}, "Postgres is an older copy"),
         ({"applied": 150}, None),
         ({"applied": 151}, "ends at 150"),
+        ({"archived": 151}, None),
+        ({"archived": 152}, "an archive has it up to 151"),
+        ({"log_epoch": None, "applied": 99, "archived": 100}, None),
+        ({"log_epoch": None, "applied": 99, "archived": 101}, "an archive has entries"),
     ],
 )
 def test_a_log_that_does_not_fit_is_told_from_one_that_does(differs: dict[str, int], says: str | None) -> None:

@@ -196,12 +196,19 @@ async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, know
 
 async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     # Postgres is asked first: meanwhile the log only grows.
-    cursors = (await ledger.cursors()).values()
+    cursors, archived = (await ledger.cursors()).values(), await ledger.archived()
     applied = max((c.seq for c in cursors), default=0)
     first, end = await log.bounds() if epoch is not None else (0, 0)
     start = first_position(epoch if epoch is not None else known or 0)
     reason = reason_to_repair(
-        stream=stream, log_epoch=epoch, epoch=known, log_start=start, log_first=first, log_end=end, applied=applied
+        stream=stream,
+        log_epoch=epoch,
+        epoch=known,
+        log_start=start,
+        log_first=first,
+        log_end=end,
+        applied=applied,
+        archived=archived,
     )
     if reason is not None or epoch is None:
         return reason

@@ -15,6 +15,7 @@ import msgspec
 
 from bufstore.cli.printable import printable
 from bufstore.errors import BufstoreError
+from bufstore.spark.worker_errors import told_in
 
 T = TypeVar("T")
 
@@ -139,6 +140,8 @@ def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
             if not isinstance(e, OSError) and type(e).__module__.partition(".")[0] not in _SPARK:
                 raise
             _log.debug("the command failed", exc_info=e)
+            if (told := told_in(e)) is not None:
+                raise Failure(printable(told.text), told.name) from None
             raise Failure(f"{type(e).__name__}: {_one_line(e)}", type(e).__name__) from None
 
     return wrapped

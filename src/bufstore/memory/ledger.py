@@ -23,7 +23,7 @@ class MemoryLedger:
     def __init__(self, target: Applies[Any], *, quarantine_max: int = BufferConfig.quarantine_max) -> None:
         self._target = target
         self._quarantine_max = quarantine_max
-        self._archived = 0
+        self._archived = self._archiving = 0
         self._rows: dict[str, Watermark] = {}
         self._cursors: dict[int, Cursor] = {}
         self._epoch: int | None = None
@@ -157,6 +157,12 @@ class MemoryLedger:
 
     async def set_archived(self, position: int) -> None:
         self._archived = max(self._archived, position)
+
+    async def begin_archiving(self, position: int) -> None:
+        self._archiving = max(self._archiving, position)
+
+    async def may_be_archived(self) -> int:
+        return max(self._archived, self._archiving)
 
     async def quarantined(self) -> int:
         return len(self.parked.entries)

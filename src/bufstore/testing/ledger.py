@@ -106,7 +106,7 @@ async def a_new_ledger_knows_nothing(ledgers: Ledgers) -> None:
     assert await ledger.watermarks(["t"]) == {}
     assert await ledger.broken() == frozenset()
     assert await ledger.tombstones(1 << 62, "", 10) == []
-    assert await ledger.archived() == await ledger.quarantined() == 0
+    assert await ledger.archived() == await ledger.may_be_archived() == await ledger.quarantined() == 0
     assert await ledger.parked.page(0, None, 10) == []
 
 
@@ -176,7 +176,19 @@ async def an_archive_goes_forward_only(ledgers: Ledgers) -> None:
     ledger = await ledgers.open()
     for position, known in ((10, 10), (5, 10), (11, 11)):
         await ledger.set_archived(position)
-        assert await ledger.archived() == known
+        assert await ledger.archived() == await ledger.may_be_archived() == known
+
+
+@_check()
+async def a_run_of_an_archive_that_has_begun_is_known_and_lets_nothing_go(ledgers: Ledgers) -> None:
+    ledger, other = await ledgers.open(), await ledgers.open()
+    for begun in (10, 5):
+        await ledger.begin_archiving(begun)
+        assert (await other.archived(), await other.may_be_archived()) == (0, 10)
+    await ledger.set_archived(7)
+    assert (await other.archived(), await other.may_be_archived()) == (7, 10)
+    await ledger.set_archived(12)
+    assert (await other.archived(), await other.may_be_archived()) == (12, 12)
 
 
 # Partitions: terms and cursors

@@ -40,7 +40,8 @@ class Erasure:
     quarantined: int
     #: How many rows were removed that pipelines had set aside as not fit to be written.
     set_aside: int
-    #: Archives of the log below this position may hold the content; 0: the log was never archived.
+    #: Archives of the log below this position may hold the content, and so may what a run left that died; 0: the log
+    #: was never archived.
     archived_below: int
 
 
@@ -77,7 +78,7 @@ class ThreadEraser:
         quarantined = sum([await discard_superseded(self._lanes.of(t).quarantine, t) for t in erased])
         again += await self._existing(erased)  # what was written while this waited stays
         set_aside = await self._erase_set_aside(erased) if self._erase_set_aside is not None else 0
-        archived = max([await buffer.ledger.archived() for buffer, _ in self._lanes.shared_out(threads)])
+        archived = max([await buffer.ledger.may_be_archived() for buffer, _ in self._lanes.shared_out(threads)])
         await ledger.end_erasure(thread_id, remembered)
         return Erasure(
             thread_ids=tuple(threads),

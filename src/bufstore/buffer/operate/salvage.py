@@ -32,15 +32,19 @@ def reason_to_repair(
     log_first: int,
     log_end: int,
     applied: int,
+    archived: int,
 ) -> str | None:
     """Return why this log is not the one that Postgres knows, judged by their ends; None when they fit.
 
     `log_epoch` is None when there is no stream; `epoch` is None when Postgres knows of no epoch yet. `log_start`: the
     first position of the generation `log_epoch`, or of `epoch` if there is no stream. `applied`: the highest cursor.
+    `archived`: an archive has everything below this position; entries that come there anew would never be archived.
     """
     if log_epoch is None:
         if applied >= log_start:
             return f"stream {stream} is gone, and Postgres has entries of its epoch {epoch or 0}"
+        if archived > log_start:
+            return f"stream {stream} is gone, and an archive has entries of its epoch {epoch or 0}"
         return None
     if epoch is None:
         if log_first > log_start:
@@ -52,6 +56,8 @@ def reason_to_repair(
         return f"stream {stream} has epoch {log_epoch}, Postgres knows epoch {epoch}: Postgres is an older copy"
     if log_end < applied:
         return f"stream {stream} ends at {log_end}, Postgres has applied entries up to {applied}"
+    if log_end + 1 < archived:
+        return f"stream {stream} ends at {log_end}, and an archive has it up to {archived - 1}"
     return None
 
 

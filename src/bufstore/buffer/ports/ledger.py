@@ -313,6 +313,17 @@ class Ledger(Protocol):
         """Remember the position, unless a later one is known."""
         ...
 
+    async def begin_archiving(self, position: int) -> None:
+        """Remember that a run has begun after which an archive has the log below this position."""
+        ...
+
+    async def may_be_archived(self) -> int:
+        """The position below which an archive may have the log: a run has ended there, or has begun, and may have died.
+
+        0: no archive has anything.
+        """
+        ...
+
     async def quarantined(self) -> int:
         """How many entries are in quarantine."""
         ...

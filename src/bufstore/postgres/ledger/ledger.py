@@ -187,6 +187,13 @@ class PostgresLedger:
     async def set_archived(self, position: int) -> None:
         await self._tables.run("set_archived", position)
 
+    async def begin_archiving(self, position: int) -> None:
+        await self._tables.run("begin_archiving", position)
+
+    async def may_be_archived(self) -> int:
+        rows = await self._tables.run("may_be_archived")
+        return int(rows[0][0]) if rows else 0
+
     async def quarantined(self) -> int:
         return int((await self._tables.run("quarantined"))[0][0])
 

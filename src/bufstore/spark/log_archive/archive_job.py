@@ -14,7 +14,7 @@ import msgspec
 
 from bufstore.buffer.places import first_place
 from bufstore.buffer.target import check_proof, check_same
-from bufstore.errors import DataLoss
+from bufstore.errors import ConfigError, DataLoss
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark.config import Deployment
 from bufstore.spark.connection_options import connection_options
@@ -30,6 +30,7 @@ from bufstore.spark.log_archive.manifests import (
     write_range,
 )
 from bufstore.spark.process_loop import loop
+from bufstore.spark.worker_errors import told_in
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -56,15 +57,18 @@ def archive(
 
     Raises DataLoss when a part was purged before it was archived, when the log ends before the archive does, or when
     the stream is not that of the newest range: then give `start` to continue there, and accept that entries may be
-    missing. Raises ConfigError when another stream in the archive has the same numbers: that needs another folder.
-    Raises ArchiveOvertaken when another run has archived the same range meanwhile, and ConfigDrift when the
-    deployment's Postgres (or schema) is not the one that the log is flushed into.
+    missing. Raises ConfigError for a `start` behind the newest range of the same stream, which would leave a gap, and
+    when another stream in the archive has the same numbers: that needs another folder. Raises ArchiveOvertaken when
+    another run has archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not
+    the one that the log is flushed into.
     """
+    if tasks is not None and tasks < 1:
+        raise ConfigError(f"tasks must be at least 1, not {tasks}")
     # Before the log: a run that ends in between has archived more of it than a look at the log before that run shows.
     manifests = manifests_of(spark, path)
     log = loop().run(log_of(deployment))
     loop().run(_check_database(deployment, log))
-    begin = start if start is not None else _begin(manifests, log)
+    begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log)
     check_begin(manifests, log.created, begin)
     if start is None and manifests:
         loop().run(_note(deployment, log, begin))
@@ -86,9 +90,19 @@ def archive(
         attempt=secrets.token_hex(8),
         read_us=time.time_ns() // 1000,
     )
+    # Before it reads: whoever erases something meanwhile must know where it may still be.
+    loop().run(_begun(deployment, log, found.end))
     messages = _read(spark, deployment, found, earliest=not manifests, given=start is not None, tasks=tasks)
     with described(messages, f"bufstore: archive {deployment.stream} {found.name}"):
-        found = write_range(messages, path, found)
+        try:
+            found = write_range(messages, path, found)
+        except Exception as e:
+            # What a faster run has archived may have been purged before this run could read it.
+            check_alone(manifests, manifests_of(spark, path), found)
+            told = told_in(e)
+            if told is not None and told.name == DataLoss.__name__:
+                raise DataLoss(f"{told.text}. Give start={begin} to go on without what is gone") from e
+            raise
         check_alone(manifests, manifests_of(spark, path), found)
         write_manifest(spark, path, found)
     loop().run(_note(deployment, log, found.end))
@@ -112,6 +126,19 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
             f"missing. Give start={log.first} to continue with the stream that exists now"
         )
     return last.end
+
+
+def _checked(start: int, manifests: Sequence[Manifest], log: LogState) -> int:
+    """Return `start`. Raises ConfigError if it is no sequence, or nothing could ever close the gap before it."""
+    if start < 0:
+        raise ConfigError(f"start must be a sequence of the stream, not {start}")
+    end = max((m.end for m in manifests if m.created == log.created), default=start)
+    if start > end:
+        raise ConfigError(
+            f"the archive ends at {end}: to begin at {start} would leave a gap, and an archive with a gap cannot be "
+            f"restored. Give start={end} to continue; what the log no longer has is then left out"
+        )
+    return start
 
 
 def _read(
@@ -148,6 +175,11 @@ async def _check_database(deployment: Deployment, log: LogState) -> None:
         noted = await ledger.target()
     check_same(deployment.stream, log.target, noted)
     check_proof(deployment.stream, log.target, proven=noted is not None)
+
+
+async def _begun(deployment: Deployment, log: LogState, end: int) -> None:
+    async with deployment.database(log.config) as (_, ledger):
+        await ledger.begin_archiving(first_place(end))
 
 
 async def _note(deployment: Deployment, log: LogState, end: int) -> None:

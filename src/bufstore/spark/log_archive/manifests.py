@@ -12,6 +12,7 @@ small ones names them; from then on, the small ones do not count, and may be rem
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ _SCHEMA = "position bigint, stored_at timestamp, subject string, header string, 
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
 _HASHED = ("position", "subject", "header", "body")
 
+_PATTERN = re.compile(r"[\[\]{}*?\\]")
 _LISTING_TASKS = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
 _listing_at_a_time = threading.Lock()
 
@@ -196,9 +198,14 @@ def write_text(spark: SparkSession, path: str, line: str) -> None:
 
 
 def texts_of(spark: SparkSession, folder: str) -> list[str]:
-    """Return the lines of all files below a folder; none when the folder does not exist."""
+    """Return the lines of all files below a folder; none when the folder does not exist.
+
+    Raises ConfigError for a folder that Spark would read as a pattern for others, but write to as it is.
+    """
     from pyspark.errors import AnalysisException
 
+    if found := _PATTERN.search(folder):
+        raise ConfigError(f"an archive's path cannot have {found[0]!r}, which Spark takes for a pattern: {folder!r}")
     try:
         with listing(spark):
             lines = spark.read.option("recursiveFileLookup", "true").text(folder)

@@ -195,7 +195,10 @@ def _remove(context: Any, path: str) -> None:
 def _parts_of(spark: SparkSession, path: str) -> list[Part]:
     found = []
     for line in texts_of(spark, f"{path}/tables/manifests"):
-        part = msgspec.json.decode(line, type=Part)
+        try:
+            part = msgspec.json.decode(line, type=Part)
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"cannot read a manifest of the table in {path}: {e}") from None
         if part.version > VERSION:
             raise ConfigError(f"{path} was written by a newer release (version {part.version}): upgrade bufstore")
         found.append(part)

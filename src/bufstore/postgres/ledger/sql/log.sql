@@ -54,3 +54,12 @@ SELECT position FROM {schema}.buffer_archive;
 -- Remember how far an archive has got. It never goes back.
 INSERT INTO {schema}.buffer_archive AS a (position) VALUES ($1::bigint)
 ON CONFLICT (one) DO UPDATE SET position = greatest(a.position, excluded.position);
+
+-- name: may_be_archived
+-- The position up to which an archive may have the log, because a run has ended or begun.
+SELECT greatest(position, begun) FROM {schema}.buffer_archive;
+
+-- name: begin_archiving
+-- Remember how far a run of an archive is going to get.
+INSERT INTO {schema}.buffer_archive AS a (position, begun) VALUES (0, $1::bigint)
+ON CONFLICT (one) DO UPDATE SET begun = greatest(a.begun, excluded.begun);
