@@ -149,6 +149,21 @@ async def test_a_log_that_lost_what_only_an_archive_has(deployment: Deployment, 
     assert await mend(deployment) == Repaired(reason=None)
 
 
+async def test_a_repair_says_what_no_archive_has(deploy: Callable[..., Deployment]) -> None:
+    deployment = deploy(archive=True)
+    async with deployment.store() as store:
+        await append(store, "t", 1, 2)
+        await store.force_flush("t")
+        archived = await store.buffer.log.end(5) + 1
+        await store.buffer.ledger.set_archived(archived)
+    deployment.verified = False
+    await pg(deployment, "UPDATE {s}.buffer_partitions SET cursor_id = 1 WHERE cursor_id <> 0")
+    assert (await mend(deployment, apply=False)).unarchived_from is None
+    await pg(deployment, "UPDATE {s}.buffer_archive SET position = 1024")
+    shown = await asyncio.to_thread(bufstore_cli, "repair", **where(deployment))
+    assert (shown.code, "no archive has the log from position 1024 on" in shown.out) == (1, True), shown
+
+
 class Backup:
     """A copy of NATS' files."""
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from bufstore import ConfigError, StoreUnavailable
+from bufstore import BufferConfig, ConfigDrift, ConfigError, StoreUnavailable
 from bufstore.buffer.entry import Item
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.places import first_place
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.subjects import Subjects, first_sequence
+from bufstore.langgraph import AsyncBufferedSaver
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore, tabulate
@@ -25,6 +27,7 @@ from bufstore.spark.log_archive import archive_job, archived_entries, into_log, 
 from bufstore.spark.log_archive.manifests import _LISTING_TASKS, Manifest, check_ranges, manifests_of, texts_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
+from bufstore.threads.repairing import repair
 from command_line import bufstore_cli
 from command_line import where as names
 from conftest import Deployment
@@ -122,8 +125,9 @@ async def test_what_is_purged_before_it_is_archived_is_a_loss_by_that_name(
     for start, says in ((first.end + 1, f"Give start={first.end}"), (-5, "a sequence of the stream")):
         with pytest.raises(ConfigError, match=says):
             await asyncio.to_thread(archive, spark, where(deployment), str(path), start=start)
-    with pytest.raises(ConfigError, match="at least 1"):
-        await asyncio.to_thread(archive, spark, where(deployment), str(path), tasks=0)
+    for job, given in ((archive, (where(deployment), str(path))), (restore, (str(path), where(deployment)))):
+        with pytest.raises(ConfigError, match="at least 1"):
+            await asyncio.to_thread(job, spark, *given, tasks=0)
     with pytest.raises(ConfigError, match="a pattern"):
         await asyncio.to_thread(archive, spark, where(deployment), f"{path}[1]")
     rest = await asyncio.to_thread(archive, spark, where(deployment), str(path), start=first.end)
@@ -513,3 +517,55 @@ async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[...,
             await eventually(purged, 30)
     finally:
         await reader.aclose()
+
+
+@pytest.mark.long  # two restores
+@pytest.mark.parametrize("into", ["postgres", "log"])
+async def test_threads_of_a_log_that_was_begun_anew_with_other_partitions_come_back_whole(
+    spark: Any, deploy: Callable[..., Deployment], tmp_path: Path, into: Any
+) -> None:
+    """Regression: into a log came only what stood before the repair."""
+    deployment, path, threads = deploy(partitions=4), str(tmp_path / "archive"), [fresh() for _ in range(4)]
+    await write(deployment, threads, range(3))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
+        deployment.verified = False
+    nats, inner = deployment.servers.nats.url, deployment.inner()
+    assert (await repair(inner, nats=nats, config=deployment.config(), apply=True)).done
+    deployment.log = replace(deployment.log, partitions=8)
+    await write(deployment, threads, range(3, 6))
+    start = first_sequence(1)
+    assert (await asyncio.to_thread(archive, spark, where(deployment), path, start=start)).count > 0
+    elsewhere = Deployment(deployment.servers)
+    if into == "log":
+        await prepared(elsewhere)
+    report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into=into)
+    assert (report.threads, report.applied, report.refused) == (4, 24, 0), report
+    found = await (held if into == "log" else in_postgres)(elsewhere, threads)
+    assert found == {t: list(range(6)) for t in threads}
+
+
+async def test_a_log_that_is_not_of_threads_is_neither_archived_nor_restored_into(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    """Regression: an archive of a LangGraph log looked like a backup, and could be restored nowhere."""
+    path, servers, name = str(tmp_path / "archive"), deployment.servers, deployment.name
+    await write(deployment, [fresh()], range(2))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    log = replace(deployment.log, stream=f"{name}-lg", bucket=f"{name}-lg", subject=f"{name}-lg")
+    schemas = {"schema": f"{name}_lg", "buffer_schema": f"{name}_lg_buffer"}
+    of_langgraph = replace(where(deployment), stream=log.stream, bucket=log.bucket, schema=schemas["buffer_schema"])
+    async with AsyncBufferedSaver.from_conn_string(
+        servers.postgres.dsn, servers.nats.url, config=BufferConfig(log=log), **schemas
+    ):
+        for job in (archive, partial(restore, into="log")):
+            given = (path, of_langgraph) if job is not archive else (of_langgraph, path)
+            with pytest.raises(ConfigDrift, match="threads of messages"):
+                await asyncio.to_thread(job, spark, *given)
+    with pytest.raises(ConfigError, match=r"LogConfig\.archive"):
+        async with AsyncBufferedSaver.from_conn_string(
+            servers.postgres.dsn, servers.nats.url, config=BufferConfig(log=replace(log, archive=True)), **schemas
+        ):
+            pass

@@ -98,7 +98,7 @@ def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
     batch = pyarrow.RecordBatch.from_pylist(messages, schema)
     parts = {m["position"]: m["body"] for m in messages if m["subject"] == SUBJECTS.parts}
     pieces = []
-    for found in _entries(SUBJECTS, iter([batch])):
+    for found in _entries(SUBJECTS, SUBJECTS, iter([batch])):
         for row in found.to_pylist():
             named = row.pop("parts")
             for number, part in enumerate(named) if named is not None else [(None, None)]:

@@ -20,6 +20,7 @@ from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry, entry_id, id_of, items_of
 from bufstore.buffer.flush.deciding import decide_thread
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Decision, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import Outgoing
@@ -33,7 +34,7 @@ from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import IntoPostgres, decided
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory_store import MemoryThreadStore
-from bufstore.threads.model import encode_messages, encode_run
+from bufstore.threads.model import decode_message, encode_messages, encode_run
 from bufstore.threads.payload import AnyPayload, Payload, Removal, encode_payload
 from bufstore.threads.write import save_of
 from thorough import examples
@@ -278,6 +279,78 @@ def test_what_took_effect_behind_poison_does_so_again(behind: list[Item], ids: l
     assert [entry.id for entry in wanted("t", Watermark(), 0, [], items, 50).entries] == ids
     _, counts = decided({"t": Watermark()}, {}, {"t": items})
     assert (counts.applied, counts.refused) == (len(ids), refused)
+
+
+@pytest.mark.parametrize(
+    ("row", "later", "ids"),
+    [
+        (Watermark(), [stored(40, 4, "d", keep=1, prev_id=1)], [1, 4]),
+        (Watermark(), [stored(40, 4, "d", keep=1, prev_id=1, base=Base.STORED, seen=35)], [1, 4]),
+        (Watermark(), [stored(40, 4, "d", prev_id=0)], [4]),
+        (Watermark(), [stored(40, 4, None, prev_id=1)], [1, 4]),
+        (Watermark(flushed_seq=10, applied_id=1, version=1), [stored(40, 4, "d", keep=1, prev_id=1)], [4]),
+        # A copy of an entry, and an entry whose writer had not seen the others, say nothing.
+        (Watermark(), [stored(40, 3, "c", keep=2, prev_id=2)], [1, 2, 3]),
+        (Watermark(), [stored(40, 4, "d", keep=1, prev_id=1, base=Base.STORED, seen=15)], [1, 2, 3]),
+        # The second time, only what came since is given up.
+        (
+            Watermark(),
+            [
+                stored(40, 4, "d", keep=1, prev_id=1),
+                stored(50, 5, "e", keep=2, prev_id=4),
+                stored(60, 6, "f", keep=2, prev_id=4),
+            ],
+            [1, 4, 6],
+        ),
+    ],
+    ids=["in the log", "purged", "all of them", "a deletion", "in Postgres", "a copy", "unseen", "twice"],
+)
+def test_what_was_discarded_stays_away_and_what_was_acknowledged_later_comes_back(
+    row: Watermark, later: list[Item], ids: list[int]
+) -> None:
+    """Regression: entries that an operator had discarded came back, and all that followed them was refused."""
+    items: list[Item] = [
+        stored(10, 1, "a", base=Base.NONE),
+        stored(20, 2, "b", keep=1, prev_id=1),
+        stored(30, 3, "c", keep=2, prev_id=2),
+        *later,
+    ]
+    found = applicable("t", row, row.version, items)
+    assert [item.entry.id for item in found.plan.apply] == ids
+    assert found.plan.watermark.broken_since is None
+    if 4 in ids:
+        assert "given up" in found.reason
+    if not row.flushed_seq:
+        assert [entry.id for entry in wanted("t", row, 0, [], items, 70).entries] == ids
+
+
+def test_a_thread_with_discarded_entries_is_restored_as_it_was() -> None:
+    """The same with a real quarantine."""
+
+    class Picky(MemoryThreadStore):
+        async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+            if any(run_id.startswith("poison") for change in batch for run_id in change.runs):
+                raise FlushFailed("a constraint", Verdict.POISON)
+            await super().apply(connection, batch)
+
+    async def main() -> None:
+        world = World()
+        world.inner = Picky()
+        async with world.store(flusher=True, retain_after_flush_s=3600.0) as store:
+            for n, run_id in enumerate(["one", "poison", "one"]):
+                await store.checkpoint_append("t", [n], Run(run_id=run_id, thread_id="t"))
+            while len(parked := await store.quarantine.page()) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            assert await store.quarantine.discard([entry.seq for entry in parked]) == 2
+            for n in (3, 4):
+                await store.checkpoint_append("t", [n], Run(run_id="one", thread_id="t"))
+            await store.force_flush_all()
+            assert await store.load_messages("t") == [0, 3, 4]
+            found = applicable("t", Watermark(), 0, await in_log(store))
+        assert (len(found.plan.apply), found.refused) == (3, 2)
+        assert [decode_message(m) for m in found.change.messages] == [0, 3, 4]
+
+    run(main())
 
 
 @pytest.mark.parametrize("held", [[], [1, 2]])

@@ -121,10 +121,13 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         Raises what `bufstore.BufferedThreadStore.open` raises.
         """
+        config = config or BufferConfig(log=DEFAULT_LOG)
+        if config.log.archive:
+            raise ConfigError("LogConfig.archive is for threads of messages: nothing can archive a saver's log")
         engine = CheckpointEngine(
             store,
             nats,
-            config or BufferConfig(log=DEFAULT_LOG),
+            config,
             consistency=consistency,
             new_threads=new_threads,
             on_conflict=on_conflict,

@@ -57,6 +57,8 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     parked: int = 0
     #: The epoch of the generation that the next start creates; None if there is nothing to repair.
     epoch: int | None = None
+    #: The position from which on the log, which is to be archived (`LogConfig.archive`), is not; None: all of it is.
+    unarchived_from: int | None = None
 
 
 #: Deals with a thread's entries (None: entries of no thread), given what log and Postgres have in common, and the
@@ -137,7 +139,14 @@ class Repair:
             applied=self._applied,
             parked=self._parked,
             epoch=max(e for e in (*epochs, 0) if e is not None) + 1,
+            unarchived_from=await self._unarchived_from() if epochs[0] is not None else None,
         )
+
+    async def _unarchived_from(self) -> int | None:
+        if not self._log.windows.archives:
+            return None
+        (first, end), archived = await self._log.bounds(), await self._ledger.archived()
+        return max(first, archived) if archived <= end else None
 
     # --- what the log still has -------------------------------------------------------------------------------
 

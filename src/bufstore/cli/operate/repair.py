@@ -78,6 +78,9 @@ def _lines(found: Repaired, how: str) -> list[str]:
         lines.append(f"the log shows {found.threads} threads; Postgres lacks {found.applied + found.parked} entries:")
         lines.append(f"  {found.applied} would be applied, {found.parked} fit nowhere and would go to quarantine")
         lines.append(f"then the stream would be removed, and the next start would create generation {found.epoch}")
+        if found.unarchived_from is not None:
+            lines.append(f"no archive has the log from position {found.unarchived_from} on, and none can have it then:")
+            lines.append("  run `bufstore spark archive` before")
         lines.append("nothing was changed; stop all instances, then: " + how)
     return lines
 

@@ -43,7 +43,8 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     if behind and _builds_on_more(row, version, behind[0]):
         cause = "it builds on messages that are older than the log and are not in Postgres"
         return Applicable(Plan(watermark=row), None, len(behind), _reason(thread_id, behind[0], cause))
-    todo, change = decide_thread(thread_id, row, behind, {}, coalesce, complete=True)
+    poison = _given_up(row, behind)
+    todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")
     # What a flush would park does nothing here: a restore parks nothing. What takes effect behind it does so all the
@@ -52,7 +53,7 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     last = todo.apply[-1].seq if todo.apply else 0
     before = [item for item in behind if item.seq < max(first.seq, last + 1)]
     parked = sum(parked.item.seq <= last for parked in todo.park)
-    todo, change = decide_thread(thread_id, row, before, {}, coalesce, complete=True)
+    todo, change = decide_thread(thread_id, row, before, poison, coalesce, complete=True)
     since = todo.watermark.broken_since
     watermark = msgspec.structs.replace(todo.watermark, broken_since=since if since == row.broken_since else None)
     todo = msgspec.structs.replace(todo, watermark=watermark, park=())
@@ -91,6 +92,28 @@ def _after_burials(items: Sequence[Item]) -> list[Item]:
                 )
             deleted = (item.seq, entry.id) if is_removal(item) else None
         found.append(item)
+    return found
+
+
+def _given_up(row: Watermark, items: Sequence[Item]) -> dict[int, str]:
+    """Return the ids of entries that had no effect, each with the reason: a later one builds on what is before them.
+
+    They were parked, for a constraint of Postgres, say, and discarded. The writer of the later entry knew them: it
+    expected the last of them to be the thread's last in the log, or had seen the log to its end.
+    """
+    found: dict[int, str] = {}
+    at = {row.applied_id: -1}
+    for n, item in enumerate(items):
+        if not isinstance(item, StoredEntry):
+            continue
+        entry, base = item.entry, at.get(item.entry.prev_id, n)
+        if base < n - 1 and (
+            entry.base is Base.CHAINED or (entry.base is Base.STORED and entry.seen >= items[n - 1].seq)
+        ):
+            cause = f"it was given up: the entry at {item.seq} builds on what is before it"
+            skipped = (other.entry.id for other in items[base + 1 : n] if isinstance(other, StoredEntry))
+            found |= {id_: cause for id_ in skipped if id_ != entry.id}
+        at[entry.id] = n
     return found
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from bufstore.buffer.places import first_place
 from bufstore.buffer.target import check_proof, check_same
-from bufstore.errors import ConfigError, DataLoss
+from bufstore.errors import ConfigDrift, ConfigError, DataLoss
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark.config import Deployment
 from bufstore.spark.connection_options import connection_options
@@ -31,6 +31,7 @@ from bufstore.spark.log_archive.manifests import (
 )
 from bufstore.spark.process_loop import loop
 from bufstore.spark.worker_errors import told_in
+from bufstore.threads.protocol import DOMAIN
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -60,13 +61,14 @@ def archive(
     missing. Raises ConfigError for a `start` behind the newest range of the same stream, which would leave a gap, and
     when another stream in the archive has the same numbers: that needs another folder. Raises ArchiveOvertaken when
     another run has archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not
-    the one that the log is flushed into.
+    the one that the log is flushed into, or the log is not one of threads, whose entries no restore can read.
     """
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
     # Before the log: a run that ends in between has archived more of it than a look at the log before that run shows.
     manifests = manifests_of(spark, path)
     log = loop().run(log_of(deployment))
+    check_domain(log)
     loop().run(_check_database(deployment, log))
     begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log)
     check_begin(manifests, log.created, begin)
@@ -157,6 +159,18 @@ def messages_from(spark: SparkSession, deployment: Deployment, **options: Any) -
     given = {"stream": deployment.stream, "form": "messages", "minPartitions": cores_of(spark), **options}
     named = {name: str(value) for name, value in given.items() if value is not None}
     return spark.read.format("threadlog").options(**named, **connection_options(deployment.server)).load()
+
+
+def check_domain(log: LogState) -> None:
+    """Raise ConfigDrift for a log whose entries are not those of threads of messages."""
+    if log.target.domain != DOMAIN:
+        raise ConfigDrift(
+            f"stream {log.config.stream}",
+            "domain",
+            expected=DOMAIN,
+            found=log.target.domain,
+            way_out="An archive holds threads of messages, and cannot bring anything else back: back up the database.",
+        )
 
 
 async def log_of(deployment: Deployment) -> LogState:

@@ -34,15 +34,16 @@ _ENTRIES = pyarrow.schema([*_COLUMNS.items(), ("parts", pyarrow.list_(NUMBER))])
 PIECES = pyarrow.schema([*_COLUMNS.items(), ("number", pyarrow.int32()), ("part", NUMBER), ("part_body", BYTES)])
 
 
-def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
+def pieces_of(messages: DataFrame, subjects: Subjects, named: Subjects) -> DataFrame:
     """Return the entries in these messages (with all columns of an archive); each part of a large one has a row.
 
-    Parts may be in an earlier range than their group, so this needs all ranges at once.
+    Parts may be in an earlier range than their group, so this needs all ranges at once that have these subjects. The
+    entries come out under the subjects `named`.
     """
     from pyspark.sql import functions as F
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    entries = messages.mapInArrow(partial(_entries, subjects), from_arrow_schema(_ENTRIES))
+    entries = messages.mapInArrow(partial(_entries, subjects, named), from_arrow_schema(_ENTRIES))
     pieces = entries.select("*", F.posexplode_outer("parts").alias("number", "part"))
     columns, none = PIECES.names[:-1], F.lit(None).cast("binary").alias("part_body")
     stored = messages.where(F.col("subject") == subjects.parts)
@@ -54,9 +55,15 @@ def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
     return pieces.where("part IS NULL").select(*columns, none).union(large)
 
 
-def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+def _entries(
+    subjects: Subjects, named: Subjects, batches: Iterator[pyarrow.RecordBatch]
+) -> Iterator[pyarrow.RecordBatch]:
     for messages in _few(batches):
         rows = [row for message in messages for row in _rows(subjects, message)]
+        if named != subjects:
+            for row in rows:
+                if (thread_id := subjects.thread_of(row["subject"])) is not None:
+                    row["subject"] = named.of(thread_id)
         yield pyarrow.RecordBatch.from_pylist(rows, _ENTRIES)
 
 

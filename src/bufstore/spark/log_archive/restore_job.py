@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +24,7 @@ from bufstore.nats.ranges import LogState
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import described
 from bufstore.spark.log_archive.applicable import RestoreCounts
-from bufstore.spark.log_archive.archive_job import log_of
+from bufstore.spark.log_archive.archive_job import check_domain, log_of
 from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.archived_lane import archived_log
 from bufstore.spark.log_archive.into_log import IntoLog
@@ -79,10 +79,13 @@ def restore(
     Postgres, when the log has positions that the archive has too, or the archive is of a log that the store does not
     have; ConfigDrift when the database's ledger knows other lanes, Unavailable errors.
     """
+    from pyspark.sql import DataFrame
     from pyspark.sql import functions as F
 
     check_choice(into, Into, "into", ConfigError)
     check_ids(threads or (), "threads")
+    if tasks is not None and tasks < 1:
+        raise ConfigError(f"tasks must be at least 1, not {tasks}")
     if until is not None and until.tzinfo is None:
         raise ConfigError("restore: until needs a time with a UTC offset")
     began = time.perf_counter()
@@ -94,21 +97,28 @@ def restore(
     report = RestoreReport(dry_run=dry_run)
     log = loop().run(_setup(deployment, manifests, into, dry_run=dry_run))
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
-    # One job for all ranges with the same subjects: so a thread's entries are in order, whatever range they are in.
-    for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
+    # One job for all ranges: so a thread's entries are in order, whatever range they are in. A log that a repair began
+    # anew may have other subjects; an entry comes under those of the last one.
+    named, found = _subjects(manifests[-1]), list[DataFrame]()
+    for subjects, ranges in groupby(manifests, key=_subjects):
         messages = check_ranges(spark, path, list(ranges))
         if until is not None:
             messages = _stored_before(messages, until)
-        pieces = pieces_of(messages, subjects)
-        if threads is not None:
-            pieces = pieces.where(F.col("subject").isin([subjects.of(thread_id) for thread_id in threads]))
-        owned = pieces.repartition(tasks, "subject")
-        ordered = owned.sortWithinPartitions("subject", "position", "number")
-        with described(ordered, f"bufstore: restore {path} into {into}"):
-            for found in outcomes(ordered, partial(_task, deployment, subjects, into, log, dry_run), RestoreCounts):
-                report.add(found)
+        found.append(pieces_of(messages, subjects, named))
+    pieces = reduce(DataFrame.unionByName, found)
+    if threads is not None:
+        pieces = pieces.where(F.col("subject").isin([named.of(thread_id) for thread_id in threads]))
+    owned = pieces.repartition(tasks, "subject")
+    ordered = owned.sortWithinPartitions("subject", "position", "number")
+    with described(ordered, f"bufstore: restore {path} into {into}"):
+        for counts in outcomes(ordered, partial(_task, deployment, named, into, log, dry_run), RestoreCounts):
+            report.add(counts)
     report.seconds = round(time.perf_counter() - began, 3)
     return report
+
+
+def _subjects(m: Manifest) -> Subjects:
+    return Subjects(m.subject, m.partitions)
 
 
 def _stored_before(messages: DataFrame, until: datetime) -> DataFrame:
@@ -126,6 +136,7 @@ async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: In
     if into == "log":
         if first is None:
             raise NoLog(deployment.stream)
+        check_domain(first)
         async with IntoLog(deployment, first.config, dry_run=dry_run) as restoring:
             await restoring.setup()
         return first.config
@@ -136,6 +147,8 @@ async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: In
     else:
         epoch, named = epoch_after(manifests, log.created, log.epoch), log.target
     for found in (first, log):
+        if found is not None:
+            check_domain(found)
         target = found.target if found is not None else None
         check_kind(f"stream {config.stream}", target, kind_of(PostgresThreadStore), _OTHER_STORE)
     async with IntoPostgres(deployment, config, dry_run=dry_run) as database:

@@ -272,7 +272,7 @@ def _typed(
     if before:
         large = each_once(messages_of(spark, *(f"{path}/ranges/{m.name}" for m in before)), before)
         messages = messages.union(large.where((F.col("subject") == subjects.parts) & (F.col("position") < at)))
-    pieces = pieces_of(messages, subjects)
+    pieces = pieces_of(messages, subjects, subjects)
     if parts:
         since = datetime.fromtimestamp(newest_us(parts, us_of(datetime.now(UTC))) / 1e6, UTC) - _LOOK_BACK
         earlier = _table(spark, path, parts).where(F.col("stored_at") >= F.lit(since))

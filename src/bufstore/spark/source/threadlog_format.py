@@ -26,7 +26,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from bufstore.errors import LogUnavailable
+from bufstore.errors import LogUnavailable, NoLog
 from bufstore.nats.ranges import LogState
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.process_loop import loop
@@ -131,7 +131,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             return self._patiently(latest)
         try:
             found = loop().run(latest())
-        except LogUnavailable:
+        except (LogUnavailable, NoLog):  # a log that was repaired is not there until a store opens
             # Answer that nothing is new, and do not wait: so Spark can report progress, stop the query, and ask again.
             now = time.monotonic()
             since, _ = self._away = self._away or (now, time.time())
@@ -174,7 +174,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         if self._away is None:
-            with suppress(LogUnavailable):
+            with suppress(LogUnavailable, NoLog):
                 self._told = loop().run(self._behind())
         away = {"unavailableSince": _iso(self._away[1])} if self._away is not None else {}
         return self._told and self._told | away
