@@ -34,6 +34,10 @@ class CounterChange(msgspec.Struct, frozen=True):
     sets: bool
     gone: bool = False
 
+    @property
+    def whole(self) -> bool:
+        return self.sets
+
 
 class Counter(State, frozen=True, kw_only=True):
     """A counter as a read shows it."""

@@ -39,6 +39,8 @@ from bufstore import (
 )
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.owned_partition import Queued
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.ports.log import Floor
 from bufstore.jetstream.messages import Conflict, Outgoing
 from bufstore.memory import MemoryNats
@@ -918,6 +920,47 @@ def test_a_thread_that_an_edit_began_is_read_and_edited_in_an_outage(flushed: bo
             assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [{"id": i} for i in "acd"]
             assert await store.load_thread("u", consistency=Consistency.EVENTUAL) == thread
             assert await store.quarantined() == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("begun", ["sound edit", "poisonous edit"])
+def test_in_an_outage_nothing_is_shown_that_was_parked_before_a_whole_list(begun: str) -> None:
+    """Regression: the log had all entries, and only the last one tells that those before it were not applied."""
+
+    class Refusing(Away):
+        async def apply(self, connection: Any, batch: Any) -> None:
+            if any("poison" in change.runs for change in batch):
+                raise FlushFailed("a constraint", Verdict.POISON)
+            await super().apply(connection, batch)
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), Refusing()
+        async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
+            if begun == "sound edit":
+                await store.append_messages("t", ["a"])
+            await store.create_run(replace_run(run_of("t"), run_id="poison"))
+            await store.save_thread("t", ThreadMetadata(title="parked"))
+            await store.save_thread_state("t", "parked")
+            await store.force_flush_all()
+            with pytest.raises(ThreadQuarantined):
+                await store.load_thread("t")
+            await store.checkpoint("t", ["b"], run_of("t"))
+            await store.force_flush_all()
+            whole = await store.load_checkpoint("t")
+            assert whole is not None
+            assert (whole.messages, whole.state, whole.thread.metadata.title) == (["b"], None, None)
+            inner.away = True
+            async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as other:
+                part = await other.load_checkpoint("t")
+                assert part is not None
+                assert (part.partial, part.messages) == (True, ["b"])
+                for read in (other.load_thread, other.load_thread_state):
+                    with pytest.raises(StoreUnavailable):
+                        await read("t")
+                with pytest.raises(StoreUnavailable):
+                    await other.load_run("poison")
+            inner.away = False
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
-from bufstore.buffer.operate.salvage import known_up_to, plan_salvage, reason_to_repair
+from bufstore.buffer.operate.salvage import known_up_to, lost_what_is_archived, plan_salvage, reason_to_repair
+from bufstore.buffer.prepare import _behind_archive
 from bufstore.threads.coalesce import coalesce
 from thorough import examples
 from unit.history import THREAD, Flushed, Item, Oracle, write_story
@@ -40,8 +42,7 @@ FITS = {
         ({"epoch": 0}, "Postgres is an older copy"),
         ({"applied": 150}, None),
         ({"applied": 151}, "ends at 150"),
-        ({"archived": 151}, None),
-        ({"archived": 152}, "an archive has it up to 151"),
+        ({"archived": 152}, None),
         ({"log_epoch": None, "applied": 99, "archived": 100}, None),
         ({"log_epoch": None, "applied": 99, "archived": 101}, "an archive has entries"),
     ],
@@ -49,6 +50,38 @@ FITS = {
 def test_a_log_that_does_not_fit_is_told_from_one_that_does(differs: dict[str, int], says: str | None) -> None:
     reason = reason_to_repair(**(FITS | differs))  # type: ignore[arg-type]
     assert reason is None if says is None else says in (reason or "")
+
+
+def test_a_log_ends_where_its_archive_does_or_behind() -> None:
+    assert lost_what_is_archived("S", 150, 151) is None
+    assert lost_what_is_archived("S", 150, 152) == "stream S ends at 150, and an archive has it up to 151"
+
+
+async def test_the_look_for_what_is_archived_stores_nothing() -> None:
+    """Regression: each refused open of a replicated log stored a proof, and the last one took the log for whole."""
+
+    class Short:
+        proved = 0
+
+        async def archived(self) -> int:
+            return 152
+
+        async def bounds(self) -> tuple[int, int]:
+            return 100, 150 + self.barriers
+
+        async def prove_leader(self, timeout_s: float) -> None:
+            self.proved += 1
+
+        barriers = 0
+
+        async def barrier(self, timeout_s: float) -> int:
+            self.barriers += 1
+            return 150 + self.barriers
+
+    log: Any = Short()
+    for opened in (1, 2, 3):
+        assert await _behind_archive(log, log, "S") is not None
+        assert (log.proved, log.barriers) == (opened, 0)
 
 
 def entry(seq: int, id_: int, prev: int, *, whole: bool = False, base: Base = Base.CHAINED, seen: int = 0) -> Item:

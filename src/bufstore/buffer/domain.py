@@ -35,6 +35,11 @@ class Change(Protocol):
         """Whether nothing of the thread is left after the change."""
         ...
 
+    @property
+    def whole(self) -> bool:
+        """Whether the change replaces the thread's content, so that its writer need not have known the thread."""
+        ...
+
 
 class Memory(Protocol):
     """What a writer keeps of a thread's content, to write deltas against. `prepare` may change it in place."""

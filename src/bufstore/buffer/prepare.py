@@ -11,7 +11,7 @@ from typing import Any
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.flush.takeover import mismatch, never_flushed, proven
 from bufstore.buffer.lanes import check_layout, layout_of
-from bufstore.buffer.operate.salvage import reason_to_repair
+from bufstore.buffer.operate.salvage import lost_what_is_archived, reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects, first_position
@@ -22,6 +22,7 @@ from bufstore.failpoints import Failpoint, reach
 
 #: How long the open of a store waits for a Postgres that cannot be reached. A startup probe allows more.
 _AWAY_S = 5.0
+_PROOF_S = 5.0
 
 
 async def prepare_log(
@@ -191,7 +192,22 @@ def _why(error: ConfigDrift | LogRolledBack) -> str:
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     """Return why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors."""
-    return await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
+    found = await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
+    return found if found is not None or epoch is None else await _behind_archive(log, ledger, stream)
+
+
+async def _behind_archive(log: Log, ledger: Ledger, stream: str) -> str | None:
+    """Return why the log has lost what an archive has: entries that come there anew would never be archived."""
+    archived = await ledger.archived()
+
+    async def look() -> str | None:
+        return lost_what_is_archived(stream, (await log.bounds())[1], archived)
+
+    if await look() is None:
+        return None
+    # Not `proven`: a proof that is stored would take the place of what was lost, and the next look would miss nothing.
+    await log.prove_leader(_PROOF_S)
+    return await look()
 
 
 async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:

@@ -128,6 +128,11 @@ class LangGraphChange(msgspec.Struct, frozen=True):
         """Whether nothing of the thread is left after the change."""
         return isinstance(self.operations[-1][1], Delete)
 
+    @property
+    def whole(self) -> bool:
+        """False: there is no operation that replaces a thread's rows."""
+        return False
+
 
 class Tables:
     """Rows of one thread: all of them, or those that a read asked for."""

@@ -38,6 +38,7 @@ class LedgerChange(msgspec.Struct, frozen=True):
     thread_id: str
     value: str
     gone: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)

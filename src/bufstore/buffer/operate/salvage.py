@@ -38,7 +38,7 @@ def reason_to_repair(
 
     `log_epoch` is None when there is no stream; `epoch` is None when Postgres knows of no epoch yet. `log_start`: the
     first position of the generation `log_epoch`, or of `epoch` if there is no stream. `applied`: the highest cursor.
-    `archived`: an archive has everything below this position; entries that come there anew would never be archived.
+    `archived`: an archive has everything below this position (of an existing log: see `lost_what_is_archived`).
     """
     if log_epoch is None:
         if applied >= log_start:
@@ -56,6 +56,11 @@ def reason_to_repair(
         return f"stream {stream} has epoch {log_epoch}, Postgres knows epoch {epoch}: Postgres is an older copy"
     if log_end < applied:
         return f"stream {stream} ends at {log_end}, Postgres has applied entries up to {applied}"
+    return None
+
+
+def lost_what_is_archived(stream: str, log_end: int, archived: int) -> str | None:
+    """Return why a log with this end has lost what an archive has, which has all below `archived`; None: it has not."""
     if log_end + 1 < archived:
         return f"stream {stream} ends at {log_end}, and an archive has it up to {archived - 1}"
     return None

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from bufstore.buffer.chain import Watermark
-from bufstore.buffer.domain import Domain, S
+from bufstore.buffer.chain import Watermark, superseded
+from bufstore.buffer.domain import Change, Domain, S
 from bufstore.buffer.entry import Base, Item, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
 
@@ -26,13 +26,22 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
 
     Flushed entries stay in the log for a while, so the log often holds all of a thread's content: from any
     self-contained entry on, if everything behind that entry is chained.
+
+    What was parked before an entry that replaces the content looks the same as what was applied; that entry has ended
+    the thread's quarantine. So a change of something else (an edit that made the thread) is no beginning before one.
     """
-    for i, item in enumerate(items):
-        if not isinstance(item, StoredEntry) or not item.entry.self_contained:
-            continue
+    starts = [i for i, item in enumerate(items) if isinstance(item, StoredEntry) and item.entry.self_contained]
+    for i in starts:
+        item = items[i]
+        assert isinstance(item, StoredEntry)
         start = domain.empty(thread_id, Watermark(applied_id=item.entry.prev_id))
         state = overlay(domain, start, thread_id, items[i:])
-        if state.watermark.broken_since is not None:
+        if state.watermark.broken_since is not None or not _chained(items[i:]):
+            continue
+        change = _change(domain, thread_id, item)
+        if not (change.whole or change.gone) and any(
+            _change(domain, thread_id, items[j]).whole for j in starts if j > i
+        ):
             continue
         if item.entry.base is not Base.CHAINED:
             # If this entry does not count, its keys and numbers were never used, as the writer of the next entry has
@@ -43,3 +52,28 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
             state = msgspec.structs.replace(state, watermark=watermark, unjudged=True)
         return msgspec.structs.replace(state, partial=item.entry.base is not Base.NONE)
     return None
+
+
+def _change(domain: Domain[Any, Any, Any], thread_id: str, item: Item) -> Change:
+    assert isinstance(item, StoredEntry)
+    change: Change = domain.coalesce(thread_id, 0, [item])
+    return change
+
+
+def _chained(items: Sequence[Item]) -> bool:
+    """Return whether each entry builds on the one before it.
+
+    If one does not, those that it skips had no effect: they were parked, and an operator has discarded them, or a whole
+    list has ended the thread's quarantine. What of the entries before was parked, too, only the store knows.
+    """
+    last: int | None = None
+    seq = 0
+    for item in items:
+        if not isinstance(item, StoredEntry):
+            return False
+        if last is None or not superseded(item, Watermark(flushed_seq=seq)):
+            if last not in (None, item.entry.prev_id):
+                return False
+            last = item.entry.id
+        seq = item.seq
+    return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from bufstore.buffer.operate.repair import Repaired
@@ -58,12 +60,12 @@ async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Rep
 def _command(target: Endpoints, lane: int | None) -> str:
     """Return the command that repairs the same log."""
     usual = LogConfig()
-    words = ["bufstore repair"]
-    words += [f"--stream {target.stream}"] if target.stream != usual.stream else []
-    words += [f"--bucket {target.bucket}"] if target.bucket != usual.bucket else []
-    words += [f"--schema {target.schema}"] if target.schema != "bufstore" else []
-    words += [f"--lane {lane}"] if lane is not None else []
-    return " ".join([*words, "--apply"])
+    words = ["bufstore", "repair"]
+    words += ["--stream", target.stream] if target.stream != usual.stream else []
+    words += ["--bucket", target.bucket] if target.bucket != usual.bucket else []
+    words += ["--schema", target.schema] if target.schema != "bufstore" else []
+    words += ["--lane", f"{lane}"] if lane is not None else []
+    return shlex.join([*words, "--apply"])
 
 
 def _lines(found: Repaired, how: str) -> list[str]:

@@ -16,7 +16,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
-from bufstore.postgres.connection.migrate import check_schema, has_schema, waiting
+from bufstore.postgres.connection.migrate import check_schema, has_schema, taking_turns
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
 
@@ -154,8 +154,7 @@ async def _setup(
             migrated[schema] = await tables.make_tables(connection, schema, of)
             async with connection.transaction():
                 if roles:  # Postgres refuses concurrent grants on the same table
-                    for statement in waiting():
-                        await connection.execute(statement)
+                    await connection.execute(taking_turns())
                 for role in roles:
                     for statement in tables.grants(schema, role):
                         await connection.execute(statement)

@@ -366,10 +366,15 @@ async def make_schema(connection: AsyncConnection[Any], schema: str) -> None:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
 
 
+def taking_turns() -> sql.Composed:
+    """Return what a transaction begins with of which one at a time may run: a migration, or grants."""
+    return sql.SQL("SELECT pg_advisory_xact_lock({})").format(_MIGRATION_LOCK)
+
+
 def waiting() -> list[sql.Composed]:
     """Return what a migrating transaction begins with: one transaction at a time, and short waits for locks."""
     return [
-        sql.SQL("SELECT pg_advisory_xact_lock({})").format(_MIGRATION_LOCK),
+        taking_turns(),
         # While a change of a table waits for a reader, all other sessions wait behind the change.
         sql.SQL("SET LOCAL lock_timeout = {}").format(f"{round(_LOCK_S * 1000)}ms"),
     ]

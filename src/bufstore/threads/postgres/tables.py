@@ -21,6 +21,7 @@ from bufstore.postgres.connection.migrate import (
     preparing,
     recording,
     remaking,
+    taking_turns,
     waiting,
 )
 
@@ -97,8 +98,10 @@ def script(
     """Write `make_tables` and `grants` as one transaction, which the owner runs with psql. `again`: see `functions`."""
     check_schema(schema)
     parts: list[str] = []
-    if again or roles or any(versions.values()):
+    if again or any(versions.values()):
         parts += [_text(statement) for statement in waiting()]
+    elif roles:
+        parts.append(_text(taking_turns()))
     parts += again
     if any(versions.values()):
         if new_schema:
