@@ -60,8 +60,11 @@ class Source:
 
 
 class Server:
-    def __init__(self, groups: Sequence[str] = (), ahead: int = 100, at_once: int = 1000) -> None:
-        """`at_once`: how many groups arrive at a time."""
+    def __init__(
+        self, groups: Sequence[str] = (), ahead: int = 100, at_once: int = 1000, large: int = 0, large_max: int = 1
+    ) -> None:
+        """`at_once`: how many groups arrive at a time. `large`: the bytes of each entry, which stand elsewhere."""
+        self.large = large
         self.ahead, self.at_once = ahead, at_once
         self.messages: list[StoredMessage] = []
         self.sources: list[Source] = []
@@ -72,7 +75,7 @@ class Server:
         #: Set while consumers are made at once.
         self.made = asyncio.Event()
         self.made.set()
-        self.feeds = Feeds(self.follow, self.split)
+        self.feeds = Feeds(self.follow, self.split, large_max)
         for group in groups:
             self.write(group)
 
@@ -94,7 +97,7 @@ class Server:
     async def split(self, message: StoredMessage, partitions: Collection[int]) -> list[tuple[int, StoredMessage]]:
         await asyncio.sleep(0)
         found = [
-            (int(p), StoredMessage(f"s.{p}.t", place(message.seq, n), None, b""))
+            (int(p), StoredMessage(f"s.{p}.t", place(message.seq, n), None, bytes(self.large)))
             for n, p in enumerate(message.body.decode())
             if int(p) in partitions or n == len(message.body) - 1
         ]
@@ -147,6 +150,35 @@ def test_each_partition_gets_its_own_entries_in_order() -> None:
         assert [taken(feed) for feed in feeds] == [server.expected(p, 0) for p in (0, 1, 2)]
         await server.feeds.aclose()
         assert server.open_sources == 0
+
+    run(main())
+
+
+def test_large_entries_are_given_out_as_far_as_there_is_room() -> None:
+    """Regression: their bytes did not count, and a backlog of them filled the memory."""
+
+    async def main() -> None:
+        server = Server(["0", "1", "01"] * 20, large=10, large_max=30)
+        zero, one = await server.open(0), await server.open(1)
+        got: tuple[list[int], list[int]] = ([], [])
+        for _ in range(200):
+            await settled()
+            assert sum(len(feed._arrived) for feed in (zero, one)) <= 4, "30 bytes, and the last group"
+            await commit((zero, one), got)
+        assert got == (server.expected(0, 0), server.expected(1, 0))
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+def test_a_partition_that_passes_none_of_its_large_entries_does_not_stop_the_others() -> None:
+    async def main() -> None:
+        server = Server(["0", "1"] * 20, large=10, large_max=30)
+        zero, one = await one_goes_on(server)
+        assert zero.aside
+        assert one.acked == server.expected(1, 0)[-1]
+        await server.feeds.aclose()
 
     run(main())
 

@@ -1,7 +1,8 @@
 """One feed of groups, given out by partition.
 
 What the server delivers ahead is bounded by what is not acknowledged: a group is acknowledged when each partition that
-has entries in it, and gets them from here, has passed them.
+has entries in it, and gets them from here, has passed them. A large entry's payload is not in its group; so there is a
+bound of its own for those that were given out and are not acknowledged.
 
 A partition that passes nothing while others do would soon stop them all. It is set aside: nothing more is delivered to
 it, and nothing waits for it, until it has passed what it has.
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: Returns the entries of a message that belong to these partitions, and its last entry whatever partition that belongs
-#: to, each with its partition.
+#: to (its position and id are what counts then), each with its partition.
 Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int, StoredMessage]]]]
 
 #: How many groups apart two cursors still count as near: those of a process that starts are hardly ever the same.
@@ -66,9 +67,12 @@ class StreamFeed(Protocol):
 class Delivery:
     """A feed of groups, and the partitions that it serves."""
 
-    def __init__(self, split: Split, done: Callable[[Delivery], bool]) -> None:
-        """`done`: asked after each group; says whether this one has nothing more to do."""
-        self._split, self._done = split, done
+    def __init__(self, split: Split, done: Callable[[Delivery], bool], large_bytes_max: int) -> None:
+        """`done`: asked after each group; says whether this one has nothing more to do.
+
+        `large_bytes_max`: no large entry is given out while those that are not acknowledged have so many bytes.
+        """
+        self._split, self._done, self._large_bytes_max = split, done, large_bytes_max
         #: The feeds that it serves, by partition.
         self.feeds: dict[int, PartitionFeed] = {}
         #: The least sequence that the next group can have.
@@ -77,8 +81,10 @@ class Delivery:
         self._began: int | None = None
         #: The last entry that was given out.
         self.last: StoredMessage | None = None
-        #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
-        self._open: deque[tuple[int, dict[int, int]]] = deque()
+        #: Groups that are not acknowledged: their sequences, up to which place each partition has entries in them, and
+        #: the bytes of their entries that stand elsewhere in the log.
+        self._open: deque[tuple[int, dict[int, int], int]] = deque()
+        self._large_bytes = 0
         self._groups: StreamFeed | None = None
         self._task: asyncio.Task[None] | None = None
         self._something = asyncio.Event()
@@ -115,6 +121,8 @@ class Delivery:
     @property
     def crowded(self) -> bool:
         """See `bufstore.buffer.ports.log.Feed`."""
+        if 2 * self._large_bytes > self._large_bytes_max:
+            return True
         return self._groups is not None and self._groups.crowded
 
     async def _guarded(self, groups: StreamFeed) -> None:
@@ -135,6 +143,8 @@ class Delivery:
         """Give out what arrives. Returns True when there is nothing more to do, False when `groups` is lost."""
         while groups.lost is None:
             for message in groups.take():
+                if self._large_bytes >= self._large_bytes_max:
+                    await self._room(groups)
                 await self._give_out(message)
                 if self._done(self):
                     self._lost = "another delivers"
@@ -144,6 +154,15 @@ class Delivery:
             self._something.clear()
         return False
 
+    async def _room(self, groups: StreamFeed) -> None:
+        """Wait until large entries have passed."""
+        while self._large_bytes >= self._large_bytes_max and groups.lost is None:
+            self._something.clear()
+            await self.acknowledge()  # a partition that stops the others is noticed here
+            if self._large_bytes >= self._large_bytes_max:
+                await self._something.wait()
+        self._something.set()  # what has arrived meanwhile was not taken
+
     async def _give_out(self, message: StoredMessage) -> None:
         while True:
             served = frozenset(self.feeds)
@@ -151,13 +170,17 @@ class Delivery:
             if served.issuperset(self.feeds):
                 break  # else a feed that is served since gets its part of this message, too
         touched: dict[int, int] = {}
+        large = 0
         for partition, entry in entries:
             touched[partition] = entry.seq
+            if len(entry.body) > len(message.body):
+                large += len(entry.body)
             if (feed := self.feeds.get(partition)) is not None:
                 feed.add(entry)
             self.last = entry
         self.next = message.seq + 1
-        self._open.append((message.seq, touched))
+        self._open.append((message.seq, touched, large))
+        self._large_bytes += large
         for partition in touched:
             if (feed := self.feeds.get(partition)) is not None:
                 feed.wake()
@@ -166,7 +189,7 @@ class Delivery:
         """Acknowledge the groups of which every entry is passed."""
         passed = 0
         while self._open:
-            seq, touched = self._open[0]
+            seq, touched, large = self._open[0]
             behind = [
                 feed
                 for p, place in touched.items()
@@ -178,6 +201,9 @@ class Delivery:
                 del self.feeds[feed.partition]
                 feed.set_aside()
             self._open.popleft()
+            if large:
+                self._large_bytes -= large
+                self._something.set()
             passed = seq
         if passed and self._groups is not None:
             self._began = None

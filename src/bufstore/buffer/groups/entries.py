@@ -34,7 +34,10 @@ class Entries:
         return await self._with_payload(group, entry) if elsewhere else entry
 
     async def split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
-        """See `bufstore.buffer.groups.delivery.Split`. Raises Purged, LogUnavailable."""
+        """See `bufstore.buffer.groups.delivery.Split`. Raises Purged, LogUnavailable.
+
+        The last entry, if it belongs to another partition, has no payload that stands elsewhere.
+        """
         group = group_in(message)
         if group is None:  # anybody may publish: the message belongs to no thread, and somebody must look at it
             return [(0, self.foreign(message))]
@@ -45,7 +48,9 @@ class Entries:
         for number, record in enumerate(group.records):
             if record.partition in partitions or number == last:
                 entry, elsewhere = self._in_place(group, number, message.body)
-                found.append((record.partition, await self._with_payload(group, entry) if elsewhere else entry))
+                if elsewhere and record.partition in partitions:
+                    entry = await self._with_payload(group, entry)
+                found.append((record.partition, entry))
         return found
 
     def foreign(self, message: StoredMessage) -> StoredMessage:

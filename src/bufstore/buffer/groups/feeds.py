@@ -114,9 +114,11 @@ class PartitionFeed:
 class Feeds:
     """All partitions that a process follows, and the feed of groups behind them."""
 
-    def __init__(self, follow: Callable[[int, Callable[[], None]], Awaitable[StreamFeed]], split: Split) -> None:
-        """`follow`: begins a feed of groups at a sequence."""
-        self._follow, self._split = follow, split
+    def __init__(
+        self, follow: Callable[[int, Callable[[], None]], Awaitable[StreamFeed]], split: Split, large_bytes_max: int
+    ) -> None:
+        """`follow`: begins a feed of groups at a sequence. `large_bytes_max`: see `Delivery`."""
+        self._follow, self._split, self._large_bytes_max = follow, split, large_bytes_max
         self._feeds: dict[int, PartitionFeed] = {}
         self._common: Delivery | None = None
         #: The second delivery, which brings partitions up to where the common one stands; None: there is none.
@@ -173,7 +175,7 @@ class Feeds:
             return  # once that one has nothing more to do, `_joins` has this feed served
         feeds = self._unserved()
         first = min((group_of(f.acked + 1) for f in feeds), default=0)
-        delivery = Delivery(self._split, self._joins)
+        delivery = Delivery(self._split, self._joins, self._large_bytes_max)
         await delivery.begin(lambda wake: self._follow(first, wake), first)
         common = self._common
         if common is not None and common.has_just_begun(first):

@@ -67,7 +67,7 @@ class GroupLog:
         self._sequencer = Sequencer(
             stream, self._subjects, self._heads, self._tail, self._forgetting.look_soon, config.append_timeout_s / 2
         )
-        self._feeds = Feeds(self._follow, self._entries.split)
+        self._feeds = Feeds(self._follow, self._entries.split, config.flush_max_bytes)
         #: The position below which the owners have said that everything is settled.
         self._said = 0
         #: How often the stream was followed: each time by a consumer of its own.
