@@ -462,6 +462,21 @@ def test_processes_with_the_same_seed_try_different_ports(folder: Path) -> None:
     assert len(ports) > 1
 
 
+def test_a_folder_or_port_that_cannot_be_used_is_an_error_of_ours(folder: Path) -> None:
+    file = folder / "file"
+    folder.mkdir(exist_ok=True)
+    file.write_text("")
+    with pytest.raises(EmbeddedError, match="cannot be used"):
+        NatsServer(file).start()
+    for port in (-1, 0, 70_000):
+        with pytest.raises(EmbeddedError, match="from 1 to 65535"):
+            NatsServer(folder / "nats", port=port).start()
+    (folder / "nats" / "run.json").write_text("[]")
+    server = NatsServer(folder / "nats")
+    server.start()
+    server.stop()
+
+
 def test_secrets_are_masked_and_private(shared: Servers) -> None:
     for server, address in ((shared.nats, shared.nats.url), (shared.postgres, shared.postgres.dsn)):
         secret = (server.data / "password").read_text()

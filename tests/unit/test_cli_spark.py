@@ -56,3 +56,16 @@ def test_what_spark_or_a_file_system_refuses_is_told_in_one_line(
     said = json.loads(ran.stdout)
     assert (ran.exit_code, said["code"], said["error"]) == (2, 2, type(error).__name__)
     assert len(ran.stderr.splitlines()) == 1
+
+
+def test_of_an_error_of_ours_in_sparks_its_own_words_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it said AnalysisException, and that a traceback follows."""
+    inner = 'Traceback (most recent call last):\n  File "x.py"\nbufstore.errors.DataLoss: the log begins at 5\n\tat org'
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise PySparkValueError(f"[PYTHON_DATA_SOURCE_ERROR] Failed to generate partitions: {inner}")
+
+    monkeypatch.setattr(tables_job, "tabulate", lost)
+    monkeypatch.setattr(spark, "_session", no_session)
+    ran = CliRunner().invoke(command_line, ["spark", "table", "/archive", "--json"])
+    assert (json.loads(ran.stdout)["error"], ran.stderr) == ("DataLoss", "Error: the log begins at 5\n")

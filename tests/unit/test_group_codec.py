@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore.buffer.groups.choosing import too_large, unfit
 from bufstore.buffer.groups.group import (
     HEAD_BYTES_MAX,
     Draft,
@@ -21,7 +22,7 @@ from bufstore.buffer.groups.group import (
 )
 from bufstore.buffer.groups.oversize import joined, parts_of, reference, reference_bytes
 from bufstore.buffer.places import ENTRIES_MAX, first_place, group_of, last_place, number_of, place
-from bufstore.errors import MalformedEntry
+from bufstore.errors import LogUnavailable, MalformedEntry, TooLarge
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from thorough import examples
 
@@ -195,3 +196,22 @@ def test_a_group_is_equal_to_itself_only() -> None:
     draft = Draft(5, [NewEntry("t", 1, in_group(0) + 5000, None, b"")])
     assert isinstance(draft.stored(9, 1, 2, 3), Group)
     assert decode_header(message_of(draft, 9, 2, 3)) == draft.stored(9, 7, 2, 3)
+
+
+@given(st.integers(500, 5000), st.integers(0, 200), st.binary(max_size=40))
+def test_an_entry_with_more_parts_than_one_message_can_name_is_refused_for_good(
+    room: int, more: int, header: bytes
+) -> None:
+    """Regression: the error said to try again."""
+
+    def message(size: int) -> Outgoing:
+        return Outgoing("log.0.t", bytes(size), header.hex())
+
+    refused = unfit([message(room * room)], room)
+    assert isinstance(refused, TooLarge)
+    assert too_large([message(refused.limit)], room) == {0}
+    above = unfit([message(refused.limit + 1 + more)], room)
+    assert too_large([message(refused.limit + 1 + more)], room) is None
+    assert isinstance(above, TooLarge)
+    assert (above.limit, above.size) == (refused.limit, refused.limit + 1 + more)
+    assert isinstance(unfit([message(1), message(1)], room), LogUnavailable)

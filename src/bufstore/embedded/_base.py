@@ -104,8 +104,11 @@ class Server:
         if importlib.util.find_spec("psutil") is None:
             raise EmbeddedError(f"psutil is not installed; {_wheels.INSTALL_HINT}")
         self._check_programs()
-        make_folder(self.data)
-        self._lock = self._lock or FolderLock(self.data)
+        try:
+            make_folder(self.data)
+            self._lock = self._lock or FolderLock(self.data)
+        except OSError as e:
+            raise EmbeddedError(f"{self._name}: folder {self.data} cannot be used: {e.strerror}") from e
         try:
             self._leave_guard()
             self._sweep()
@@ -191,6 +194,8 @@ class Server:
     def _choose_port(self) -> int:
         """Return the wanted port, else the port used before if it is free, else a new port."""
         if self._wanted_port is not None:
+            if not 1 <= self._wanted_port <= 65_535:
+                raise EmbeddedError(f"{self._name}: a port is a number from 1 to 65535, not {self._wanted_port}")
             if not _port_is_free(self._wanted_port):
                 raise EmbeddedError(f"{self._name}: port {self._wanted_port} is in use")
             return self._wanted_port
@@ -264,14 +269,15 @@ class Server:
         """End the processes left from an earlier run in this folder, which must be locked."""
         try:
             record = json.loads((self.data / "run.json").read_text())
-        except (FileNotFoundError, ValueError):
-            return
-        guard = _recorded(record["guard"])
+            of_guard, of_server = record["guard"], record["server"]
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return  # there is none, or it is none of ours
+        guard = _recorded(of_guard)
         if guard is not None and not _guard.wait_until(
             lambda: not _guard.alive(guard), _guard.STOP_SECONDS + _guard.KILL_SECONDS
         ):
             _guard.kill(guard)  # this also kills the server, which is its child
-        server = _recorded(record["server"])
+        server = _recorded(of_server)
         if server is not None and not _guard.end(server, self._stop_signal):
             raise EmbeddedError(f"{self._name}: process {server.pid} from an earlier run does not end; end it by hand")
         with contextlib.suppress(FileNotFoundError):

@@ -9,9 +9,10 @@ import msgspec
 
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, NewEntry, hash_of, in_group, size_of
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.oversize import reference_bytes
+from bufstore.buffer.groups.oversize import payload_max, reference_bytes
 from bufstore.buffer.places import ENTRIES_MAX
 from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError, LogUnavailable, TooLarge
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import Outgoing
 
@@ -90,6 +91,17 @@ def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int] | None:
         size -= len(messages[number].body) - reference_bytes(len(messages[number].body), room)
         chosen.add(number)
     return frozenset(chosen) if size <= room and len(messages) <= ENTRIES_MAX else None
+
+
+def unfit(messages: Sequence[Outgoing], room: int) -> BufstoreError:
+    """Return the error for a unit of which `too_large` is None: there may be room for its entries one by one.
+
+    A single entry has more parts than one message can name.
+    """
+    if len(messages) > 1:
+        return LogUnavailable(f"{len(messages)} entries do not fit into one message of this server")
+    size = len(messages[0].body)
+    return TooLarge(size, payload_max(room - size_of(messages[0]) + size, room), "max_payload of nats-server")
 
 
 def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:

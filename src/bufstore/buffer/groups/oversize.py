@@ -36,6 +36,11 @@ def reference_bytes(size: int, bytes_max: int) -> int:
     return _WHOLE.size + -(-size // bytes_max) * _SEQ.size
 
 
+def payload_max(reference_max: int, bytes_max: int) -> int:
+    """How many bytes a payload may have whose reference may have so many, if its parts have `bytes_max` bytes."""
+    return max(0, reference_max - _WHOLE.size) // _SEQ.size * bytes_max
+
+
 class Reference(NamedTuple):
     """What a reference says."""
 

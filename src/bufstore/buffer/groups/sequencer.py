@@ -26,7 +26,7 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
 from bufstore import elapsed
-from bufstore.buffer.groups.choosing import BYTES_MAX, Chosen, Queued, choose, count_fitting, too_large
+from bufstore.buffer.groups.choosing import BYTES_MAX, Chosen, Queued, choose, count_fitting, too_large, unfit
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, Draft, hash_of, size_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.others import Others, group_id
@@ -166,8 +166,7 @@ class Sequencer:
         if not queued.elsewhere and (elsewhere := too_large(messages, self.room)):
             self._store_parts(msgspec.structs.replace(queued, elsewhere=elsewhere))
         else:
-            refused = LogUnavailable(f"{len(messages)} entries do not fit into one message of this server")
-            asyncio.get_running_loop().call_soon(_end_all, [queued], refused)
+            asyncio.get_running_loop().call_soon(_end_all, [queued], unfit(messages, self.room))
 
     def _queue(self, queued: Queued) -> None:
         # Looked at only while others write to the same threads: it costs.
