@@ -439,6 +439,16 @@ async def test_a_worker_that_is_closed_hands_its_work_back(mailboxes: Mailboxes)
         assert await store.claim(thread_id, "another") is not None
 
 
+async def test_a_mailbox_that_is_not_open_takes_nothing(mailboxes: Mailboxes) -> None:
+    """Regression: in memory it worked, so a test passed of what fails in production."""
+    async with mailboxes.open(1) as (one,):
+        other = mailboxes.store()
+        with pytest.raises(Closed):
+            await other.enqueue("t", b"x")
+        assert await one.list_dispatches("t") == []
+        await other.aclose()
+
+
 @pytest.mark.parametrize("mailboxes", ["memory", "nats"], indirect=True)
 async def test_who_has_closed_listens_no_more(mailboxes: Mailboxes) -> None:
     async with mailboxes.open(2) as (a, b):

@@ -186,7 +186,7 @@ class Lossy(MemoryBackend):
 
 async def test_that_there_is_nothing_to_do_is_not_said_of_a_step_that_may_be_done() -> None:
     shared = MemoryMailbox()
-    other, backend = MemoryMailboxStore(shared), Lossy(shared, time.time, 30.0)
+    other, backend = await MemoryMailboxStore(shared).__aenter__(), Lossy(shared, time.time, 30.0)
     mailbox = MailboxStore(backend, MailboxConfig())
     first = await mailbox.enqueue("t", b"x")
     await mailbox.enqueue("t", b"y")
@@ -246,7 +246,8 @@ async def test_who_gives_up_closing_a_worker_leaves_nothing_claimed(cancels: int
     with pytest.raises(asyncio.CancelledError):
         await closing
     await mailbox.aclose()
-    (found,) = await MemoryMailboxStore(shared).list_dispatches("t")
+    async with MemoryMailboxStore(shared) as another:
+        (found,) = await another.list_dispatches("t")
     assert (found.dispatch_id, found.status, found.last_error) == (
         d.dispatch_id,
         Status.QUEUED,
@@ -272,7 +273,8 @@ async def test_a_worker_that_is_closed_as_it_acks_has_acked() -> None:
             await asyncio.sleep(0)
         backend.gate.set()
         await closing
-    (found,) = await MemoryMailboxStore(shared).list_dispatches("t")
+    async with MemoryMailboxStore(shared) as another:
+        (found,) = await another.list_dispatches("t")
     assert found.status is Status.ACKED
 
 
@@ -331,7 +333,7 @@ async def test_work_that_ends_when_the_mailbox_is_closed_is_not_tried_again(monk
 
 async def test_a_handler_that_does_not_end_does_not_keep_the_mailbox_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bufstore.takes._PATIENCE_S", 0.05)
-    began, ends, mailbox = asyncio.Event(), asyncio.Event(), MemoryMailboxStore()
+    began, ends, mailbox = asyncio.Event(), asyncio.Event(), await MemoryMailboxStore().__aenter__()
 
     async def handle(dispatch: Dispatch) -> None:
         began.set()

@@ -107,11 +107,14 @@ class MemoryMailbox:
 class MemoryBackend(Backend):
     """A backend that does at once everything that a server would do."""
 
-    def __init__(self, shared: MemoryMailbox, clock: Callable[[], float], ack_wait_s: float) -> None:
+    def __init__(
+        self, shared: MemoryMailbox, clock: Callable[[], float], ack_wait_s: float, *, opened: bool = True
+    ) -> None:
+        """`opened`: False for one that is used as a server's is, which must be opened first."""
         self.shared = shared
         self._clock = clock
         self._ack_wait_s = ack_wait_s
-        self._closed = False
+        self._closed = not opened
         #: Each ends a listener of this instance.
         self._stops: list[Callable[[], Awaitable[None]]] = []
         #: How many threads were looked at for lost signals in this round.
@@ -131,7 +134,7 @@ class MemoryBackend(Backend):
 
     def _state(self) -> MemoryMailbox:
         if self._closed:
-            raise Closed("the mailbox is closed")
+            raise Closed("the mailbox is closed or not open")
         return self.shared
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
@@ -325,4 +328,6 @@ class MemoryMailboxStore(MailboxStore):
         clock: Callable[[], float] = lambda: _EPOCH_S + time.monotonic(),
     ) -> None:
         config = config or MailboxConfig()
-        super().__init__(MemoryBackend(shared or MemoryMailbox(), clock, config.signal_ack_wait_s), config)
+        super().__init__(
+            MemoryBackend(shared or MemoryMailbox(), clock, config.signal_ack_wait_s, opened=False), config
+        )
