@@ -183,6 +183,24 @@ def test_a_partition_that_passes_none_of_its_large_entries_does_not_stop_the_oth
     run(main())
 
 
+@pytest.mark.parametrize("groups", [["0"] + ["1"] * 20, ["01"] + ["1"] * 20])
+def test_one_large_entry_that_is_not_passed_stops_the_others_for_seconds_only(groups: list[str]) -> None:
+    """Regression: it took all the room before they had passed anything behind it."""
+
+    async def main() -> None:
+        server = Server(groups, large=10, large_max=10)
+        zero, one = await server.open(0), await server.open(1)
+        got: list[int] = []
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            await commit([one], [got])
+        assert got == server.expected(1, 0)
+        assert taken(zero) == server.expected(0, 0)
+        await server.feeds.aclose()
+
+    run(main())
+
+
 def test_a_partition_that_is_added_behind_what_was_delivered_misses_nothing() -> None:
     """Postgres went back: a partition is taken again from an older cursor while others go on."""
 

@@ -324,6 +324,56 @@ def test_what_was_discarded_stays_away_and_what_was_acknowledged_later_comes_bac
         assert [entry.id for entry in wanted("t", row, 0, [], items, 70).entries] == ids
 
 
+@pytest.mark.parametrize(
+    ("items", "ids"),
+    [
+        (
+            [
+                stored(10, 1, "a", base=Base.NONE),
+                stored(20, 2, "b", keep=1, prev_id=1),
+                stored(30, 3, "c", keep=2, prev_id=2),
+                # A restore into the log has written two of them again.
+                stored(40, 2, "b", keep=1, prev_id=1),
+                stored(50, 3, "c", keep=2, prev_id=2),
+                stored(60, 4, "d", keep=3, prev_id=3),
+            ],
+            [1, 2, 3, 4],
+        ),
+        (
+            [
+                stored(10, 1, "a", base=Base.NONE),
+                stored(20, 2, "b", keep=1, prev_id=1),
+                stored(30, 1, "a", base=Base.NONE),  # too late
+                stored(40, 3, "c", keep=2, prev_id=2),
+            ],
+            [1, 2, 3],
+        ),
+    ],
+    ids=["written again", "a late copy"],
+)
+def test_what_an_archive_has_twice_was_not_given_up(items: list[Item], ids: list[int]) -> None:
+    found = applicable("t", Watermark(), 0, items)
+    assert [item.entry.id for item in found.plan.apply] == ids
+
+
+async def test_what_was_discarded_stays_away_beside_an_entry_that_postgres_refuses() -> None:
+    """The portion is then divided, and what tells that it was given up stands in the other half."""
+    postgres = Refusing()
+    threads: dict[str, list[Item]] = {
+        "t": [
+            stored(10, 1, "a", base=Base.NONE, run_id="t"),
+            stored(20, 2, "b", keep=1, prev_id=1, run_id="t"),
+            stored(30, 3, "c", keep=2, prev_id=2, run_id="t"),
+            stored(40, 4, "d", keep=1, prev_id=1, run_id="t"),
+        ],
+        "u": [stored(5, 11, "u", thread_id="u", base=Base.NONE)],
+        "v": [stored(35, 21, "v", thread_id="v", base=Base.NONE)],
+    }
+    counts = await postgres.restore(threads)
+    assert (counts.applied, counts.refused) == (3, 3)
+    assert await postgres.load_messages("t") == ["a", "d"]
+
+
 def test_a_thread_with_discarded_entries_is_restored_as_it_was() -> None:
     """The same with a real quarantine."""
 

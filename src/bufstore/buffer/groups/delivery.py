@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
-from bufstore.tasks import spawn
+from bufstore.tasks import set_within, spawn
 
 if TYPE_CHECKING:
     from bufstore.buffer.groups.feeds import PartitionFeed
@@ -33,6 +33,8 @@ Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int,
 
 #: How many groups apart two cursors still count as near: those of a process that starts are hardly ever the same.
 _BEHIND_MAX = 256
+#: How long large entries that are not passed may keep all partitions from getting more. A flush takes less.
+_STOPPED_S = 3.0
 
 
 class StreamFeed(Protocol):
@@ -156,11 +158,15 @@ class Delivery:
 
     async def _room(self, groups: StreamFeed) -> None:
         """Wait until large entries have passed."""
+        loop = asyncio.get_running_loop()
+        held, until = self._large_bytes, loop.time() + _STOPPED_S
         while self._large_bytes >= self._large_bytes_max and groups.lost is None:
             self._something.clear()
-            await self.acknowledge()  # a partition that stops the others is noticed here
+            await self.acknowledge(late=loop.time() >= until)
+            if self._large_bytes < held or loop.time() >= until:
+                held, until = self._large_bytes, loop.time() + _STOPPED_S
             if self._large_bytes >= self._large_bytes_max:
-                await self._something.wait()
+                await set_within(self._something, max(0.0, until - loop.time()))
         self._something.set()  # what has arrived meanwhile was not taken
 
     async def _give_out(self, message: StoredMessage) -> None:
@@ -185,8 +191,11 @@ class Delivery:
             if (feed := self.feeds.get(partition)) is not None:
                 feed.wake()
 
-    async def acknowledge(self) -> None:
-        """Acknowledge the groups of which every entry is passed."""
+    async def acknowledge(self, *, late: bool = False) -> None:
+        """Acknowledge the groups of which every entry is passed.
+
+        `late`: nothing more can be delivered until the first of them is, and it has been so for a while.
+        """
         passed = 0
         while self._open:
             seq, touched, large = self._open[0]
@@ -195,7 +204,7 @@ class Delivery:
                 for p, place in touched.items()
                 if (feed := self.feeds.get(p)) is not None and not feed.ended and feed.acked < place
             ]
-            if behind and not self._stops_others(seq):
+            if behind and not (self._stops_others(seq) or (late and self._others_wait(behind))):
                 break
             for feed in behind:
                 del self.feeds[feed.partition]
@@ -212,6 +221,10 @@ class Delivery:
     def _stops_others(self, seq: int) -> bool:
         """Whether half of the room is used up, and some partition has passed more than this group, the first open."""
         return self.crowded and any(group_of(feed.acked) > seq for feed in self.feeds.values() if not feed.ended)
+
+    def _others_wait(self, behind: Collection[PartitionFeed]) -> bool:
+        """Whether some other partition has passed all that it was given."""
+        return any(f.acked >= f.delivered for f in self.feeds.values() if f not in behind and not f.ended)
 
     async def close(self) -> None:
         """Deliver nothing any more."""

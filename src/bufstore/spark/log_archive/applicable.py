@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark
-from bufstore.buffer.entry import Base, Item, StoredEntry
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.spark.task import Counts
 from bufstore.threads.coalesce import coalesce
@@ -39,12 +39,11 @@ class Applicable(NamedTuple):
 
 def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
     """Return which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
-    behind = _after_burials([item for item in items if item.seq > row.flushed_seq])
+    behind = _after_burials(without_given_up(row, [item for item in items if item.seq > row.flushed_seq]))
     if behind and _builds_on_more(row, version, behind[0]):
         cause = "it builds on messages that are older than the log and are not in Postgres"
         return Applicable(Plan(watermark=row), None, len(behind), _reason(thread_id, behind[0], cause))
-    poison = _given_up(row, behind)
-    todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
+    todo, change = decide_thread(thread_id, row, behind, {}, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")
     # What a flush would park does nothing here: a restore parks nothing. What takes effect behind it does so all the
@@ -53,7 +52,7 @@ def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Ite
     last = todo.apply[-1].seq if todo.apply else 0
     before = [item for item in behind if item.seq < max(first.seq, last + 1)]
     parked = sum(parked.item.seq <= last for parked in todo.park)
-    todo, change = decide_thread(thread_id, row, before, poison, coalesce, complete=True)
+    todo, change = decide_thread(thread_id, row, before, {}, coalesce, complete=True)
     since = todo.watermark.broken_since
     watermark = msgspec.structs.replace(todo.watermark, broken_since=since if since == row.broken_since else None)
     todo = msgspec.structs.replace(todo, watermark=watermark, park=())
@@ -95,25 +94,35 @@ def _after_burials(items: Sequence[Item]) -> list[Item]:
     return found
 
 
-def _given_up(row: Watermark, items: Sequence[Item]) -> dict[int, str]:
-    """Return the ids of entries that had no effect, each with the reason: a later one builds on what is before them.
+def without_given_up(row: Watermark, items: Sequence[Item]) -> list[Item]:
+    """Return the items; in place of entries that had no effect, because a later one builds on what is before them, a
+    note that says so. Give all of a thread's items: those of a part may lack the later one.
 
     They were parked, for a constraint of Postgres, say, and discarded. The writer of the later entry knew them: it
-    expected the last of them to be the thread's last in the log, or had seen the log to its end.
+    expected the last of them to be the thread's last in the log, or had seen the log to its end. (An archive may hold
+    copies of an entry: a restore into the log writes entries again. A copy says nothing of what is before it.)
     """
-    found: dict[int, str] = {}
-    at = {row.applied_id: -1}
+    found, at = list(items), {row.applied_id: -1}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for n, item in enumerate(items):
+        if isinstance(item, StoredEntry):
+            first.setdefault(item.entry.id, n)
+            last[item.entry.id] = n
     for n, item in enumerate(items):
         if not isinstance(item, StoredEntry):
             continue
         entry, base = item.entry, at.get(item.entry.prev_id, n)
-        if base < n - 1 and (
+        at[entry.id] = n
+        if base >= n - 1 or not (
             entry.base is Base.CHAINED or (entry.base is Base.STORED and entry.seen >= items[n - 1].seq)
         ):
-            cause = f"it was given up: the entry at {item.seq} builds on what is before it"
-            skipped = (other.entry.id for other in items[base + 1 : n] if isinstance(other, StoredEntry))
-            found |= {id_: cause for id_ in skipped if id_ != entry.id}
-        at[entry.id] = n
+            continue
+        cause = f"it was given up: the entry at {item.seq} builds on what is before it"
+        for k in range(base + 1, n):
+            other = items[k]
+            if isinstance(other, StoredEntry) and base < first[other.entry.id] and last[other.entry.id] < n:
+                found[k] = Malformed("", other.seq, (), cause, other.thread_id)
     return found
 
 

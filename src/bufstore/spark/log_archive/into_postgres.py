@@ -17,7 +17,7 @@ from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, StoreUnavailable
 from bufstore.postgres.connection.migrate import has_schema, has_table
 from bufstore.spark.config import Deployment
-from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
+from bufstore.spark.log_archive.applicable import RestoreCounts, applicable, without_given_up
 
 _TIMEOUT_S = 30.0
 
@@ -97,6 +97,10 @@ class IntoPostgres:
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         """Apply entries in one transaction. Returns the counts: threads; entries applied, present, refused, and why."""
+        # Before they are divided: what tells that an entry was given up may come to stand in the other half.
+        return await self._apply({t: without_given_up(Watermark(), items) for t, items in threads.items()})
+
+    async def _apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         counts = RestoreCounts()
         versions = await self._store.versions(list(threads))
 
@@ -133,7 +137,7 @@ class IntoPostgres:
         counts, middle = RestoreCounts(), positions[len(positions) // 2]
         for late in (False, True):
             half = {t: [item for item in items if (item.seq >= middle) is late] for t, items in threads.items()}
-            counts.add(await self.apply({thread_id: items for thread_id, items in half.items() if items}))
+            counts.add(await self._apply({thread_id: items for thread_id, items in half.items() if items}))
         counts.threads = len(threads)
         return counts
 
