@@ -348,10 +348,19 @@ def test_what_was_discarded_stays_away_and_what_was_acknowledged_later_comes_bac
             ],
             [1, 2, 3],
         ),
+        (
+            [
+                stored(10, 1, "a", base=Base.NONE),
+                stored(20, 2, "b", keep=1, prev_id=1),
+                Malformed("thread.x", 30, (), "checksum mismatch", "t"),
+                stored(40, 3, "whole", self_contained=True),  # its writer knew no id
+            ],
+            [1, 2, 3],
+        ),
     ],
-    ids=["written again", "a late copy"],
+    ids=["written again", "a late copy", "behind garbage"],
 )
-def test_what_an_archive_has_twice_was_not_given_up(items: list[Item], ids: list[int]) -> None:
+def test_what_had_an_effect_was_not_given_up(items: list[Item], ids: list[int]) -> None:
     found = applicable("t", Watermark(), 0, items)
     assert [item.entry.id for item in found.plan.apply] == ids
 

@@ -38,11 +38,10 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
         state = overlay(domain, start, thread_id, items[i:])
         if state.watermark.broken_since is not None or not _chained(items[i:]):
             continue
-        change = _change(domain, thread_id, item)
-        if not (change.whole or change.gone) and any(
-            _change(domain, thread_id, items[j]).whole for j in starts if j > i
-        ):
-            continue
+        if any(_change(domain, thread_id, items[j]).whole for j in starts if j > i):
+            change = _change(domain, thread_id, item)
+            if not (change.whole or change.gone):
+                continue
         if item.entry.base is not Base.CHAINED:
             # If this entry does not count, its keys and numbers were never used, as the writer of the next entry has
             # made sure. So the last entry's keys and numbers are taken.

@@ -114,6 +114,8 @@ def without_given_up(row: Watermark, items: Sequence[Item]) -> list[Item]:
             continue
         entry, base = item.entry, at.get(item.entry.prev_id, n)
         at[entry.id] = n
+        if not entry.prev_id and n and isinstance(items[n - 1], Malformed):
+            continue  # its writer could not read what it builds on
         if base >= n - 1 or not (
             entry.base is Base.CHAINED or (entry.base is Base.STORED and entry.seen >= items[n - 1].seq)
         ):
