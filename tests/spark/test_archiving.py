@@ -143,6 +143,7 @@ async def test_an_erasure_knows_of_a_run_that_died_and_of_one_that_is_on_its_way
     monkeypatch.setattr(archive_job, "write_manifest", dies)
     with pytest.raises(RuntimeError):
         await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    await deployment.change(failover_window_s=1.0)  # only now, because a write may then take half a second only
     async with deployment.store() as store:
         erased = await store.erase(thread)
     assert (erased.found, erased.archived_below > 0) == (True, True)
