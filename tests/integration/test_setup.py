@@ -27,6 +27,7 @@ from bufstore import (
     LogConfig,
     LogUnavailable,
     NatsConfig,
+    repair,
 )
 from bufstore.buffer.target import Target
 from bufstore.embedded import NatsServer, Servers
@@ -466,6 +467,36 @@ async def test_a_second_stream_into_one_database_is_refused(deployment: Deployme
         with pytest.raises((ConfigDrift, LogRolledBack), match=deployment.log.stream):
             async with other.store(deployment.inner()):
                 pass
+
+
+async def test_a_second_nats_into_one_fresh_database_is_refused(deployment: Deployment, tmp_path: Path) -> None:
+    """Regression: before the first flush both were accepted; so was a NATS that had lost what was acknowledged."""
+    server = NatsServer(tmp_path)
+    await asyncio.to_thread(server.start)
+    try:
+        async with deployment.store() as store:
+            with pytest.raises(LogRolledBack, match="this NATS is not the one"):
+                await BufferedThreadStore.open(deployment.inner(), nats=server.url, config=deployment.config())
+            await store.checkpoint("t", [1], run_of("t"))
+            await store.force_flush("t")
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_a_log_that_is_gone_before_its_first_flush_is_begun_anew_by_a_repair(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint("t", [1], run_of("t"))
+    other = await nats.connect(deployment.servers.nats.url)
+    await other.jetstream().delete_stream(deployment.log.stream)
+    await other.close()
+    with pytest.raises(LogRolledBack, match="gone before anything of it was flushed"):
+        async with deployment.store():
+            pass
+    report = await repair(deployment.inner(), nats=deployment.servers.nats.url, config=deployment.config(), apply=True)
+    assert report.done and report.epoch == 1
+    async with deployment.store() as store:
+        await store.checkpoint("t", [2], run_of("t"))
+        await store.force_flush("t")
 
 
 class Readable:

@@ -27,6 +27,7 @@ from bufstore import (
     LineageError,
     LogConfig,
     LogFull,
+    LogRolledBack,
     LogUnavailable,
     MemoryThreadStore,
     Receipt,
@@ -133,8 +134,9 @@ def test_a_log_that_begins_anew_has_the_lanes_and_partitions_that_its_ledgers_kn
                 async with instance(lost, inner, log=other):
                     pass
             assert "LogConfig.lanes to 2 and LogConfig.partitions to 4" in str(refused.value)
-        async with instance(lost, inner, log=last):
-            pass
+        with pytest.raises(LogRolledBack, match="gone before anything of it was flushed"):
+            async with instance(lost, inner, log=last):
+                pass
 
     run(main())
 
@@ -440,8 +442,10 @@ def test_all_lanes_open_or_none_and_a_cancelled_close_goes_on() -> None:
             await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=LOG))
         assert len(asyncio.all_tasks()) == 1, "nothing of the first lane goes on"
 
-        nats = MemoryNats()
-        store = await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=LOG, flush_interval_s=600))
+        inner = MemoryThreadStore()
+        store = await BufferedThreadStore.open(
+            inner, nats=MemoryNats(), config=BufferConfig(log=LOG, flush_interval_s=600)
+        )
         threads = [in_lane(0), in_lane(1)]
         for t in threads:
             await store.checkpoint(t, [said(0)], run_of(t))

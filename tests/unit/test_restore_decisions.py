@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ from bufstore.memory import MemoryNats
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.log import MemoryStream
 from bufstore.spark import Deployment
+from bufstore.spark.log_archive import portions as portions_module
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.spark.log_archive.entry_table import APPLIED, SUPERSEDED, known_of, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
@@ -322,6 +324,21 @@ def test_what_was_discarded_stays_away_and_what_was_acknowledged_later_comes_bac
         assert "given up" in found.reason
     if not row.flushed_seq:
         assert [entry.id for entry in wanted("t", row, 0, [], items, 70).entries] == ids
+        for size in range(1, 7):
+            assert restored_in_portions(items, size) == (ids, found.refused)
+
+
+def restored_in_portions(items: list[Item], size: int) -> tuple[list[int], int]:
+    """Restore a thread with so many entries at a time; return the ids of those applied, and how many were refused."""
+    row, version, applied, refused = Watermark(), 0, [], 0
+    with patch.object(portions_module, "ENTRIES_MAX", size):
+        portions = list(portions_module.portions(iter([("t", iter(items))]), whole=False))
+    assert all(len(portion["t"]) <= size for portion, _ in portions)
+    for portion, _ in portions:
+        found = applicable("t", row, version, portion["t"])
+        applied += [item.entry.id for item in found.plan.apply]
+        row, version, refused = found.plan.watermark, found.plan.watermark.version, refused + found.refused
+    return applied, refused
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ FITS = {
     "log_first": 100,
     "log_end": 150,
     "applied": 140,
-} | {"archived": 0}
+} | {"archived": 0, "made": False}
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,11 @@ FITS = {
         ({"archived": 152}, None),
         ({"log_epoch": None, "applied": 99, "archived": 100}, None),
         ({"log_epoch": None, "applied": 99, "archived": 101}, "an archive has entries"),
+        ({"log_epoch": None, "applied": 99, "made": True}, "before anything of it was flushed"),
+        ({"made": True}, None),
     ],
 )
-def test_a_log_that_does_not_fit_is_told_from_one_that_does(differs: dict[str, int], says: str | None) -> None:
+def test_a_log_that_does_not_fit_is_told_from_one_that_does(differs: dict[str, Any], says: str | None) -> None:
     reason = reason_to_repair(**(FITS | differs))  # type: ignore[arg-type]
     assert reason is None if says is None else says in (reason or "")
 

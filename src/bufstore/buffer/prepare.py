@@ -210,6 +210,16 @@ async def _behind_archive(log: Log, ledger: Ledger, stream: str) -> str | None:
     return await look()
 
 
+async def _was_made(log: Log, ledger: Ledger, epoch: int | None, known: int | None) -> bool:
+    """Return whether the first log that this database had surely existed: see `_meet`.
+
+    A later one is made after a repair or a restore, which note the layout for it.
+    """
+    if epoch is not None or known != 0 or await ledger.target() is None or await ledger.layout() is None:
+        return False
+    return await log.epoch() is None  # another process may have made it since `epoch` was asked for
+
+
 async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     # Postgres is asked first: meanwhile the log only grows.
     cursors, archived = (await ledger.cursors()).values(), await ledger.archived()
@@ -225,6 +235,7 @@ async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, kno
         log_end=end,
         applied=applied,
         archived=archived,
+        made=await _was_made(log, ledger, epoch, known),
     )
     if reason is not None or epoch is None:
         return reason

@@ -33,18 +33,25 @@ def reason_to_repair(
     log_end: int,
     applied: int,
     archived: int,
+    made: bool,
 ) -> str | None:
     """Return why this log is not the one that Postgres knows, judged by their ends; None when they fit.
 
     `log_epoch` is None when there is no stream; `epoch` is None when Postgres knows of no epoch yet. `log_start`: the
     first position of the generation `log_epoch`, or of `epoch` if there is no stream. `applied`: the highest cursor.
     `archived`: an archive has everything below this position (of an existing log: see `lost_what_is_archived`).
+    `made`: Postgres knows that the log of `epoch` has existed, whether anything of it was flushed or not.
     """
     if log_epoch is None:
         if applied >= log_start:
             return f"stream {stream} is gone, and Postgres has entries of its epoch {epoch or 0}"
         if archived > log_start:
             return f"stream {stream} is gone, and an archive has entries of its epoch {epoch or 0}"
+        if made:
+            return (
+                f"stream {stream} is gone before anything of it was flushed, or this NATS is not the one that this "
+                "database is used with"
+            )
         return None
     if epoch is None:
         if log_first > log_start:

@@ -1,11 +1,13 @@
-"""How much of an archive is restored at a time, so that memory is bounded; no I/O."""
+"""How much of an archive is restored at a time, so that memory is bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from bufstore.buffer.entry import Item, StoredEntry
+from bufstore.spark.log_archive.large_threads import without_given_up_one_by_one
 
 #: A portion is full with this many entries, or this many bytes of their payloads.
 ENTRIES_MAX = 5000
@@ -21,29 +23,47 @@ class Portion(NamedTuple):
 
 
 def portions(threads: Iterator[tuple[str, Iterator[Item]]], *, whole: bool) -> Iterator[Portion]:
-    """Yield the threads' entries, each once, in order. `whole`: no thread is divided, however large it is."""
+    """Yield the threads' entries, each once, in order. `whole`: no thread is divided, however large it is.
+
+    In place of an entry of a divided thread that was given up stands a note: see `without_given_up`.
+    """
     together: dict[str, list[Item]] = {}
     count = size = 0
     for thread_id, items in threads:
-        mine: list[Item] = []
-        bytes_, divided = 0, False
-        for item in items:
-            mine.append(item)
-            bytes_ += size_of(item)
-            if not whole and (len(mine) >= ENTRIES_MAX or bytes_ >= BYTES_MAX):
-                yield Portion({thread_id: mine}, divided)
-                mine, bytes_, divided = [], 0, True
-        if divided:
-            if mine:
-                yield Portion({thread_id: mine}, goes_on=True)
+        mine, bytes_ = _first_of(items, whole=whole)
+        if not whole and _full(len(mine), bytes_):
+            yield from _divided(thread_id, without_given_up_one_by_one(chain(mine, items)))
         elif mine:
             together[thread_id] = mine
             count, size = count + len(mine), size + bytes_
-        if count >= ENTRIES_MAX or size >= BYTES_MAX:
+        if _full(count, size):
             yield Portion(together)
             together, count, size = {}, 0, 0
     if together:
         yield Portion(together)
+
+
+def _divided(thread_id: str, items: Iterator[Item]) -> Iterator[Portion]:
+    goes_on = False
+    while mine := _first_of(items, whole=False)[0]:
+        yield Portion({thread_id: mine}, goes_on)
+        goes_on = True
+
+
+def _first_of(items: Iterator[Item], *, whole: bool) -> tuple[list[Item], int]:
+    """Take items until a portion is full, or (`whole`) all; return them and their bytes."""
+    mine: list[Item] = []
+    bytes_ = 0
+    for item in items:
+        mine.append(item)
+        bytes_ += size_of(item)
+        if not whole and _full(len(mine), bytes_):
+            break
+    return mine, bytes_
+
+
+def _full(count: int, bytes_: int) -> bool:
+    return count >= ENTRIES_MAX or bytes_ >= BYTES_MAX
 
 
 def size_of(item: Item) -> int:
