@@ -8,6 +8,8 @@ import gc
 import json
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -27,6 +29,21 @@ from thorough import examples
 pytest.register_assert_rewrite("bufstore.testing", "conformance")
 settings.register_profile("bufstore", parent=examples())
 settings.load_profile("bufstore")
+
+
+#: Where the tests' servers and files are, if there is so much room: in memory an fsync costs nothing, and a run a fifth
+#: less. What a power failure takes is tested on disks of their own (`sweep.powercut`).
+_IN_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 8 << 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The processes that run the tests are told by their environment.
+    if not hasattr(config, "workerinput") and _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES:
+        folder = tempfile.mkdtemp(prefix="bufstore-tests-", dir=_IN_MEMORY)
+        Path(folder).chmod(0o711)  # where root runs the tests, Postgres runs as somebody else
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 #: All tests of these folders run in one worker process, because they share one JVM.
@@ -106,7 +123,11 @@ _shared: list[Servers] = []
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """A real nats-server and Postgres. A test that stops or kills them must start them again."""
-    with Servers() as running:
+    made = Servers()
+    # The server would divide three quarters of the free space among all tests' streams, which reserve more together.
+    folder = json.dumps(str(made.nats.data))
+    made.nats.extra_config = f"jetstream {{ store_dir: {folder}, sync_interval: always, max_file_store: 1TB }}"
+    with made as running:
         _shared.append(running)
         yield running
         _shared.clear()
