@@ -44,6 +44,8 @@ WORKERS ?= 3
 BY_FILE := --dist loadfile --max-worker-restart 0
 SIDE_BY_SIDE := -n $(WORKERS) $(BY_FILE)
 ALONE := -n 2 $(BY_FILE)
+# The other files have no such test, and each process would import them all.
+WITH_ALONE = tests/bench tests/spark $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # A tenth of the examples of each property; `make test-long` tries all.
 FEWER := BUFSTORE_THOROUGH=0.1
 # Without servers nothing waits: as many as there are cores.
@@ -52,7 +54,7 @@ WITHOUT_SERVERS := -n logical --dist worksteal tests/unit
 .PHONY: test
 test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
 	$(FEWER) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long and not leaders"
-	$(FEWER) $(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
+	$(FEWER) $(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders" $(WITH_ALONE)
 
 .PHONY: test-long
 test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (half an hour)

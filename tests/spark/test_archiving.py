@@ -259,9 +259,9 @@ async def test_some_threads_come_back_as_they_were_at_a_time(
     await write_together(deployment, threads, range(3, 5))
     await asyncio.to_thread(archive, spark, where(deployment), path)
     elsewhere = Deployment(deployment.servers)
-    some = partial(restore, spark, path, where(elsewhere), threads=threads[:2])
+    some = partial(restore, spark, path, where(elsewhere), threads=[*threads[:2], "mistyped"])
     report = await asyncio.to_thread(some, until=until)
-    assert (report.threads, report.applied, report.refused) == (2, 6, 0)
+    assert (report.threads, report.missing, report.applied, report.refused) == (2, 1, 6, 0)
     assert await in_postgres(elsewhere, threads[:2]) == {t: [0, 1, 2] for t in threads[:2]}
     assert await in_postgres(elsewhere, threads[2:]) == dict.fromkeys(threads[2:])
     report = await asyncio.to_thread(some)

@@ -52,6 +52,8 @@ class RestoreReport(RestoreCounts, kw_only=True):
     """What a restore did, or (``dry_run``) would do."""
 
     dry_run: bool = False
+    #: How many of the named threads have no entry in the archive (before ``until``).
+    missing: int = 0
     seconds: float = 0.0
 
 
@@ -113,6 +115,7 @@ def restore(
     with described(ordered, f"bufstore: restore {path} into {into}"):
         for counts in outcomes(ordered, partial(_task, deployment, named, into, log, dry_run), RestoreCounts):
             report.add(counts)
+    report.missing = len(set(threads)) - report.threads if threads is not None else 0
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
