@@ -22,6 +22,9 @@ LANES_MAX = 64
 #: The least `LogConfig.max_bytes`.
 LOG_BYTES_MIN = 1 << 20
 
+#: More than anybody waits; an int that is larger than a float can be is no time.
+SECONDS_MAX = 1e9
+
 #: No failover loses more than this, in seconds. A restore may lose more; archives are for restores.
 FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
 
@@ -34,9 +37,9 @@ _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*\.?")
 
 
-def check_name(value: str, what: str) -> None:
+def check_name(value: object, what: str) -> None:
     """Raise ConfigError unless `value` can be a name on a server. `what` says in words whose name it is."""
-    if not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ConfigError(f"{what} must be 1 to 64 characters out of A-Z, a-z, 0-9, _ and -")
 
 
@@ -54,14 +57,40 @@ def check_failover_window(seconds: float, what: str) -> None:
         )
 
 
-def check_whole(config: Any) -> None:
-    """Raise ConfigError if an int field of a configuration holds anything but an int: 8.0, True, "8"."""
+def check_kinds(config: Any) -> None:
+    """Raise ConfigError if a number or flag of a configuration is anything else, like 8.0, True or "8" for an int."""
     for f in fields(config):
-        value = getattr(config, f.name)
-        if f.type == "int | None" and value is None:
+        value, kind = getattr(config, f.name), str(f.type)
+        if value is None and kind.endswith(" | None"):
             continue
-        if f.type in ("int", "int | None") and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ConfigError(f"{type(config).__name__}.{f.name} must be a whole number (an int), not {value!r}")
+        what = f"{type(config).__name__}.{f.name}"
+        match kind.removesuffix(" | None"):
+            case "int" if type(value) is not int:
+                raise ConfigError(f"{what} must be a whole number (an int), not {value!r}")
+            case "float":
+                check_number(value, what)
+            case "bool" if type(value) is not bool:
+                raise ConfigError(f"{what} must be True or False, not {value!r}")
+
+
+def check_number(value: object, what: str) -> None:
+    """Raise ConfigError unless `value` is an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{what} must be a number, not {value!r}")
+
+
+def check_timeout(value: object, what: str) -> None:
+    """Raise ConfigError unless `value` is a number of seconds above 0."""
+    check_number(value, what)
+    if not value > 0:  # type: ignore[operator]
+        raise ConfigError(f"{what} must be positive")
+
+
+def check_seconds(value: object, what: str) -> None:
+    """Raise ConfigError unless `value` is a number of seconds from 0 on."""
+    check_number(value, what)
+    if not 0 <= value <= SECONDS_MAX and value != float("inf"):  # type: ignore[operator]
+        raise ConfigError(f"{what} must be seconds from 0 on, not {value!r}")
 
 
 class Secretive:
@@ -144,8 +173,8 @@ class NatsConfig(Secretive):
             raise ConfigError(f"NatsConfig: choose only one of {', '.join(ways)}")
         if self.domain and self.api_prefix:
             raise ConfigError("NatsConfig: domain and api_prefix exclude each other")
-        if not self.connect_timeout_s > 0:
-            raise ConfigError("NatsConfig.connect_timeout_s must be positive")
+        check_kinds(self)
+        check_timeout(self.connect_timeout_s, "NatsConfig.connect_timeout_s")
         for name in ("domain", "api_prefix"):
             value = getattr(self, name)
             if value is not None and not _SUBJECT.fullmatch(value):
@@ -209,7 +238,7 @@ class LogConfig:
             check_name(getattr(self, name), f"LogConfig.{name}")
         if isinstance(self.placement_tags, str):
             object.__setattr__(self, "placement_tags", (self.placement_tags,))
-        check_whole(self)
+        check_kinds(self)
         if not 1 <= self.partitions <= 256:
             raise ConfigError("LogConfig.partitions must be 1 to 256")
         if not 1 <= self.lanes <= LANES_MAX:
@@ -266,7 +295,7 @@ class BufferConfig:
     cached_threads: int = 20_000
 
     def __post_init__(self) -> None:
-        check_whole(self)
+        check_kinds(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < float("inf"):

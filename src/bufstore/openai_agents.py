@@ -9,12 +9,12 @@ Any number of processes may use one session at once. Needs the extra ``bufstore[
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from bufstore.errors import AlreadyExists, NotFound, OutcomeUnknown
+from bufstore.errors import AlreadyExists, InvalidRecord, NotFound, OutcomeUnknown
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.model import Run, RunStatus
 from bufstore.types import Consistency, check_id
@@ -48,7 +48,10 @@ class BufferedSession:
         return items if limit is None else items[-limit:] if limit > 0 else []
 
     async def add_items(self, items: list[TResponseInputItem]) -> None:
-        """Append all items or none. After a lost answer, append them again, unless they are there."""
+        """Append all items or none. After a lost answer, append them again, unless they are there.
+
+        Raises InvalidRecord for anything but a list of items, and what `append_messages` of the store raises.
+        """
         messages = _messages_of(items)
         try:
             if items:
@@ -86,14 +89,19 @@ class BufferedSession:
         return True
 
     async def clear_session(self) -> None:
-        """Delete all items."""
+        """Delete all items, and with them the session's thread. Raises LineageError if the app gave it children."""
         with suppress(NotFound):
             await self._store.delete_thread(self.session_id)
 
     async def _messages(self) -> list[Any]:
         # Whatever the store's own level is: a caller that pops must see which items others have popped.
-        return await self._store.load_messages(self.session_id, consistency=Consistency.READ_YOUR_WRITES) or []
+        found = await self._store.load_messages(self.session_id, consistency=Consistency.READ_YOUR_WRITES) or []
+        if not all(isinstance(message, dict) and {"id", "item"} <= message.keys() for message in found):
+            raise InvalidRecord(f"thread {self.session_id!r} has messages that are not of a session")
+        return found
 
 
 def _messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+    if isinstance(items, (str, bytes, Mapping)):
+        raise InvalidRecord(f"items must be a list of items, not {type(items).__name__}")
     return [{"id": secrets.token_hex(8), "item": item} for item in items]

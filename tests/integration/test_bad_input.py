@@ -22,6 +22,7 @@ from bufstore import (
     Run,
     RunQuery,
     RunStatus,
+    ThreadMetadata,
     ThreadQuery,
 )
 from bufstore.buffer.entry import Base
@@ -80,8 +81,18 @@ async def test_hostile_ids_round_trip_and_never_meet(deployment: Deployment) -> 
 
 
 @pytest.mark.parametrize("bad", UNUSABLE, ids=lambda v: ascii(v)[:20])
-async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, bad: Any) -> None:
-    async with deployment.store(flusher=False) as store:
+async def test_an_unusable_id_is_refused_before_any_io(
+    deployment: Deployment, bad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = deployment.inner()
+    async with deployment.store(inner, flusher=False) as store:
+        lend, lent = inner.pool.lend, list[Any]()
+
+        def noted(*arguments: Any) -> Any:
+            lent.append(arguments)
+            return lend(*arguments)
+
+        monkeypatch.setattr(inner.pool, "lend", noted)
         good = fresh()
         run = run_of(good)
         traffic = store.buffer.session.connection.traffic
@@ -103,6 +114,10 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
             store.load_thread_state(bad),
             store.query_messages(bad),
             store.load_message_range(bad, 1, 2),
+            store.load_message(bad, "m"),
+            store.delete_messages(bad, ["m"]),
+            store.update_metadata(bad, ThreadMetadata(title="x")),
+            store.erase(bad),
             store.force_flush(bad),
             store.quarantine.replay_thread(bad),
         ]
@@ -110,6 +125,7 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
             calls += [
                 store.checkpoint(good, [], run, idempotency_key=bad),
                 store.checkpoint(good, [], Run(run_id="r", thread_id=good, parent_run_id=bad)),
+                store.checkpoint(good, [], Run(run_id="r", thread_id=good, parent_thread_id=bad)),
                 store.query_runs(RunQuery(thread_id=bad)),
                 store.query_threads(ThreadQuery(resource_id=bad)),
                 store.quarantine.page(thread_id=bad),
@@ -117,8 +133,9 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
         for call in calls:
             with pytest.raises((InvalidId, InvalidRecord)):
                 await call
-        assert store.buffer.session.connection.traffic == traffic
+        assert (store.buffer.session.connection.traffic, lent) == (traffic, [])
         assert await store.load_thread(good) is None
+        assert lent
 
 
 async def test_what_is_no_run_no_list_or_no_query_is_refused_before_any_io(deployment: Deployment) -> None:

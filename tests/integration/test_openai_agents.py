@@ -11,7 +11,15 @@ from agents import Agent, Model, ModelResponse, RunConfig, Runner, Usage
 from agents.memory import OpenAIResponsesCompactionSession, Session, SessionSettings
 from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 
-from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore, OutcomeUnknown, StoreUnavailable
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    Consistency,
+    InvalidRecord,
+    MemoryThreadStore,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
 from bufstore.memory import MemoryNats
 from bufstore.openai_agents import BufferedSession
 from helpers import fresh
@@ -84,6 +92,17 @@ async def test_items_are_popped_replaced_and_cleared(session: BufferedSession) -
     assert await session.get_items() == []
     await session.add_items([said(1)])
     assert await session.get_items() == [said(1)]
+
+
+async def test_what_is_no_list_of_items_and_no_session_is_refused(session: BufferedSession) -> None:
+    """Regression: the keys of an item, or the letters of a text, became items."""
+    for wrong in (said(0), "ab", b"ab"):
+        with pytest.raises(InvalidRecord, match="a list of items"):
+            await session.add_items(cast(Any, wrong))
+    await session._store.append_messages(session.session_id, ["of the app", {"id": "m"}])
+    for call in (session.get_items, session.pop_item):
+        with pytest.raises(InvalidRecord, match="not of a session"):
+            await call()
 
 
 async def test_callers_at_once_lose_nothing_and_pop_each_item_once(session: BufferedSession) -> None:

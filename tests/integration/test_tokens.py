@@ -421,6 +421,22 @@ async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatc
     assert await work.take(4.5) is None
 
 
+@pytest.mark.parametrize("how", ["retry", "release", "done"])
+async def test_a_check_after_the_end_says_that_another_may_have_the_key(opened: Open, how: str) -> None:
+    """Regression: it passed until the lease was over, though the next holder was at work."""
+    work = await opened()
+    for item in (b"1", b"2"):
+        await work.submit("a", item)
+    first = await took(work)
+    first.check()
+    await getattr(first, how)()
+    second = await took(work)
+    second.check()
+    with pytest.raises(TokenLost, match="completed or given back"):
+        first.check()
+    await second.done()
+
+
 async def test_leaving_without_a_word_gives_the_item_back_at_once(opened: Open) -> None:
     work = await opened()
     await work.submit("a")

@@ -244,9 +244,13 @@ async def test_no_method_takes_an_id_that_no_thread_could_have(saver: AsyncBuffe
         saver.acopy_thread(good, wrong),
         saver.aerase_thread(wrong),
         saver.force_flush(wrong),
+        saver.adelete_for_runs(["r", wrong]),
     ):
         with pytest.raises(InvalidId):
             await work
+    for time in (timedelta.max, timedelta.min, 5):
+        with pytest.raises(ValueError, match="idle_for"):
+            await saver.aprune_idle(time)  # type: ignore[arg-type]
     await saver.force_flush(timeout_s=20)
     assert await saver.aget_tuple(at) is not None
 

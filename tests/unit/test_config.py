@@ -39,6 +39,25 @@ def test_a_number_that_must_be_whole_is(kind: type[Any], needed: dict[str, Any],
     assert BufferConfig(lease_s=4.5).lease_s == 4.5, "a time may be any"
 
 
+@pytest.mark.parametrize(
+    ("kind", "needed", "name"),
+    [
+        (kind, needed, f.name)
+        for kind, needed in [*CONFIGS, (NatsConfig, {})]
+        for f in fields(kind)
+        if str(f.type).startswith(("float", "bool"))
+    ],
+)
+def test_a_time_is_a_number_and_a_flag_a_bool(kind: type[Any], needed: dict[str, Any], name: str) -> None:
+    """Regression: with a time out of an environment variable, flushing stopped for good, and nothing said so."""
+    flag = isinstance(getattr(kind, name), bool)
+    for wrong in ("1", b"1", [1], 1 if flag else True):
+        with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name} must be (a number|True or False), not "):
+            kind(**needed | {name: wrong})
+    with pytest.raises(ConfigError, match=name):
+        kind(**needed | {name: float("nan")})
+
+
 @pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])
 def test_one_tag_is_a_tag(kind: type[Any]) -> None:
     assert kind(placement_tags="ssd").placement_tags == ("ssd",)

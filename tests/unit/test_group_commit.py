@@ -114,6 +114,10 @@ def test_groups_stay_below_the_limits_of_a_batch() -> None:
         await outcomes([group.submit(u) for u in sent])
         assert max(log.batches) <= 1000
         assert len(log.messages) == 9 * 300 + 8
+        log.batches.clear()
+        halves = ["x" * (3 << 19)] * 2
+        await outcomes([group.submit(unit(f"s{n}", 0, *halves)) for n in range(100, 112)])
+        assert 2 < max(log.batches) <= 10, "twelve would be more than 16 MiB"
         await group.aclose()
 
     run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import urlsafe_b64encode
 from collections.abc import Awaitable
 from typing import Any, cast
 
@@ -20,10 +21,12 @@ from bufstore import (
     Receipt,
     Run,
     RunQuery,
+    ThreadQuery,
     ThreadRunStore,
     TooLarge,
 )
 from bufstore.jetstream.stream import NatsStream
+from bufstore.mailbox import MemoryMailboxStore, Status
 from bufstore.memory import MemoryNats
 from bufstore.threads.model import encode_messages, encode_run
 from bufstore.tokens import ExclusiveWork
@@ -73,6 +76,45 @@ def test_reads_and_writes_name_the_argument() -> None:
             said = "at_least must be a Receipt, not int"
             await refused(store.load_messages("t", at_least=cast(Any, 5)), InvalidQuery, said)
             assert await store.load_messages("t", at_least=Receipt("t", 0, 1, 0)) is None
+
+    run(main())
+
+
+def test_what_no_page_can_be_of_is_refused() -> None:
+    nested = urlsafe_b64encode(b"\x91" * 5000 + b"\xc0").decode()
+
+    async def main() -> None:
+        memory = MemoryThreadStore()
+        async with await BufferedThreadStore.open(memory, nats=MemoryNats()) as store:
+            stores: list[ThreadRunStore] = [memory, store]
+            for each in stores:
+                await refused(each.query_threads(ThreadQuery(), cursor=nested), InvalidQuery, "not a page cursor")
+                await refused(each.query_threads(ThreadQuery(roots=cast(Any, "x"))), InvalidQuery, "roots must be")
+                for first, last in ((None, 2), (1, "2"), (True, 2)):
+                    await refused(each.load_message_range("t", cast(Any, first), cast(Any, last)), InvalidQuery, "must")
+            found: Any = store.quarantine
+            for wrong in ("1", None, 1.0):
+                for call in (found.show(wrong), found.replay(wrong), found.page(after=wrong), found.page(limit=wrong)):
+                    await refused(call, InvalidQuery, "must be an int")
+                await refused(found.discard([wrong]), InvalidQuery, "a position must be an int")
+            for wrong in ("12", 5, None):
+                await refused(found.discard(wrong), InvalidQuery, "seqs must be several positions")
+            for time in ("1", [1], True):
+                await refused(store.force_flush_all(timeout_s=cast(Any, time)), ConfigError, "must be a number")
+            await store.force_flush_all(timeout_s=10**400)
+
+    run(main())
+
+
+def test_a_mailbox_is_asked_with_limits_that_any_store_can_take() -> None:
+    async def main() -> None:
+        async with MemoryMailboxStore() as mailbox:
+            found: Any = mailbox
+            await refused(found.list_finished(limit=1 << 31), InvalidQuery, "below")
+            await refused(found.list_dispatches("t", Status.QUEUED), InvalidQuery, "statuses must be several")
+            await mailbox.enqueue("t", b"")
+            assert await mailbox.pull_signals(0) == []
+            assert len(await mailbox.pull_signals()) == 1
 
     run(main())
 

@@ -110,8 +110,7 @@ async def _name(
     if epoch is None or named is None:
         await _check_waiting(ledger, config)
         target = await ledger.claim(known, new_target(ours, stream))
-        if not known:  # after a repair, the next generation may have another name
-            check_stream(stream, target)
+        check_first(stream, epoch, known, target)
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
@@ -153,6 +152,15 @@ async def proven_by_ledger(log: Log, ledger: Ledger) -> bool:
     return any(c.id and c.seq >= log.generation_start for c in (await ledger.cursors()).values())
 
 
+def check_first(stream: str, epoch: int | None, known: int | None, noted: Target | None) -> None:
+    """Raise ConfigDrift if a log that is missing is not the first one of its database, which had another name.
+
+    After a repair the next one may have another name.
+    """
+    if epoch is None and not known and noted is not None:
+        check_stream(stream, noted)
+
+
 async def _check(
     log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int | None
 ) -> tuple[Target | None, Target | None]:
@@ -163,10 +171,10 @@ async def _check(
     check_same(stream, named, noted)
     if known is None and named is not None:
         check_proof(stream, named, proven=False)
+    check_first(stream, epoch, known, noted)
     reason = await compare(log, ledger, stream, epoch, known)
     if reason is not None:
-        other = noted.stream if noted is not None and epoch is None and noted.stream != stream else ""
-        raise LogRolledBack(f"{reason}; this database was first used with stream {other}" if other else reason)
+        raise LogRolledBack(reason)
     if named is not None and noted is None:
         check_proof(stream, named, proven=await proven_by_ledger(log, ledger))
     return named, noted

@@ -81,7 +81,7 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
 
 
 def check_stream(stream: str, noted: Target) -> None:
-    """Raise ConfigDrift when a database without a flush got its id for another stream: that is in use already, maybe.
+    """Raise ConfigDrift when a database got its id for another stream: that is in use already, maybe.
 
     Both would flush into it, and each would take what the other has flushed for its own.
     """

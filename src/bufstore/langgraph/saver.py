@@ -43,13 +43,15 @@ from bufstore.langgraph.serialize import (
 )
 from bufstore.loop_thread import Call
 from bufstore.nats.session import Nats
-from bufstore.types import Consistency, check_ids
+from bufstore.types import Consistency, check_id, check_ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 #: How long, in seconds, a blocking call waits for the saver's loop to start.
 _START_S = 1.0
+#: Beyond a clock's range, `datetime` raises OverflowError.
+_LONG = timedelta(days=365_000)
 _NO_LOOP = "the saver's event loop does not run: keep it running, or use BufferedSaver"
 _LOOP_ENDED = (
     "the saver's event loop stopped during the call, so a write may or may not be stored; keep the loop running, or "
@@ -264,7 +266,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         Raises like `aprune`. If some of them are in quarantine, raises ThreadQuarantined once all others are deleted,
         because a replay would bring those back: replay or discard them, and repeat the call.
         """
-        await self.engine.delete_for_runs(list(check_ids(run_ids, "run_ids")))
+        await self.engine.delete_for_runs([check_id(str(run_id), "run_id") for run_id in check_ids(run_ids, "run_ids")])
 
     async def acopy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy all of a thread's checkpoints and their writes. Raises like `alist` and `aput`."""
@@ -294,11 +296,14 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         A checkpoint's time is that of the process that made it; what time it is, is taken from this machine or from
         Postgres, whichever is earlier.
 
-        A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile;
-        Threads in quarantine are left alone, and with "keep_latest" those with a DeltaChannel. Raises like `aprune`.
+        A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile.
+        Threads in quarantine are left alone, and with "keep_latest" those with a DeltaChannel. Raises like `aprune`,
+        and ValueError for what is no time to be idle for.
         """
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")
+        if not isinstance(idle_for, timedelta) or not -_LONG < idle_for < _LONG:
+            raise ValueError(f"idle_for must be a timedelta of less than a thousand years, not {idle_for!r}")
         return await self.engine.prune_idle(idle_for, delete=strategy == "delete")
 
     async def aerase_thread(self, thread_id: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from bufstore.config import check_name, check_whole
+from bufstore.config import check_kinds, check_name
 from bufstore.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class MailboxConfig:
     live_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        check_whole(self)
+        check_kinds(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if value is not None and not 0 < value < float("inf"):
@@ -79,7 +79,7 @@ class NatsMailboxNames:
             check_name(getattr(self, name), f"NatsMailboxNames.{name}")
         if isinstance(self.placement_tags, str):
             object.__setattr__(self, "placement_tags", (self.placement_tags,))
-        check_whole(self)
+        check_kinds(self)
         if not 1 <= self.replicas <= 5:
             raise ConfigError("NatsMailboxNames.replicas must be 1 to 5")
         if self.signals_pending_max < 1:

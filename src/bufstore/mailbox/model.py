@@ -193,8 +193,8 @@ def lease_ms(lease_s: object) -> int:
 
 def check_limit(value: object, what: str = "limit") -> int:
     """Return `value` if it can be a limit or an offset. Raises InvalidQuery."""
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise InvalidQuery(f"{what} must be an int from 0 to below 2**62, not {value!r}")
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise InvalidQuery(f"{what} must be an int from 0 to below 2**31, not {value!r}")
     return value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence, Set
 from contextlib import suppress
 from typing import Any, Self
 
@@ -347,6 +347,8 @@ class MailboxStore:
     ) -> list[Dispatch]:
         """Return the thread's dispatches, in the order of claims. The cost grows with what is kept of the thread."""
         limit, offset = model.check_limit(limit), model.check_limit(offset, "offset")
+        if statuses is not None and not isinstance(statuses, Iterable):
+            raise InvalidQuery(f"statuses must be several, as in [Status.QUEUED], not {statuses!r}")
         chosen = list(Status) if statuses is None else [*statuses]
         for status in chosen:
             check_choice(status, Status, "a status", InvalidQuery)
@@ -416,7 +418,9 @@ class MailboxStore:
     async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
         """Return signals of threads that may have work. Each goes to one worker, over all instances, until answered."""
         c = self.config
-        limit = model.check_limit(limit or c.signal_batch_size)
+        limit = c.signal_batch_size if limit is None else model.check_limit(limit)
+        if not limit:
+            return []
         signals = await self.backend.signals(limit, c.signal_fetch_expires_s if timeout_s is None else timeout_s)
         self.counters.count("signals", len(signals))
         return signals

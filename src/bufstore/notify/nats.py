@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.kv import KeyValue
 
-from bufstore.config import NatsConfig, ToNats, as_nats_config
+from bufstore.config import NatsConfig, ToNats, as_nats_config, check_timeout
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
 from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip
 from bufstore.jetstream.connection import Connection
@@ -219,8 +219,7 @@ class NatsNotifier(Notifier):
         Raises ConfigError, and LogUnavailable when NATS cannot be reached. JetStream is asked when it is first needed.
         """
         check_prefix(prefix)
-        if not timeout_s > 0:
-            raise ConfigError("timeout_s must be positive")
+        check_timeout(timeout_s, "timeout_s")
         if not isinstance(hints, KeyValue):
             check_choice(hints, Hints, "hints", ConfigError)
         link: Connection | Client

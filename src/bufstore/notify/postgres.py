@@ -15,6 +15,7 @@ from psycopg import AsyncConnection, sql
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
+from bufstore.config import check_timeout
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
 from bufstore.notify.broker import HintUnavailable
 from bufstore.notify.notifier import Notifier
@@ -203,8 +204,8 @@ class PostgresNotifier(Notifier):
         """
         if len(channel(check_prefix(prefix), Event.COMPLETED, "_")) > _CHANNEL_BYTES:
             raise ConfigError("a notifier's prefix on Postgres must be at most 56 characters")
-        if not timeout_s > 0 or not quiet_s > 0:
-            raise ConfigError("timeout_s and quiet_s must be positive")
+        check_timeout(timeout_s, "timeout_s")
+        check_timeout(quiet_s, "quiet_s")
         if listen is not None:
             listen = own_conninfo(listen)
         own = isinstance(postgres, str)

@@ -14,6 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
+from bufstore.config import check_timeout
 from bufstore.errors import ConfigError, NotifyUnavailable
 from bufstore.notify.broker import HintUnavailable
 from bufstore.notify.notifier import Notifier
@@ -183,8 +184,8 @@ class RedisNotifier(Notifier):
         ConfigError.
         """
         check_prefix(prefix)
-        if not timeout_s > 0 or not quiet_s > 0:
-            raise ConfigError("timeout_s and quiet_s must be positive")
+        check_timeout(timeout_s, "timeout_s")
+        check_timeout(quiet_s, "quiet_s")
         client = _client_of(redis, timeout_s) if isinstance(redis, str) else redis
         if not isinstance(client, Redis):
             raise ConfigError(f"the notifier on Redis takes a redis.asyncio.Redis, not a {type(client).__name__}")

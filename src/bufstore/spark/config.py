@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bufstore.buffer.target import check_flushable
-from bufstore.config import BufferConfig, LogConfig, NatsConfig, Secretive, as_nats_config, check_whole
+from bufstore.config import BufferConfig, LogConfig, NatsConfig, Secretive, as_nats_config, check_kinds
 from bufstore.errors import ConfigError, NoLog
 from bufstore.nats.finding import FoundLog, find_log
 from bufstore.postgres.connection.migrate import check_schema
@@ -112,7 +112,7 @@ class SinkConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self)
+        check_kinds(self)
         check_id(self.app_id, "app_id")
         check_choice(self.mode, Mode, "SinkConfig.mode", ConfigError)
         check_choice(self.bad_rows, BadRows, "SinkConfig.bad_rows", ConfigError)
@@ -120,3 +120,5 @@ class SinkConfig(Deployment):
             raise ConfigError("SinkConfig.in_flight, in_flight_bytes and tasks must be positive")
         if not self.outage_timeout_s >= 0:
             raise ConfigError("SinkConfig.outage_timeout_s must not be negative")
+        if self.append_timeout_s is not None and not 0 < self.append_timeout_s < float("inf"):
+            raise ConfigError("SinkConfig.append_timeout_s must be positive")

@@ -19,7 +19,7 @@ import msgspec
 
 from bufstore.buffer.flush.flusher_state import state_of_all
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, FlushTimeout
+from bufstore.errors import BufstoreError, ConfigError, FlushTimeout
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.process_loop import loop
@@ -89,6 +89,8 @@ def bulk_drain(
     that are left. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so), ConfigError when there is
     no log.
     """
+    if tasks is not None and tasks < 1:
+        raise ConfigError(f"tasks must be at least 1, not {tasks}")
     began, on = time.perf_counter(), loop()
     store = on.run(_store(deployment, flusher=False))
     try:

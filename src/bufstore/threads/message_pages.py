@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from bufstore.errors import InvalidQuery
 from bufstore.threads.queries import (
     MessagePage,
     MessageQuery,
@@ -67,5 +68,8 @@ def of_list(messages: Sequence[bytes]) -> Fetch:
 
 def check_range(first: int, last: int) -> tuple[int, int]:
     """Return the range of positions `first` to `last`, beginning at 1 or later. Raises InvalidQuery."""
+    for name, position in (("first", first), ("last", last)):
+        if type(position) is not int:
+            raise InvalidQuery(f"{name} must be a position, not {position!r}")
     check_query(MessageQuery(after=first, before=last))
     return max(first, 1), last

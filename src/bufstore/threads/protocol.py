@@ -109,7 +109,7 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
         run id belongs to another thread) or LineageError (the thread has no parent yet, and the one that the run names
         does not exist or is the thread's descendant) before anything is stored; IdempotencyConflict for a key that
         was used with other content (a key used with the same content returns a receipt with ``repeated`` set and
-        stores nothing).
+        stores nothing; once the thread was deleted, its keys may be forgotten, and a repeat begins it anew).
         """
 
     async def checkpoint_append(

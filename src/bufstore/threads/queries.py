@@ -161,6 +161,8 @@ def check_query(query: Query, kind: Any = Query) -> None:
     elif isinstance(query, RunQuery):
         if query.status is not None:
             check_choice(query.status, RunStatus, "status", InvalidQuery)
+    elif type(query.roots) is not bool:
+        raise InvalidQuery(f"roots must be True or False, not {query.roots!r}")
     elif query.roots and query.parent_thread_id is not None:
         raise InvalidQuery("roots have no parent: ask for roots or for the children of a thread")
 
@@ -187,7 +189,7 @@ def read_cursor(cursor: str, query: Query, scope: str, kind: type[P]) -> P:
         raw = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         shape, found = msgspec.msgpack.decode(raw, type=tuple[bytes, Any])
         position = msgspec.convert(found, kind)
-    except (msgspec.MsgspecError, binascii.Error, TypeError, ValueError):
+    except (msgspec.MsgspecError, binascii.Error, TypeError, ValueError, RecursionError):
         raise InvalidQuery("this is not a page cursor") from None
     if shape != _shape(query, scope):
         raise InvalidQuery("the cursor belongs to a page of another query")

@@ -48,6 +48,7 @@ REFUSED = (LogUnavailable, LogFull, ConfigError)
 _MARGIN = 0.1
 _RENEWED = 1 / 3
 _UNRENEWED = "it was not renewed in time"
+_ENDED = "it has already been completed or given back"
 
 
 class Seen(NamedTuple):
@@ -161,10 +162,16 @@ class Lease:
         self._reason = ""
         #: True when the item was done or given back, or the lock was released.
         self._over = False
+        #: True from the moment on when that is asked for: the key may be another's already.
+        self._ending = False
         self._changing, self._home = asyncio.Lock(), Home()
 
     def check(self) -> None:
-        """Raise TokenLost if the key is lost, or may be. Call this before each step that cannot be undone."""
+        """Raise TokenLost if the key is lost, given back or done, or may be. Call this before each step that cannot be
+        undone.
+        """
+        if self._ending:
+            raise TokenLost(self.key, _ENDED)
         if self._holding.is_over:
             self._lose(_UNRENEWED)
         if self.lost.is_set():
@@ -184,7 +191,7 @@ class Lease:
         self._home.check()
         async with self._changing:
             if self._over:
-                raise TokenLost(self.key, "it has already been completed or given back")
+                raise TokenLost(self.key, _ENDED)
             self._record = replace(self._record, number=self._record.number + 1)
             record = replace(record, number=self._record.number)
             while True:

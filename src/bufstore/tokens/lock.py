@@ -12,7 +12,7 @@ from typing import Self
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore import elapsed
-from bufstore.config import ToNats, as_nats_config, check_name
+from bufstore.config import SECONDS_MAX, ToNats, as_nats_config, check_name, check_seconds, check_timeout
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
@@ -37,8 +37,7 @@ class Locks(Keyed):
     ) -> Self:
         """Connect, and create or check the stream. Raises ConfigError, ConfigDrift, LogUnavailable."""
         check_name(name, NAMED)
-        if not timeout_s > 0:
-            raise ConfigError("timeout_s must be positive")
+        check_timeout(timeout_s, "timeout_s")
         nats_config = as_nats_config(nats)
         connection = Connection(nats_config, "bufstore-locks")
         locks = cls(connection, nats_config.api, name, storage or Storage(), timeout_s)
@@ -52,8 +51,9 @@ class Locks(Keyed):
         `holder` (by default host and process) is shown to callers that find the key busy. Raises LogUnavailable when it
         is not known whether the lock was taken; it is free again after `ttl_s` at the latest.
         """
-        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= SECONDS_MAX:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
+        check_seconds(wait_s, "wait_s")
         subject = self._subject(key)
 
         async def once() -> Lock:

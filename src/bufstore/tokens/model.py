@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bufstore.config import check_name, check_whole
+from bufstore.config import check_kinds, check_name, check_timeout
 from bufstore.errors import ConfigError
 from bufstore.jetstream.buckets import last_values
 from bufstore.jetstream.ensure import seconds
@@ -52,7 +52,7 @@ class Storage:
     placement: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_whole(self)
+        check_kinds(self)
         if not 1 <= self.replicas <= 5:
             raise ConfigError("replicas must be 1 to 5")
         check_choice(self.storage, Medium, "storage", ConfigError)
@@ -82,8 +82,7 @@ class TokensConfig(Storage):
         check_choice(self.policy, Policy, "TokensConfig.policy", ConfigError)
         if not 1 <= self.ttl_s <= 24 * 3600:
             raise ConfigError("TokensConfig.ttl_s must be 1 s to a day")
-        if not self.timeout_s > 0:
-            raise ConfigError("TokensConfig.timeout_s must be positive")
+        check_timeout(self.timeout_s, "TokensConfig.timeout_s")
         if not 1 <= self.waiting_max <= 1_000_000:
             raise ConfigError("TokensConfig.waiting_max must be 1 to 1000000")
         if self.max_attempts < 0 or self.max_bytes < -1 or self.max_bytes == 0:

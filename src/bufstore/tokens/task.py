@@ -88,6 +88,7 @@ class Task(Lease):
         async with self._marking:  # an earlier call may go on although its caller gave up
             if self._done:
                 return
+            self._ending = True
             await self._holding.aclose()
             # The items behind it take turns with other keys: their turn comes with a message that `_finish` sends.
             reserved_s = self._ttl_s if self.others_wait else 0.0
@@ -111,6 +112,7 @@ class Task(Lease):
 
     async def _give_back(self, delay_s: float, attempt: int) -> None:
         self._home.check()
+        self._ending = True
         await self._holding.aclose()
         # The record gets another mark: from here on this holder cannot complete the item.
         free = replace(self._record, holder="", mark=secrets.token_hex(8), attempt=attempt, lease_s=delay_s)

@@ -20,7 +20,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from bufstore import elapsed
-from bufstore.config import ToNats, as_nats_config
+from bufstore.config import ToNats, as_nats_config, check_seconds
 from bufstore.errors import (
     ConfigError,
     InvalidRecord,
@@ -130,6 +130,7 @@ class ExclusiveWork(Keyed):
 
     async def take(self, wait_s: float = 5.0) -> Task | None:
         """Return the next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
+        check_seconds(wait_s, "wait_s")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed, plan_replay
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
-from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import BufstoreError, InvalidQuery, NotFound, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.types import check_id
 
@@ -24,10 +24,21 @@ _LIMIT_MAX = 100_000
 _POSITION_MAX = 2**63 - 1
 
 
+def _whole(value: object, what: str) -> int:
+    if type(value) is not int:
+        raise InvalidQuery(f"{what} must be an int, not {value!r}")
+    return value
+
+
+def _limit(value: object) -> int:
+    return max(1, min(_whole(value, "limit"), _LIMIT_MAX))
+
+
 class Quarantine:
     """The entries that could not be applied; each is named by its position in the log (`thread_seq`).
 
-    Every method raises StoreUnavailable when Postgres does not answer, StoreMisconfigured when it refuses.
+    Every method raises InvalidQuery for what is no position or limit, StoreUnavailable when Postgres does not answer,
+    StoreMisconfigured when it refuses.
     """
 
     def __init__(self, parts: AnyParts) -> None:
@@ -44,13 +55,12 @@ class Quarantine:
         """Return the entries (of one thread, if it is given) above position `after`, oldest first. Raises InvalidId."""
         if thread_id is not None:
             check_id(thread_id, "thread_id")
-        limit = max(1, min(limit, _LIMIT_MAX))
-        after = min(max(after, 0), _POSITION_MAX)
-        return await self._ledger.parked.page(after, thread_id, limit)
+        after = min(max(_whole(after, "after"), 0), _POSITION_MAX)
+        return await self._ledger.parked.page(after, thread_id, _limit(limit))
 
     async def show(self, seq: int) -> ParkedEntry:
         """Return one entry, whole. Raises NotFound."""
-        found = await self._ledger.parked.entry(seq) if 0 <= seq <= _POSITION_MAX else None
+        found = await self._ledger.parked.entry(seq) if 0 <= _whole(seq, "seq") <= _POSITION_MAX else None
         if found is None:
             raise NotFound(f"quarantine has no entry with position {seq}; `bufstore quarantine list` shows what it has")
         return found
@@ -73,20 +83,22 @@ class Quarantine:
 
         Raises InvalidId.
         """
-        return await self._replay(thread_id, 0)
+        return await self._replay(check_id(thread_id, "thread_id"), 0)
 
     async def threads(self, *, after: str = "", limit: int = _PAGE) -> Sequence[str]:
         """Return the threads behind `after` that have entries here, in order of their ids. Raises InvalidId."""
         if after != "":
             check_id(after, "after")
-        return await self._ledger.parked.threads(after, max(1, min(limit, _LIMIT_MAX)))
+        return await self._ledger.parked.threads(after, _limit(limit))
 
     async def discard(self, seqs: Sequence[int]) -> int:
         """Delete these entries for good. Returns how many there were.
 
         A thread that has no entries left in quarantine goes on from what Postgres holds.
         """
-        seqs = [s for s in seqs if 0 <= s <= _POSITION_MAX]
+        if isinstance(seqs, (str, bytes)) or not isinstance(seqs, Iterable):
+            raise InvalidQuery(f"seqs must be several positions, not {seqs!r}")
+        seqs = [s for s in seqs if 0 <= _whole(s, "a position") <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
         count = await self._ledger.parked.discard(seqs)
         reach(Failpoint.DISCARD_COMMITTED)

@@ -88,4 +88,6 @@ def _lines(found: Repaired, how: str) -> list[str]:
 
 
 def _look(found: Repaired) -> str:
-    return ": see `bufstore quarantine list`" if found.parked else ""
+    if not found.parked:
+        return ""
+    return ": make the log (`bufstore setup` with what your LogConfig says), then see `bufstore quarantine list`"

@@ -13,7 +13,7 @@ from psycopg import AsyncConnection, sql
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.target import Kind
-from bufstore.config import BufferConfig, LogConfig
+from bufstore.config import BufferConfig, LogConfig, check_timeout
 from bufstore.errors import ConfigError, StoreMisconfigured
 from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
@@ -85,8 +85,7 @@ class PostgresCheckpointStore:
         timeout_s: float = 10.0,
     ) -> None:
         self.history = check_history(history)
-        if timeout_s <= 0:
-            raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
+        check_timeout(timeout_s, "PostgresCheckpointStore.timeout_s")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
         #: The first lane's buffer_schema.
         self._first = buffer_schema

@@ -35,7 +35,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.task import outcomes
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
-from bufstore.types import check_choice, check_ids
+from bufstore.types import check_choice, check_id, check_ids
 
 if TYPE_CHECKING:
     import pyarrow
@@ -85,7 +85,8 @@ def restore(
     from pyspark.sql import functions as F
 
     check_choice(into, Into, "into", ConfigError)
-    check_ids(threads or (), "threads")
+    for thread_id in check_ids(threads or (), "threads"):
+        check_id(thread_id, "thread_id")
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
     if until is not None and until.tzinfo is None:

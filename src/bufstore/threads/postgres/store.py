@@ -13,7 +13,7 @@ from psycopg.errors import UniqueViolation
 
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.lanes import ledger_schema
-from bufstore.config import BufferConfig
+from bufstore.config import BufferConfig, check_timeout
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
@@ -83,8 +83,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         timeout_s: float = 10.0,
         pool: Pool | None = None,
     ) -> None:
-        if timeout_s <= 0:
-            raise ConfigError("PostgresThreadStore.timeout_s must be positive")
+        check_timeout(timeout_s, "PostgresThreadStore.timeout_s")
         self.schema = check_schema(schema)
         self.pool = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
         self._owns_pool = pool is None
