@@ -419,9 +419,8 @@ class MailboxStore:
         """Return signals of threads that may have work. Each goes to one worker, over all instances, until answered."""
         c = self.config
         limit = c.signal_batch_size if limit is None else model.check_limit(limit)
-        if not limit:
-            return []
-        signals = await self.backend.signals(limit, c.signal_fetch_expires_s if timeout_s is None else timeout_s)
+        wait_s = c.signal_fetch_expires_s if timeout_s is None else timeout_s
+        signals = await self.backend.signals(limit, wait_s) if limit else []
         self.counters.count("signals", len(signals))
         return signals
 
