@@ -65,7 +65,7 @@ def check_kinds(config: Any) -> None:
             continue
         what = f"{type(config).__name__}.{f.name}"
         match kind.removesuffix(" | None"):
-            case "int" if type(value) is not int:
+            case "int" if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{what} must be a whole number (an int), not {value!r}")
             case "float":
                 check_number(value, what)

@@ -85,8 +85,7 @@ def restore(
     from pyspark.sql import functions as F
 
     check_choice(into, Into, "into", ConfigError)
-    for thread_id in check_ids(threads or (), "threads"):
-        check_id(thread_id, "thread_id")
+    wanted = None if threads is None else {check_id(t, "thread_id") for t in check_ids(threads, "threads")}
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
     if until is not None and until.tzinfo is None:
@@ -109,14 +108,14 @@ def restore(
             messages = _stored_before(messages, until)
         found.append(pieces_of(messages, subjects, named))
     pieces = reduce(DataFrame.unionByName, found)
-    if threads is not None:
-        pieces = pieces.where(F.col("subject").isin([named.of(thread_id) for thread_id in threads]))
+    if wanted is not None:
+        pieces = pieces.where(F.col("subject").isin([named.of(thread_id) for thread_id in wanted]))
     owned = pieces.repartition(tasks, "subject")
     ordered = owned.sortWithinPartitions("subject", "position", "number")
     with described(ordered, f"bufstore: restore {path} into {into}"):
         for counts in outcomes(ordered, partial(_task, deployment, named, into, log, dry_run), RestoreCounts):
             report.add(counts)
-    report.missing = len(set(threads)) - report.threads if threads is not None else 0
+    report.missing = len(wanted) - report.threads if wanted is not None else 0
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
