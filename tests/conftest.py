@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -39,7 +40,11 @@ _ROOM_BYTES = 8 << 30
 
 def pytest_configure(config: pytest.Config) -> None:
     # The processes that run the tests are told by their environment.
-    if not hasattr(config, "workerinput") and _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES:
+    if hasattr(config, "workerinput") or not _IN_MEMORY.is_dir():
+        return
+    if min(shutil.disk_usage(_IN_MEMORY).free, psutil.virtual_memory().available) < _ROOM_BYTES:
+        return
+    with suppress(OSError):
         folder = tempfile.mkdtemp(prefix="bufstore-tests-", dir=_IN_MEMORY)
         Path(folder).chmod(0o711)  # where root runs the tests, Postgres runs as somebody else
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

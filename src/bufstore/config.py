@@ -73,24 +73,24 @@ def check_kinds(config: Any) -> None:
                 raise ConfigError(f"{what} must be True or False, not {value!r}")
 
 
-def check_number(value: object, what: str) -> None:
-    """Raise ConfigError unless `value` is an int or a float."""
+def check_number(value: object, what: str) -> float:
+    """Return `value` if it is an int or a float. Raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{what} must be a number, not {value!r}")
+    return value
 
 
 def check_timeout(value: object, what: str) -> None:
     """Raise ConfigError unless `value` is a number of seconds above 0."""
-    check_number(value, what)
-    if not value > 0:  # type: ignore[operator]
-        raise ConfigError(f"{what} must be positive")
+    if not 0 < check_number(value, what) <= SECONDS_MAX and value != float("inf"):
+        raise ConfigError(f"{what} must be positive, and seconds")
 
 
-def check_seconds(value: object, what: str) -> None:
-    """Raise ConfigError unless `value` is a number of seconds from 0 on."""
-    check_number(value, what)
-    if not 0 <= value <= SECONDS_MAX and value != float("inf"):  # type: ignore[operator]
-        raise ConfigError(f"{what} must be seconds from 0 on, not {value!r}")
+def as_seconds(value: object, what: str) -> float:
+    """Return a time to wait that any clock can add. Raises ConfigError unless `value` is a number."""
+    # A negative time is what is left of a caller's deadline that has passed. `max` also turns NaN, which asyncio
+    # cannot handle, into 0.
+    return max(0.0, min(check_number(value, what), SECONDS_MAX))
 
 
 class Secretive:

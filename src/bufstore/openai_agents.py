@@ -9,7 +9,7 @@ Any number of processes may use one session at once. Needs the extra ``bufstore[
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,6 @@ class BufferedSession:
 
 
 def _messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    if isinstance(items, (str, bytes, Mapping)):
+    if isinstance(items, (str, bytes, bytearray, Mapping)) or not isinstance(items, Iterable):
         raise InvalidRecord(f"items must be a list of items, not {type(items).__name__}")
     return [{"id": secrets.token_hex(8), "item": item} for item in items]

@@ -96,7 +96,7 @@ async def test_items_are_popped_replaced_and_cleared(session: BufferedSession) -
 
 async def test_what_is_no_list_of_items_and_no_session_is_refused(session: BufferedSession) -> None:
     """Regression: the keys of an item, or the letters of a text, became items."""
-    for wrong in (said(0), "ab", b"ab"):
+    for wrong in (said(0), "ab", b"ab", bytearray(b"ab"), None, 5):
         with pytest.raises(InvalidRecord, match="a list of items"):
             await session.add_items(cast(Any, wrong))
     await session._store.append_messages(session.session_id, ["of the app", {"id": "m"}])

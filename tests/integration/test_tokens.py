@@ -437,6 +437,28 @@ async def test_a_check_after_the_end_says_that_another_may_have_the_key(opened: 
     await second.done()
 
 
+async def test_an_end_that_failed_is_in_doubt_until_the_key_is_extended(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = await opened()
+    await work.submit("a")
+    task = await took(work)
+
+    async def away(*_: Any) -> int:
+        raise LogUnavailable("no answer in time")
+
+    for end in (task.retry, task.done):
+        with monkeypatch.context() as patched:
+            patched.setattr(work._register, "write", away)
+            with pytest.raises(LogUnavailable):
+                await end()
+        with pytest.raises(TokenLost, match="may be"):
+            task.check()
+        await task.extend()  # nothing that was sent before can take effect any more
+        task.check()
+    await task.done()
+
+
 async def test_leaving_without_a_word_gives_the_item_back_at_once(opened: Open) -> None:
     work = await opened()
     await work.submit("a")

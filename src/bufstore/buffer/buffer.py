@@ -31,7 +31,7 @@ from bufstore.buffer.prepare import apart, prepare_log, prepare_store
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
-from bufstore.config import SECONDS_MAX, BufferConfig, check_number
+from bufstore.config import BufferConfig, as_seconds
 from bufstore.errors import BufstoreError
 from bufstore.home import Home
 from bufstore.tasks import Closing
@@ -204,12 +204,7 @@ class Buffer(Generic[C, S, M]):
         await self.reads.force_flush_all(self._flush_s(timeout_s))
 
     def _flush_s(self, timeout_s: float | None) -> float:
-        if timeout_s is None:
-            return self.config.flush_timeout_s
-        check_number(timeout_s, "timeout_s")
-        # A negative time is what is left of a caller's deadline that has passed. `max` also turns NaN, which asyncio
-        # cannot handle, into 0.
-        return max(0.0, min(timeout_s, SECONDS_MAX))
+        return self.config.flush_timeout_s if timeout_s is None else as_seconds(timeout_s, "timeout_s")
 
     # --- operating ----------------------------------------------------------------------------------------------
 

@@ -110,7 +110,8 @@ async def _name(
     if epoch is None or named is None:
         await _check_waiting(ledger, config)
         target = await ledger.claim(known, new_target(ours, stream))
-        check_first(stream, epoch, known, target)
+        if not known:  # after a repair, the next generation may have another name
+            check_stream(stream, target)
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
@@ -152,15 +153,6 @@ async def proven_by_ledger(log: Log, ledger: Ledger) -> bool:
     return any(c.id and c.seq >= log.generation_start for c in (await ledger.cursors()).values())
 
 
-def check_first(stream: str, epoch: int | None, known: int | None, noted: Target | None) -> None:
-    """Raise ConfigDrift if a log that is missing is not the first one of its database, which had another name.
-
-    After a repair the next one may have another name.
-    """
-    if epoch is None and not known and noted is not None:
-        check_stream(stream, noted)
-
-
 async def _check(
     log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int | None
 ) -> tuple[Target | None, Target | None]:
@@ -171,7 +163,6 @@ async def _check(
     check_same(stream, named, noted)
     if known is None and named is not None:
         check_proof(stream, named, proven=False)
-    check_first(stream, epoch, known, noted)
     reason = await compare(log, ledger, stream, epoch, known)
     if reason is not None:
         raise LogRolledBack(reason)
@@ -199,7 +190,12 @@ def _why(error: ConfigDrift | LogRolledBack) -> str:
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
-    """Return why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors."""
+    """Return why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors.
+
+    Raises ConfigDrift if a log that is missing is not the first one of its database, which had another name.
+    """
+    if epoch is None and not known and (noted := await ledger.target()) is not None:
+        check_stream(stream, noted)
     found = await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
     return found if found is not None or epoch is None else await _behind_archive(log, ledger, stream)
 

@@ -11,7 +11,7 @@ from bufstore.buffer.lanes import check_layout, lane_configs, layout_of
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.prepare import check_first, compare, proven_by_ledger
+from bufstore.buffer.prepare import compare, proven_by_ledger
 from bufstore.buffer.target import check_kind, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogRolledBack
@@ -85,9 +85,7 @@ async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
         withdrawn = e.reason
     named = log.target if epoch is not None else None
     check_same(stream, named, noted)
-    known = await ledger.epoch()
-    check_first(stream, epoch, known, noted)
-    reason = withdrawn or await compare(log, ledger, stream, epoch, known)
+    reason = withdrawn or await compare(log, ledger, stream, epoch, await ledger.epoch())
     if reason is not None or named is None or noted is not None:
         return reason
     if not await proven_by_ledger(log, ledger):

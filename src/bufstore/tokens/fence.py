@@ -49,6 +49,7 @@ _MARGIN = 0.1
 _RENEWED = 1 / 3
 _UNRENEWED = "it was not renewed in time"
 _ENDED = "it has already been completed or given back"
+_ENDING = "it was to be completed or given back, and may be"
 
 
 class Seen(NamedTuple):
@@ -162,7 +163,7 @@ class Lease:
         self._reason = ""
         #: True when the item was done or given back, or the lock was released.
         self._over = False
-        #: True from the moment on when that is asked for: the key may be another's already.
+        #: True once that was sent: the key may be another's already.
         self._ending = False
         self._changing, self._home = asyncio.Lock(), Home()
 
@@ -170,8 +171,8 @@ class Lease:
         """Raise TokenLost if the key is lost, given back or done, or may be. Call this before each step that cannot be
         undone.
         """
-        if self._ending:
-            raise TokenLost(self.key, _ENDED)
+        if self._ending and not self.lost.is_set():
+            raise TokenLost(self.key, _ENDED if self._over else _ENDING)
         if self._holding.is_over:
             self._lose(_UNRENEWED)
         if self.lost.is_set():
@@ -186,17 +187,22 @@ class Lease:
         if not self.lost.is_set():
             self._holding.confirm(began)
 
-    async def _change(self, record: Record) -> None:
-        """Replace our record. Raises TokenLost, LogUnavailable; ConfigError in a forked process."""
+    async def _change(self, record: Record, *, ends: bool = False) -> None:
+        """Replace our record, with one that gives the key away if it `ends`.
+
+        Raises TokenLost, LogUnavailable; ConfigError in a forked process.
+        """
         self._home.check()
         async with self._changing:
             if self._over:
                 raise TokenLost(self.key, _ENDED)
             self._record = replace(self._record, number=self._record.number + 1)
             record = replace(record, number=self._record.number)
+            self._ending |= ends
             while True:
                 try:
                     self._seq = await self._register.write(self._subject, record, self._seq, self._server_ttl_s)
+                    self._ending = ends  # what is behind this write does not take effect any more
                     return
                 except Conflict:
                     if (await self._found_again()).done:

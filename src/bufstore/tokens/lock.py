@@ -12,7 +12,7 @@ from typing import Self
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore import elapsed
-from bufstore.config import SECONDS_MAX, ToNats, as_nats_config, check_name, check_seconds, check_timeout
+from bufstore.config import SECONDS_MAX, ToNats, as_nats_config, as_seconds, check_name, check_timeout
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
@@ -53,7 +53,7 @@ class Locks(Keyed):
         """
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= SECONDS_MAX:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
-        check_seconds(wait_s, "wait_s")
+        wait_s = as_seconds(wait_s, "wait_s")
         subject = self._subject(key)
 
         async def once() -> Lock:
@@ -126,6 +126,7 @@ class Lock(Lease):
         await self._holding.aclose()
         try:
             async with self._changing:
+                self._ending = True
                 while not self._over:
                     try:  # delete by sequence: that record can only be ours
                         await self._stream.delete(self._seq)

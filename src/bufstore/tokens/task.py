@@ -88,11 +88,11 @@ class Task(Lease):
         async with self._marking:  # an earlier call may go on although its caller gave up
             if self._done:
                 return
-            self._ending = True
             await self._holding.aclose()
             # The items behind it take turns with other keys: their turn comes with a message that `_finish` sends.
             reserved_s = self._ttl_s if self.others_wait else 0.0
-            await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
+            done = replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait)
+            await self._change(done, ends=True)
             self._over = self._done = True
             self._holding.stop()
             await self._afterwards.finish(self)
@@ -112,15 +112,14 @@ class Task(Lease):
 
     async def _give_back(self, delay_s: float, attempt: int) -> None:
         self._home.check()
-        self._ending = True
         await self._holding.aclose()
         # The record gets another mark: from here on this holder cannot complete the item.
         free = replace(self._record, holder="", mark=secrets.token_hex(8), attempt=attempt, lease_s=delay_s)
-        await self._change(free)
+        await self._change(free, ends=True)
         replaced = False
         try:
             if (replaced := await self._afterwards.is_replaced(self)) and delay_s:
-                await self._change(replace(free, lease_s=0.0))  # the delay was for the older item
+                await self._change(replace(free, lease_s=0.0), ends=True)  # the delay was for the older item
         except (TokenLost, Unavailable, *REFUSED) as e:
             _log.debug("cannot make way for a newer item: %s", e, extra={"action": "token_replaced"})
         self._over = True

@@ -20,7 +20,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from bufstore import elapsed
-from bufstore.config import ToNats, as_nats_config, check_seconds
+from bufstore.config import ToNats, as_nats_config, as_seconds
 from bufstore.errors import (
     ConfigError,
     InvalidRecord,
@@ -130,9 +130,8 @@ class ExclusiveWork(Keyed):
 
     async def take(self, wait_s: float = 5.0) -> Task | None:
         """Return the next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
-        check_seconds(wait_s, "wait_s")
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
+        deadline = loop.time() + as_seconds(wait_s, "wait_s")
         while True:
             if loop.time() >= self._look_at:
                 self._look_at = loop.time() + self._config.ttl_s / _LOOKS
