@@ -486,18 +486,33 @@ async def test_a_second_nats_into_one_fresh_database_is_refused(deployment: Depl
         await asyncio.to_thread(server.stop)
 
 
-async def test_a_log_that_is_gone_before_its_first_flush_is_begun_anew_by_a_repair(deployment: Deployment) -> None:
-    async with deployment.store(flusher=False) as store:
-        await store.checkpoint("t", [1], run_of("t"))
-    other = await nats.connect(deployment.servers.nats.url)
-    await other.jetstream().delete_stream(deployment.log.stream)
-    await other.close()
-    with pytest.raises(LogRolledBack, match="gone before anything of it was flushed"):
-        async with deployment.store():
-            pass
-    report = await repair(deployment.inner(), nats=deployment.servers.nats.url, config=deployment.config(), apply=True)
-    assert report.done and report.epoch == 1
-    async with deployment.store() as store:
+@pytest.mark.parametrize("generation", [0, 1])
+async def test_a_log_that_is_gone_before_its_first_flush_is_begun_anew_by_a_repair(
+    deployment: Deployment, generation: int
+) -> None:
+    """Regression: it began anew without a word; and a repair with a mistyped name did so beside the one in use."""
+    where, other = {"nats": deployment.servers.nats.url}, Deployment(deployment.servers)
+
+    async def lost() -> None:
+        async with deployment.store(flusher=False) as store:
+            await store.checkpoint("t", [1], run_of("t"))
+            with pytest.raises(ConfigDrift, match=f"the database: stream is {deployment.log.stream!r}"):
+                await repair(deployment.inner(), **where, config=other.config(), apply=True)
+            with pytest.raises(ConfigDrift, match=f"the database: stream is {deployment.log.stream!r}"):
+                async with other.store(deployment.inner()):
+                    pass
+        client = await nats.connect(deployment.servers.nats.url)
+        await client.jetstream().delete_stream(deployment.log.stream)
+        await client.close()
+        with pytest.raises(LogRolledBack, match="gone before anything of it was flushed"):
+            async with deployment.store():
+                pass
+
+    for n in range(generation + 1):
+        await lost()
+        report = await repair(deployment.inner(), **where, config=deployment.config(), apply=True)
+        assert report.done and report.epoch == n + 1
+    async with other.store(deployment.inner()) as store:  # the next one may have another name
         await store.checkpoint("t", [2], run_of("t"))
         await store.force_flush("t")
 

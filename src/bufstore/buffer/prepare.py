@@ -15,7 +15,7 @@ from bufstore.buffer.operate.salvage import lost_what_is_archived, reason_to_rep
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects, first_position
-from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, check_stream
+from bufstore.buffer.target import Kind, Made, Target, check_kind, check_proof, check_same, check_stream
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
@@ -87,6 +87,9 @@ async def _meet(log: Log, ledger: Ledger, config: LogConfig, backing: Backing[An
             await _name(log, ledger, config, backing.kind, epoch, known or 0, named)
         if await ledger.layout() is None:
             await ledger.set_layout(layout_of(config))  # the existing log was compared with this configuration
+        epoch, made = await log.epoch(), await ledger.made()
+        if epoch is not None and (made is None or made.epoch < epoch):
+            await ledger.note_made(Made(epoch, config.stream))
 
 
 @contextmanager
@@ -111,7 +114,7 @@ async def _name(
         await _check_waiting(ledger, config)
         target = await ledger.claim(known, new_target(ours, stream))
         if not known:  # after a repair, the next generation may have another name
-            check_stream(stream, target)
+            check_stream(stream, target.stream)
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
@@ -192,11 +195,10 @@ def _why(error: ConfigDrift | LogRolledBack) -> str:
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     """Return why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors.
 
-    Raises ConfigDrift if a log that is missing is not the first one of its database, which had another name.
+    Raises ConfigDrift if a log that is missing has another name than that one.
     """
-    if epoch is None and not known and (noted := await ledger.target()) is not None:
-        check_stream(stream, noted)
-    found = await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
+    made = epoch is None and await _was_made(log, ledger, stream, known)
+    found = await proven(log, lambda: _compare(log, ledger, stream, epoch, known, made=made))
     return found if found is not None or epoch is None else await _behind_archive(log, ledger, stream)
 
 
@@ -214,17 +216,23 @@ async def _behind_archive(log: Log, ledger: Ledger, stream: str) -> str | None:
     return await look()
 
 
-async def _was_made(log: Log, ledger: Ledger, epoch: int | None, known: int | None) -> bool:
-    """Return whether the first log that this database had surely existed: see `_meet`.
+async def _was_made(log: Log, ledger: Ledger, stream: str, known: int | None) -> bool:
+    """Return whether the log, which is missing, has existed. Raises ConfigDrift if it had another name.
 
-    A later one is made after a repair or a restore, which note the layout for it.
+    After a repair, or a restore into an empty database, the next one may have any name.
     """
-    if epoch is not None or known != 0 or await ledger.target() is None or await ledger.layout() is None:
-        return False
-    return await log.epoch() is None  # another process may have made it since `epoch` was asked for
+    made, noted = await ledger.made(), await ledger.target()
+    if made is not None and made.epoch == known:
+        check_stream(stream, made.stream)
+        return await log.epoch() is None  # another process may have made it just now
+    if not known and noted is not None:
+        check_stream(stream, noted.stream)
+    return False
 
 
-async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
+async def _compare(
+    log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None, *, made: bool
+) -> str | None:
     # Postgres is asked first: meanwhile the log only grows.
     cursors, archived = (await ledger.cursors()).values(), await ledger.archived()
     applied = max((c.seq for c in cursors), default=0)
@@ -239,7 +247,7 @@ async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, kno
         log_end=end,
         applied=applied,
         archived=archived,
-        made=await _was_made(log, ledger, epoch, known),
+        made=made,
     )
     if reason is not None or epoch is None:
         return reason

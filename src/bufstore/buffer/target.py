@@ -9,6 +9,8 @@ flushed some of the log, and the log still has the entries at its cursors.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from bufstore.errors import ConfigDrift
@@ -38,6 +40,13 @@ class Target(msgspec.Struct, frozen=True):
     def kind(self) -> Kind:
         """The domain and the kind of store that a process must have to flush here."""
         return Kind(self.domain, self.store)
+
+
+class Made(NamedTuple):
+    """A log that has existed, as its database remembers it."""
+
+    epoch: int
+    stream: str
 
 
 def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -> None:
@@ -80,17 +89,17 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
         )
 
 
-def check_stream(stream: str, noted: Target) -> None:
-    """Raise ConfigDrift when a database got its id for another stream: that is in use already, maybe.
+def check_stream(stream: str, used: str) -> None:
+    """Raise ConfigDrift when a database was used with another stream (empty: with none), which may be in use.
 
     Both would flush into it, and each would take what the other has flushed for its own.
     """
-    if noted.stream not in ("", stream):
+    if used not in ("", stream):
         raise ConfigDrift(
             "the database",
             "stream",
             expected=stream,
-            found=noted.stream,
+            found=used,
             way_out="Name the stream that it belongs to in LogConfig, or give another database or schema. If that "
             "stream was never written to, and is to have another name, delete the row of table buffer_log.",
         )

@@ -11,7 +11,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Applies
 from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
-from bufstore.buffer.target import Target
+from bufstore.buffer.target import Made, Target
 from bufstore.config import BufferConfig
 from bufstore.memory.quarantine import MemoryParked, apply_batch
 from bufstore.memory.waiting import MemoryWaiting
@@ -31,6 +31,7 @@ class MemoryLedger:
         self.locked: set[str] = set()
         self._named: Target | None = None
         self._layout: Layout | None = None
+        self._made: Made | None = None
         self._erasures: dict[str, set[str]] = {}
         #: Another text after a failover: for tests.
         self.run = ""
@@ -72,6 +73,13 @@ class MemoryLedger:
 
     async def set_layout(self, layout: Layout) -> None:
         self._layout = self._layout or layout
+
+    async def made(self) -> Made | None:
+        return self._made
+
+    async def note_made(self, made: Made) -> None:
+        if self._made is None or self._made.epoch < made.epoch:
+            self._made = made
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
         self._erasures.setdefault(thread_id, set()).update(descendants)

@@ -18,7 +18,7 @@ from bufstore.buffer.entry import Base, Entry, StoredEntry
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, Ledger, NotOwner
-from bufstore.buffer.target import Target
+from bufstore.buffer.target import Made, Target
 from bufstore.testing.basics import Check, raises, registrar
 
 CHECKS: list[Check] = []
@@ -156,6 +156,16 @@ async def the_first_layout_stands(ledgers: Ledgers) -> None:
     await here.set_layout(Layout(2, 8))
     await there.set_layout(Layout(1, 4))
     assert await there.layout() == Layout(2, 8)
+
+
+@_check()
+async def the_last_log_that_existed_is_remembered(ledgers: Ledgers) -> None:
+    here, there = await ledgers.open(), await ledgers.open()
+    await here.claim(1, _HERE)
+    assert await here.made() is None
+    for epoch, stream, known in ((1, "S", (1, "S")), (1, "T", (1, "S")), (3, "T", (3, "T")), (2, "S", (3, "T"))):
+        await here.note_made(Made(epoch, stream))
+        assert await there.made() == known
 
 
 @_check()

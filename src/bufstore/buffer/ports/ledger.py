@@ -18,7 +18,7 @@ from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.lanes import Layout
 from bufstore.buffer.operate.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.ports.waiting import WaitingEntries, WaitingEntry
-from bufstore.buffer.target import Target
+from bufstore.buffer.target import Made, Target
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,14 @@ class Ledger(Protocol):
 
     async def set_layout(self, layout: Layout) -> None:
         """Write down the layout unless one is; the log's generation is known already."""
+        ...
+
+    async def made(self) -> Made | None:
+        """The last log that is known to have existed; None: none is."""
+        ...
+
+    async def note_made(self, made: Made) -> None:
+        """Remember a log that exists, unless a later one or another one of its generation has existed."""
         ...
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:

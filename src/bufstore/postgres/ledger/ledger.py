@@ -14,7 +14,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Applies
 from bufstore.buffer.lanes import Layout
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner
-from bufstore.buffer.target import Target
+from bufstore.buffer.target import Made, Target
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
@@ -110,6 +110,13 @@ class PostgresLedger:
 
     async def set_layout(self, layout: Layout) -> None:
         await self._tables.run("set_layout", *layout)
+
+    async def made(self) -> Made | None:
+        rows = await self._tables.run("made")
+        return Made(*rows[0]) if rows else None
+
+    async def note_made(self, made: Made) -> None:
+        await self._tables.run("note_made", *made)
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
         if descendants:

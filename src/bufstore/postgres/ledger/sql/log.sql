@@ -34,6 +34,14 @@ SELECT lanes, partitions FROM {schema}.buffer_log WHERE lanes IS NOT NULL;
 -- Store how many lanes and partitions the log has, unless it is stored already.
 UPDATE {schema}.buffer_log SET lanes = $1::int, partitions = $2::int WHERE lanes IS NULL;
 
+-- name: made
+-- The last log that is known to have existed; no row until one is.
+SELECT made, made_stream FROM {schema}.buffer_log WHERE made IS NOT NULL;
+
+-- name: note_made
+-- Remember that a log of this generation has existed. It never goes back, and the first stream of a generation stays.
+UPDATE {schema}.buffer_log SET made = $1::int, made_stream = $2::text WHERE made IS NULL OR made < $1::int;
+
 -- name: begin_erasure
 -- Remember the threads that are erased together with another one. Those that an earlier try has remembered stay.
 INSERT INTO {schema}.buffer_erasures (erased, thread_id) SELECT $1::text, unnest($2::text[]) ON CONFLICT DO NOTHING;
