@@ -32,8 +32,8 @@ settings.register_profile("bufstore", parent=examples())
 settings.load_profile("bufstore")
 
 
-#: Where the tests' servers and files are, if there is so much room: in memory an fsync costs nothing, and a run a fifth
-#: less. What a power failure takes is tested on disks of their own (`sweep.powercut`).
+#: Where the tests' servers and files are, if there is so much room: in memory an fsync costs nothing. What a power
+#: failure takes is tested on disks of their own (`sweep.powercut`).
 _IN_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 8 << 30
 

@@ -168,7 +168,7 @@ def test_a_restore_takes_each_entry_once_and_not_too_many_at_a_time(
 ) -> None:
     _, held = log_of(groups)
     with patch.multiple(module, ENTRIES_MAX=entries_max, BYTES_MAX=bytes_max):
-        found = list(portions(((t, iter(items)) for t, items in held.items()), whole=whole))
+        found = list(portions(((t, iter(items)) for t, items in held.items()), None if whole else iter))
     together: dict[str, list[Any]] = {}
     for portion, goes_on in found:
         assert goes_on == any(thread in together for thread in portion)

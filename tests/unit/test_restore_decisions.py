@@ -34,6 +34,7 @@ from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.spark.log_archive.entry_table import APPLIED, SUPERSEDED, known_of, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import IntoPostgres, decided
+from bufstore.spark.log_archive.large_threads import without_given_up_one_by_one
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import decode_message, encode_messages, encode_run
@@ -332,7 +333,7 @@ def restored_in_portions(items: list[Item], size: int) -> tuple[list[int], int]:
     """Restore a thread with so many entries at a time; return the ids of those applied, and how many were refused."""
     row, version, applied, refused = Watermark(), 0, [], 0
     with patch.object(portions_module, "ENTRIES_MAX", size):
-        portions = list(portions_module.portions(iter([("t", iter(items))]), whole=False))
+        portions = list(portions_module.portions(iter([("t", iter(items))]), without_given_up_one_by_one))
     assert all(len(portion["t"]) <= size for portion, _ in portions)
     for portion, _ in portions:
         found = applicable("t", row, version, portion["t"])

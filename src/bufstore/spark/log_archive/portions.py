@@ -1,13 +1,12 @@
-"""How much of an archive is restored at a time, so that memory is bounded."""
+"""How much of an archive is restored at a time, so that memory is bounded; no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
 from bufstore.buffer.entry import Item, StoredEntry
-from bufstore.spark.log_archive.large_threads import without_given_up_one_by_one
 
 #: A portion is full with this many entries, or this many bytes of their payloads.
 ENTRIES_MAX = 5000
@@ -22,17 +21,20 @@ class Portion(NamedTuple):
     goes_on: bool = False
 
 
-def portions(threads: Iterator[tuple[str, Iterator[Item]]], *, whole: bool) -> Iterator[Portion]:
-    """Yield the threads' entries, each once, in order. `whole`: no thread is divided, however large it is.
+def portions(
+    threads: Iterator[tuple[str, Iterator[Item]]], judged: Callable[[Iterator[Item]], Iterator[Item]] | None
+) -> Iterator[Portion]:
+    """Yield the threads' entries, each once, in order. A thread that is too large for one portion is divided.
 
-    In place of an entry of a divided thread that was given up stands a note: see `without_given_up`.
+    `judged` decides about such a thread what only all of it tells (see `bufstore.spark.log_archive.large_threads`).
+    None: no thread is divided, however large it is.
     """
     together: dict[str, list[Item]] = {}
     count = size = 0
     for thread_id, items in threads:
-        mine, bytes_ = _first_of(items, whole=whole)
-        if not whole and _full(len(mine), bytes_):
-            yield from _divided(thread_id, without_given_up_one_by_one(chain(mine, items)))
+        mine, bytes_ = _first_of(items, whole=judged is None)
+        if judged is not None and _full(len(mine), bytes_):
+            yield from _divided(thread_id, judged(chain(mine, items)))
         elif mine:
             together[thread_id] = mine
             count, size = count + len(mine), size + bytes_

@@ -29,6 +29,7 @@ from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.archived_lane import archived_log
 from bufstore.spark.log_archive.into_log import IntoLog
 from bufstore.spark.log_archive.into_postgres import IntoPostgres
+from bufstore.spark.log_archive.large_threads import without_given_up_one_by_one
 from bufstore.spark.log_archive.manifests import Manifest, check_numbers, check_ranges, manifests_of, whole
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
@@ -211,7 +212,7 @@ async def _restore(
     report = RestoreCounts()
     async with _restoring(deployment, into, log, dry_run=dry_run) as restoring:
         # A log takes each thread as a whole, because the place in the archive where it goes on must be found first.
-        for portion, goes_on in portions(threads, whole=into == "log"):
+        for portion, goes_on in portions(threads, without_given_up_one_by_one if into == "postgres" else None):
             found = await restoring.apply(portion)
             found.threads -= goes_on
             report.add(found)
