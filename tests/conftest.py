@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import gc
 import json
 import os
@@ -42,13 +43,28 @@ def pytest_configure(config: pytest.Config) -> None:
     # The processes that run the tests are told by their environment.
     if hasattr(config, "workerinput") or not _IN_MEMORY.is_dir():
         return
+    for folder in _IN_MEMORY.glob("bufstore-test-run-*"):
+        _remove_if_left(folder)
     if min(shutil.disk_usage(_IN_MEMORY).free, psutil.virtual_memory().available) < _ROOM_BYTES:
         return
     with suppress(OSError):
-        folder = tempfile.mkdtemp(prefix="bufstore-tests-", dir=_IN_MEMORY)
-        Path(folder).chmod(0o711)  # where root runs the tests, Postgres runs as somebody else
+        folder = Path(tempfile.mkdtemp(prefix="bufstore-test-run-", dir=_IN_MEMORY))
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends, however it does
+        folder.chmod(0o711)  # where root runs the tests, Postgres runs as somebody else
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder of a run that was killed. An empty one may be of a run that starts."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if any(folder.iterdir()):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(opened)
 
 
 #: All tests of these folders run in one worker process, because they share one JVM.

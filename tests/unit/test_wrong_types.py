@@ -13,6 +13,7 @@ from bufstore import (
     BufferedThreadStore,
     BufstoreError,
     ConfigError,
+    InvalidId,
     InvalidQuery,
     InvalidRecord,
     MemoryThreadStore,
@@ -28,6 +29,7 @@ from bufstore import (
 from bufstore.jetstream.stream import NatsStream
 from bufstore.mailbox import MemoryMailboxStore, Status
 from bufstore.memory import MemoryNats
+from bufstore.notify import MemoryNotifier, PostgresNotifier
 from bufstore.threads.model import encode_messages, encode_run
 from bufstore.tokens import ExclusiveWork
 from helpers import run_of
@@ -99,6 +101,7 @@ def test_what_no_page_can_be_of_is_refused() -> None:
                 await refused(found.discard([wrong]), InvalidQuery, "a position must be an int")
             for wrong in ("12", 5, None):
                 await refused(found.discard(wrong), InvalidQuery, "seqs must be several positions")
+            await refused(store.bulk.claim(cast(Any, ["run"])), InvalidRecord, "runs must be of Run, not str")
             for time in ("1", [1], True):
                 await refused(store.force_flush_all(timeout_s=cast(Any, time)), ConfigError, "must be a number")
             await store.force_flush_all(timeout_s=10**400)
@@ -112,9 +115,22 @@ def test_a_mailbox_is_asked_with_limits_that_any_store_can_take() -> None:
             found: Any = mailbox
             await refused(found.list_finished(limit=1 << 31), InvalidQuery, "below")
             await refused(found.list_dispatches("t", Status.QUEUED), InvalidQuery, "statuses must be several")
+            for wrong in ("1", True):
+                await refused(found.pull_signals(timeout_s=wrong), ConfigError, "timeout_s must be a number")
+                await refused(found.deliver_live("t", b"", timeout_s=wrong), ConfigError, "timeout_s must be a number")
             await mailbox.enqueue("t", b"")
             assert await mailbox.pull_signals(0) == []
             assert len(await mailbox.pull_signals()) == 1
+
+    run(main())
+
+
+def test_kinds_to_listen_for_are_several_texts() -> None:
+    async def main() -> None:
+        notifier: Any
+        async with MemoryNotifier() as notifier:
+            for wrong in (None, 5, b"kind", [None]):
+                await refused(notifier.listen_scheduled(wrong, print), InvalidId, "kind")
 
     run(main())
 
@@ -128,6 +144,8 @@ def test_what_is_no_address_is_a_config_error() -> None:
             asyncio.run(BufferedThreadStore.open(MemoryThreadStore(), nats=nowhere))
         with pytest.raises(ConfigError, match="URL"):
             asyncio.run(ExclusiveWork.open(nowhere))
+        with pytest.raises(ConfigError, match="postgres must be a connection string or a pool, not"):
+            asyncio.run(PostgresNotifier.open(nowhere))
     with pytest.raises(ConfigError, match="URLs"):
         NatsConfig(servers=cast(Any, [5]))
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
+from bufstore.config import as_seconds
 from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleClaim, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions, model
@@ -417,9 +418,8 @@ class MailboxStore:
 
     async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
         """Return signals of threads that may have work. Each goes to one worker, over all instances, until answered."""
-        c = self.config
-        limit = c.signal_batch_size if limit is None else model.check_limit(limit)
-        wait_s = c.signal_fetch_expires_s if timeout_s is None else timeout_s
+        limit = self.config.signal_batch_size if limit is None else model.check_limit(limit)
+        wait_s = self.config.signal_fetch_expires_s if timeout_s is None else as_seconds(timeout_s, "timeout_s")
         signals = await self.backend.signals(limit, wait_s) if limit else []
         self.counters.count("signals", len(signals))
         return signals
@@ -433,9 +433,9 @@ class MailboxStore:
         """Hand `payload` to the present listener of the thread; nothing is stored."""
         check_id(thread_id, "thread_id")
         model.check_bytes(payload, "payload")
-        timeout_s = self.config.live_timeout_s if timeout_s is None else timeout_s
+        wait_s = self.config.live_timeout_s if timeout_s is None else as_seconds(timeout_s, "timeout_s")
         with self.counters.timed("live"):
-            live = await self.backend.deliver_live(thread_id, payload, timeout_s)
+            live = await self.backend.deliver_live(thread_id, payload, wait_s)
         self.counters.count(f"live_{live.name.lower()}")
         return live
 

@@ -20,7 +20,7 @@ from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
 from bufstore.tasks import Closing, end, own_cancels_only, spawn
-from bufstore.types import check_id
+from bufstore.types import check_id, check_ids
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Notifier:
 
     async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
         """Call back with the kind when work of one of `kinds` (a str is one) is ready. Call the result to end this."""
-        wanted = [check_id(kind, "the kind") for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+        wanted = [check_id(k, "the kind") for k in ([kinds] if isinstance(kinds, str) else check_ids(kinds, "kinds"))]
         if not wanted:
             raise InvalidQuery("name at least one kind to listen for")
         return await self._scheduled.subscribe(wanted, _here(callback))

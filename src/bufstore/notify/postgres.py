@@ -209,6 +209,8 @@ class PostgresNotifier(Notifier):
         if listen is not None:
             listen = own_conninfo(listen)
         own = isinstance(postgres, str)
+        if not isinstance(postgres, str | AsyncConnectionPool):
+            raise ConfigError(f"postgres must be a connection string or a pool, not {type(postgres).__name__}")
         pool: AnyPool = (
             await open_pool(postgres, size=4, connect_timeout_s=timeout_s) if isinstance(postgres, str) else postgres
         )

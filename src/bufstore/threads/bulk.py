@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bufstore.buffer import producers
 from bufstore.buffer.append.tip import Prepare
-from bufstore.errors import BufstoreError, NotFound, Rejected
+from bufstore.errors import BufstoreError, InvalidRecord, NotFound, Rejected
 from bufstore.tasks import together
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
@@ -60,13 +60,18 @@ class BulkWriter:
         await together(buffer.learn_new(some) for buffer, some in self._lanes.shared_out(wanted))
 
     async def claim(self, runs: Iterable[Run]) -> None:
-        """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`."""
+        """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`.
+
+        Raises InvalidRecord for what is no Run.
+        """
         new: dict[str, Run] = {}
         before: Run | None = None
         for run in runs:
             if run is before:
                 continue
             before = run
+            if not isinstance(run, Run):
+                raise InvalidRecord(f"runs must be of Run, not {type(run).__name__}")
             if run.parent_thread_id is None and not self._runs.admitted(run):
                 with suppress(Rejected):
                     check_run(run)
