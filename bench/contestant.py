@@ -133,9 +133,9 @@ async def repeat(
 
 
 def summary(latencies: Sequence[float], done: int, seconds: float) -> dict[str, float]:
-    """Return the rate (1/s) and percentiles of the latency (ms)."""
+    """Return how many steps were done, the rate (1/s) and percentiles of the latency (ms)."""
     ordered = sorted(latencies)
-    found = {"rate": done / seconds}
+    found = {"done": done, "rate": done / seconds}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999)):
         found[name] = 1000 * ordered[min(int(len(ordered) * share), len(ordered) - 1)]
     return found

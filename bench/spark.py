@@ -147,11 +147,18 @@ class SparkJobs(Contestant):
         return await asyncio.to_thread(self._read, entries, form)
 
     def _read(self, entries: int, form: str) -> float:
+        began = time.perf_counter()
+        self._log(form).write.format("noop").mode("overwrite").save()
+        return entries / (time.perf_counter() - began)
+
+    async def count(self) -> int:
+        """Return the number of entries of the log."""
+        return await asyncio.to_thread(self._log("entries").count)
+
+    def _log(self, form: str) -> Any:
         options = {"natsUrl": self.place.nats, "stream": self._where["stream"], "form": form}
         options |= {"numPartitions": str(self._cores)}
-        began = time.perf_counter()
-        self.spark.read.format("threadlog").options(**options).load().write.format("noop").mode("overwrite").save()
-        return entries / (time.perf_counter() - began)
+        return self.spark.read.format("threadlog").options(**options).load()
 
     async def drain(self) -> int:
         """Flush everything, and return the number of entries."""

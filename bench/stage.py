@@ -19,6 +19,12 @@ T = TypeVar("T")
 Kind = type[Contestant] | tuple[type[Contestant], dict[str, Any]]
 
 
+def server_of(kind: Kind) -> str:
+    """Return the server that makes a contestant's step durable."""
+    contestant: type[Contestant] = kind[0] if isinstance(kind, tuple) else kind
+    return contestant.server
+
+
 @dataclass
 class Stage:
     """`scale` shrinks counts and times for trials; `rounds` is how often everything is measured.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from bench import processor
@@ -19,6 +20,7 @@ from bench.contestant import Contestant, Place
 from bench.ours import Ours
 from bench.results import Benchmark, compared
 from bench.stage import Stage
+from bench.stored import stored
 
 _SECONDS = 2.0
 UNITS = {"rate": "1/s", "p50": "ms", "p90": "ms", "p99": "ms", "p999": "ms", **processor.UNITS}
@@ -76,10 +78,13 @@ def at_levels(
             def load(name: str, callers: int = callers, numbers: Any = numbers) -> dict[str, float]:
                 # New threads in every round, for every contestant, so that histories stay short.
                 label = f"{callers}-{next(numbers[name])}"
-                found: dict[str, float] = workers[name].call(
-                    "load", callers=stage.count(callers, 32), seconds=stage.seconds(_SECONDS), label=label
+                count, seconds = stage.count(callers, 32), stage.seconds(_SECONDS)
+                return stored(
+                    place,
+                    kinds[name].server,
+                    lambda: workers[name].call("load", callers=count, seconds=seconds, label=label),
+                    done=itemgetter("done"),
                 )
-                return found
 
             found = stage.interleave({name: partial(load, name) for name in workers})
             for what, unit in UNITS.items():

@@ -11,6 +11,7 @@ import nats
 from bench.contestant import Place
 from bench.ours import Ours
 from bench.stage import Stage
+from bench.stored import stored
 from bufstore import PostgresThreadStore
 from bufstore.threads.behind import buffer_of
 
@@ -36,7 +37,13 @@ def backlog(stage: Stage) -> Backlog:
         threads = max(entries * _THREADS // _ENTRIES, 1)
         stage.say(f"appending a backlog of {entries} entries")
         with stage.workers(place, writer=Ours) as workers:
-            workers["writer"].call("fill", threads=threads, each=entries // threads, at_once=min(_AT_ONCE, threads))
+            each, at_once = entries // threads, min(_AT_ONCE, threads)
+            stored(
+                place,
+                "nats",
+                lambda: workers["writer"].call("fill", threads=threads, each=each, at_once=at_once),
+                done=lambda _: threads * each,
+            )
         found = stage.shared[NAME] = Backlog(place, entries // threads * threads)
     return found
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psycopg
+
 from bench.baselines.once import Once
 from bench.baselines.unbuffered import Unbuffered
 from bench.baselines.upsert import Upsert
@@ -101,5 +103,13 @@ def _measured(
         before = Counters.now(dsn, fresh=True)
         worker.call("replay", **call)
         after = Counters.now(dsn)
+        if not prefix:
+            _check(dsn, place.name, sum(map(len, call["conversations"])))
     rows = rows_written(dsn, prefix + place.name)
     return {"transactions": after.transactions - before.transactions, "rows": rows, "wal": after.wal - before.wal}
+
+
+def _check(dsn: str, schema: str, messages: int) -> None:
+    with psycopg.connect(dsn) as connection:
+        found = connection.execute(f"SELECT count(*) FROM {schema}.messages").fetchone()
+    assert found == (messages,), f"{found} of {messages} messages arrived"

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from bench.contestant import summary
@@ -16,6 +17,7 @@ from bench.processor import Meter
 from bench.results import Benchmark, compared
 from bench.rows.append import UNITS
 from bench.stage import Stage
+from bench.stored import stored
 
 #: Threads, and checkpoints of each: a log of nearly 500 MB.
 _THREADS, _EACH = 100_000, 2
@@ -91,8 +93,12 @@ def append_idle(stage: Stage) -> Iterator[Benchmark]:
             return append(name, mine)
 
         def append(name: str, chosen: Sequence[str]) -> dict[str, float]:
-            found: dict[str, float] = workers[name].call("append_each", threads=chosen, callers=callers)
-            return found
+            return stored(
+                places[name],
+                "nats",
+                lambda: workers[name].call("append_each", threads=chosen, callers=callers),
+                done=itemgetter("done"),
+            )
 
         actions = {f"{name} idle": partial(idle, name) for name in workers}
         found = stage.interleave(actions | {f"{name} hot": partial(busy, name) for name in workers}, rounds)

@@ -10,7 +10,8 @@ from bench.counters import Counters
 from bench.langgraph_savers import OurSaver, PlainSaver
 from bench.results import Benchmark, compared
 from bench.rows.append import UNITS
-from bench.stage import Kind, Stage
+from bench.stage import Kind, Stage, server_of
+from bench.stored import stored
 from bench.worker import Worker
 
 _SECONDS = 3.0
@@ -24,17 +25,20 @@ _BASELINES: dict[str, Kind] = {"AsyncPostgresSaver": PlainSaver, "without its lo
 def langgraph_steps(stage: Stage) -> Iterator[Benchmark]:
     """Measure `aput` and `aput_writes` per step. Ours only writes, as in `append`; `langgraph_react` also flushes."""
     kinds: dict[str, Kind] = {"ours": (OurSaver, {"flusher": False}), **_BASELINES}
-    place = stage.place()
+    place, servers = stage.place(), {name: server_of(kind) for name, kind in kinds.items()}
     with stage.workers_at({name: (place, kind) for name, kind in kinds.items()}) as workers:
         for callers in (1, 32, 256):
             numbers = {name: iter(range(1_000_000)) for name in workers}
 
             def load(name: str, callers: int = callers, numbers: Any = numbers) -> dict[str, float]:
+                load = {"callers": stage.count(callers, 16), "seconds": stage.seconds(_SECONDS)}
                 label = f"{callers}-{next(numbers[name])}"
-                found: dict[str, float] = workers[name].call(
-                    "load", callers=stage.count(callers, 16), seconds=stage.seconds(_SECONDS), label=label
+                return stored(
+                    place,
+                    servers[name],
+                    lambda: workers[name].call("load", label=label, **load),
+                    done=lambda done: 2 * done["done"],  # a checkpoint's text, and a task's
                 )
-                return found
 
             found = stage.interleave({name: partial(load, name) for name in workers})
             for what, unit in UNITS.items():
@@ -46,13 +50,20 @@ def langgraph_react(stage: Stage) -> Iterator[Benchmark]:
     """Measure a whole graph on 64 concurrent threads, durability="sync", and Postgres' work per turn."""
     threads, turns = stage.count(_THREADS, 8), stage.count(_TURNS, 1)
     kinds: dict[str, Kind] = {"ours": OurSaver, **_BASELINES, "durability exit": PlainSaver}
-    sets = stage.count(_SETS, 1)
-    with stage.workers_at({name: (stage.place(), kind) for name, kind in kinds.items()}) as workers:
+    sets, places = stage.count(_SETS, 1), {name: stage.place() for name in kinds}
+    messages = 4 * threads * turns * sets  # question, call of the tool, its answer, answer
+    with stage.workers_at({name: (places[name], kind) for name, kind in kinds.items()}) as workers:
         numbers = iter(range(1_000_000))
 
         def run(name: str) -> dict[str, float]:
             labels = [f"r{next(numbers)}" for _ in range(sets)]
-            return _measured(stage, workers[name], labels, threads, turns, name)
+            return stored(
+                places[name],
+                server_of(kinds[name]),
+                lambda: _measured(stage, workers[name], labels, threads, turns, name),
+                done=lambda _: messages,
+                size=1024,
+            )
 
         for name in workers:  # a graph's first turns are slower by a half, whoever saves them
             run(name)

@@ -9,16 +9,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import Any
 
 from bench import processor
 from bench.baselines.upsert import Upsert
-from bench.contestant import Contestant, summary
+from bench.contestant import summary
 from bench.ours import Ours
 from bench.relay import Relay
 from bench.results import Benchmark, compared
 from bench.rows.append import UNITS
-from bench.stage import Kind, Stage
+from bench.stage import Kind, Stage, server_of
+from bench.stored import stored
 from bench.worker import Worker
 
 SHAPES = ((4, 16), (8, 8), (16, 4), (16, 16))
@@ -55,7 +57,7 @@ def append_processes(stage: Stage, processes: int, callers: int) -> Iterator[Ben
             )
         )
         groups = {name: [workers[f"{name} {i}"] for i in range(len(places))] for name in kinds}
-        servers = {name: near.pids[_server(kind)] for name, kind in kinds.items()}
+        servers = {name: near.pids[server_of(kind)] for name, kind in kinds.items()}
         variants: Mapping[str, tuple[slice, Callable[[str, int, int], Threads]]] = {
             "": (slice(0, share), private),
             "_shared": (slice(0, share), shared),
@@ -67,7 +69,12 @@ def append_processes(stage: Stage, processes: int, callers: int) -> Iterator[Ben
             def measure(name: str, chosen: slice = chosen, of: Any = threads, labels: Any = labels) -> dict[str, float]:
                 group = groups[name][chosen]
                 threads: Threads = of(next(labels), len(group), callers)
-                return _measure(group, threads, stage.seconds(_SECONDS), servers[name])
+                return stored(
+                    near,
+                    server_of(kinds[name]),
+                    lambda: _measure(group, threads, stage.seconds(_SECONDS), servers[name]),
+                    done=itemgetter("done"),
+                )
 
             found = stage.interleave({n: partial(measure, n) for n in kinds}, min(stage.rounds, _ROUNDS_MAX))
             name = f"append_{processes}x{callers}{variant}"
@@ -119,8 +126,3 @@ def _measure(workers: Sequence[Worker], threads: Threads, seconds: float, server
 
 def _of(found: Mapping[str, Sequence[Mapping[str, float]]], what: str) -> dict[str, Sequence[float]]:
     return {who: [result[what] for result in results] for who, results in found.items()}
-
-
-def _server(kind: Kind) -> str:
-    contestant: type[Contestant] = kind[0] if isinstance(kind, tuple) else kind
-    return contestant.server

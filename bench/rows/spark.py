@@ -13,6 +13,7 @@ from bench.rows.backlog import NAME, backlog, fresh_options
 from bench.rows.drain import Drainer
 from bench.spark import SparkJobs
 from bench.stage import Stage
+from bench.stored import stored
 
 _CORES = 2
 _ROWS, _THREADS = 100_000, 10_000
@@ -23,13 +24,18 @@ def spark_sink(stage: Stage) -> Iterator[Benchmark]:
     """Measure rows made durable in the log, or in Postgres past the log, against fsynced upserts of the same rows."""
     rows = stage.count(_ROWS, 400)
     threads = max(rows * _THREADS // _ROWS, 1)
-    with stage.workers(jobs=(SparkJobs, {"cores": _CORES})) as workers:
+    place = stage.place()
+    with stage.workers(place, jobs=(SparkJobs, {"cores": _CORES})) as workers:
         jobs, numbers = workers["jobs"], iter(range(1_000_000))
 
         def run(method: str, **options: Any) -> float:
             label = f"{method}{next(numbers)}"
-            rate: float = jobs.call(method, rows=rows, threads=threads, label=label, **options)
-            return rate
+            return stored(
+                place,
+                "nats" if options.get("mode") == "log" else "postgres",
+                lambda: float(jobs.call(method, rows=rows, threads=threads, label=label, **options)),
+                done=lambda _: rows,
+            )
 
         run("sink", mode="log")  # opens what is opened once
         run("sink", mode="postgres")
@@ -64,6 +70,8 @@ def spark_source(stage: Stage) -> Iterator[Benchmark]:
 
         for cores in (1, 2):
             read(cores, "messages")
+            counted = workers[f"{cores}"].call("count")
+            assert counted == what.entries, f"{counted} of {what.entries} entries were read"
         actions = {f"{form}_{c}": partial(read, c, form) for form in ("entries", "messages") for c in (1, 2)}
         found = stage.interleave(actions | {"nats-py": consume})
         for name in actions:
