@@ -1,4 +1,4 @@
-"""A shared-state bucket with a `max_bytes`, as some accounts require, that is full of runs."""
+"""A shared-state bucket that takes no runs: full up to its `max_bytes`, or stopped by a full disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import nats
 import pytest
 
-from bufstore import AlreadyExists, Consistency, LogFull, Run
+from bufstore import AlreadyExists, Consistency, LogFull, LogUnavailable, Run
 from bufstore.nats.setup import bucket_stream
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -90,6 +90,27 @@ async def test_runs_leave_room_for_flushers_and_go_on_unregistered(
                 await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t398").run_id, thread_id="another"))
                 await flusher.force_flush_all()
                 assert await flusher.quarantined() == 1
+
+
+async def test_a_bucket_that_only_reads_on_stops_no_write_but_one(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose disk was full: nats-server answers no write to it any more."""
+    async with deployment.store(append_timeout_s=1.5) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        shared = store.buffer.session.shared
+        with monkeypatch.context() as patched:
+            patched.setattr(shared._writes, "submit", lambda _: asyncio.get_running_loop().create_future())
+            with pytest.raises(LogUnavailable, match="could not be registered in time"):
+                await store.checkpoint("new", [said(0)], run_of("new"))
+            for thread_id in "new", "newer":
+                await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
+            with pytest.raises(AlreadyExists, match="belongs to another thread"):
+                await store.checkpoint("another", [said(0)], Run(run_id=run_of("t").run_id, thread_id="another"))
+        await store.checkpoint("newest", [said(0)], run_of("newest"))
+        owners = [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t", "new", "newer", "newest")]
+        assert owners == ["t", None, None, "newest"]
 
 
 async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployment) -> None:

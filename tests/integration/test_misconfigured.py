@@ -20,6 +20,7 @@ import psycopg
 import pytest
 
 from bufstore import (
+    AlreadyExists,
     BufferedThreadStore,
     BufstoreError,
     ConfigError,
@@ -29,6 +30,7 @@ from bufstore import (
     LogUnavailable,
     OutcomeUnknown,
     PostgresThreadStore,
+    Run,
     StoreMisconfigured,
     StoreUnavailable,
 )
@@ -324,6 +326,50 @@ async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: P
             for thread_id, message in expected.items():
                 assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [message]
             assert await store.quarantined() == 0
+
+
+@pytest.mark.long  # forty seconds
+async def test_where_a_full_disk_stopped_the_bucket_only_new_runs_are_taken(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While nobody writes, flushers renew their leases, so that the bucket alone meets the full disk."""
+    nats = folder / "nats"
+    with small_disk(nats, "64m"), Servers(folder) as servers:
+        deployment = Deployment(servers, max_bytes=16 << 20)
+        short = {**SHORT, "lease_s": 4}
+        async with deployment.store(flusher=False, **short) as writer:
+            async with deployment.store(**short) as flusher:
+                await writer.checkpoint("t", [said(0)], run_of("t"))
+                await writer.force_flush("t")
+                _fill(nats / "filler")
+
+                async def met() -> bool:
+                    return "cannot renew its lease" in (await flusher.health()).flush_trouble
+
+                await eventually(met, 30)
+                (nats / "filler").unlink()
+                with in_time(9), pytest.raises(LogUnavailable, match="could not be registered in time"):
+                    await writer.checkpoint("first", [said(0)], run_of("first"))
+                began = asyncio.get_running_loop().time()
+                for n in range(3):
+                    await writer.checkpoint(f"new-{n}", [said(n)], run_of(f"new-{n}"))
+                assert asyncio.get_running_loop().time() - began < 9
+                assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
+                for n in range(3):
+                    await writer.force_flush(f"new-{n}", timeout_s=20)  # by the flusher that cannot renew its lease
+                code, checks = await doctor(deployment)
+                assert (code, checks["NATS bucket storage"]["level"]) == (2, "bad")
+            # Its record stays, because nothing can be stored in the bucket, but it is not renewed.
+            found = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
+            assert not json.loads(found.out)["flushing"], found.out
+        await asyncio.to_thread(servers.nats.restart)
+        async with deployment.store(**short) as flusher:
+            with pytest.raises(AlreadyExists):
+                await flusher.checkpoint("another", [said(0)], Run(run_id=run_of("t").run_id, thread_id="another"))
+            await flusher.checkpoint("first", [said(0)], run_of("first"))
+            await flusher.force_flush_all()
+            assert (await flusher.health()).ok
+            assert await flusher.quarantined() == 0
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -121,8 +122,11 @@ class Inspection:
     async def status(self) -> BufferStatus:
         """Return where everything stands, and what cannot be asked. Raises LogUnavailable when NATS goes away."""
         log, subjects = self._buffer.config.log, self._buffer.subjects
-        members, troubles = sorted(await self._shared.members()), await self._shared.troubles()
-        ends = await self._log.partition_ends()
+        # Records stay where the bucket stores nothing any more, so that their members seem to be alive.
+        members, troubles, ends = await asyncio.gather(
+            living(self._shared), self._shared.troubles(), self._log.partition_ends()
+        )
+        members.sort()
         cursors: dict[int, Cursor] | None = None
         quarantined, waiting, trouble, why = None, None, "", None
         try:

@@ -37,8 +37,12 @@ from bufstore.nats.setup import bucket_stream, check_owner, ensure_bucket, found
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
+#: Once a bucket has stored no record of a run in the time of a whole write, the next ones are given so long.
+_PATIENCE_S = 1.0
 #: Seconds after which a copy that lacked our own record has it, unless it lags.
 _COPY_S = 0.05
+#: Between two attempts to claim a run.
+_PAUSE = wait_random_exponential(multiplier=0.02, max=0.2)
 #: The number of characters that are kept of a flusher's trouble.
 _TROUBLE_MAX = 500
 #: One part in this many of a bucket with a `max_bytes` is not for runs, but for what flushers write.
@@ -70,8 +74,10 @@ class NatsSharedState:
         self._records = Lookups(lambda subjects: self._stream.last(subjects, look_s))
         self._subscriptions = Subscriptions(connection)
         self._room = _Room(self._stream)
-        #: Whether the last new run found no room for its record.
+        #: Whether the last new run was not registered.
         self._unregistered = False
+        #: Whether a claim has waited in vain since the last write that was stored.
+        self._silent = False
         #: Whether each new connection is checked for the subscription to what is parked.
         self._hears_parked = False
         #: The position of each member record that this process has written.
@@ -110,10 +116,11 @@ class NatsSharedState:
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
         why = ""
 
-        async def claim() -> str:
+        async def claimed() -> str:
             nonlocal why
             try:
-                return await self._claim(message, run_id, thread_id, timeout_s)
+                claim = self._claim_of_the_silent if self._silent else self._claim
+                return await claim(message, run_id, thread_id, timeout_s)
             except (LogUnavailable, AppendUnknown) as e:
                 why = f": {e}"
                 raise
@@ -121,17 +128,29 @@ class NatsSharedState:
         try:
             async with asyncio.timeout_at(until):
                 with contextlib.suppress(LogUnavailable, AppendUnknown):
-                    return await claim()
+                    return await claimed()
                 # Claiming twice equals claiming once, so retry whatever the outcome was.
                 async for attempt in AsyncRetrying(
-                    wait=wait_random_exponential(multiplier=0.02, max=0.2),
-                    retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
+                    wait=_PAUSE, retry=retry_if_exception_type((LogUnavailable, AppendUnknown))
                 ):
                     with attempt:
-                        return await claim()
+                        return await claimed()
         except TimeoutError:
-            pass
+            self._silent = True
         raise LogUnavailable(f"run {run_id!r} could not be registered in time{why}; nothing was stored")
+
+    async def _claim_of_the_silent(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
+        """Claim the run in a bucket that stored nothing lately. If it only reads on, do without a record.
+
+        nats-server leaves a stream in that state whose disk was full, until it is restarted. The log may be well.
+        """
+        # This answer comes first: afterwards it is certain that NATS was there while the claim waited.
+        owner = await self.thread_of_run(run_id, timeout_s)
+        with contextlib.suppress(TimeoutError, AppendUnknown):
+            async with asyncio.timeout(_PATIENCE_S):
+                return owner or await self._claim(message, run_id, thread_id, timeout_s)
+        self._not_registered("the shared-state bucket answers no write: restart nats-server")
+        return thread_id
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
@@ -141,10 +160,7 @@ class NatsSharedState:
             self._unregistered = False
             return thread_id
         except LogFull as e:
-            # Go on as if the record were lost: that stops no write.
-            if not self._unregistered:
-                self._unregistered = True
-                _log.warning("new runs are not registered: %s", e, extra={"action": "runs_unregistered"})
+            self._not_registered(str(e))
             return await self.thread_of_run(run_id, timeout_s) or thread_id
         except Conflict as e:
             # Claims that were sent together failed together, and the records in their way were read for all of them.
@@ -155,6 +171,12 @@ class NatsSharedState:
                 ) from None
             self._resumed = True
             return owner
+
+    def _not_registered(self, why: str) -> None:
+        """Go on as if the record were lost: that stops no write."""
+        if not self._unregistered:
+            self._unregistered = True
+            _log.warning("new runs are not registered: %s", why, extra={"action": "runs_unregistered"})
 
     async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
         subject = f"{self._keys}run.{token(run_id)}"
@@ -298,15 +320,17 @@ class NatsSharedState:
     async def _submit(self, message: Outgoing) -> int:
         """Store a message, for callers that bound the time themselves."""
         try:
-            return await self._writes.submit([message])
+            stored = await self._writes.submit([message])
         except LogUnavailable:
             # Maybe somebody removed the bucket. Correctness needs nothing in it, so create a new one.
             await ensure_bucket(self._stream, self._config)
-            return await self._writes.submit([message])
+            stored = await self._writes.submit([message])
         except StorageFull:
             raise
         except LogFull as e:
             raise LogFull(self._full(str(e))) from None
+        self._silent = False
+        return stored
 
     def _full(self, why: str) -> str:
         return (

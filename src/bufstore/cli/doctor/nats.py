@@ -1,4 +1,8 @@
-"""What `bufstore doctor` looks at in NATS. Nothing is stored: writes are tried with expectations that cannot hold."""
+"""What `bufstore doctor` looks at in NATS.
+
+Writes to the log are tried with expectations that cannot hold, so nothing is stored. The shared-state bucket is given a
+key that it removes after a second.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, 
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.server_version import VERSION_MIN, text_of, version_of
 from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token
 from bufstore.nats.permissions import Role, permissions
 from bufstore.nats.session import NatsSession
 from bufstore.nats.setup import bucket_stream, check_shared_state, check_stream, windows_of
@@ -113,6 +118,8 @@ async def _look(
             await _mirrors(notes, each)
         await _headroom(notes, session)
         await _permissions(notes, session, target.nats.api, config, role, bucket=bucket)
+        if bucket:
+            await _stores(notes, session, config)
         await _flushers(notes, session.shared)
     finally:
         await session.aclose()
@@ -312,6 +319,20 @@ async def _permissions(
     )
     if failed:
         notes.say("storage", Level.BAD, f"the log takes no writes: {failed}", "free the disk, restart nats-server")
+
+
+async def _stores(notes: Notes, session: NatsSession, config: LogConfig) -> None:
+    """Note a bucket that stores nothing. One that met a full disk still refuses what an expectation forbids."""
+    key = f"$KV.{config.bucket}.run.{token(f'doctor-{secrets.token_hex(8)}')}"
+    try:
+        await session.stream.publish(Outgoing(key, b"", ttl_s=1), _TIMEOUT_S)
+    except ConfigError:
+        return  # not permitted, as "permissions" says
+    except (BufstoreError, AppendUnknown) as e:
+        found = f"the shared-state bucket takes no writes: {e}"
+        notes.say("bucket storage", Level.BAD, found, "free the disk, restart nats-server")
+        with contextlib.suppress(BufstoreError):  # a write without an answer costs the connection
+            await session.connection.wait_up(_TIMEOUT_S)
 
 
 def _advice(role: Role) -> str:
