@@ -818,6 +818,39 @@ def test_a_group_does_not_go_out_when_its_parts_were_purged_while_the_machine_wa
     run(main())
 
 
+def test_a_group_is_not_sent_again_after_its_parts_may_be_purged_while_nobody_could_look() -> None:
+    """A link that is cut when the group goes out, and back when its parts have gone."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        known = one.add("a", 0)
+        await asyncio.wait_for(known.done.wait(), 10)
+        publish, first_behind, back_at = one.log.publish, one.tail.first_behind, float("inf")
+
+        async def cut(message: Outgoing, timeout_s: float) -> int:
+            nonlocal back_at
+            if message.subject == SUBJECTS.groups and back_at == float("inf"):
+                back_at = elapsed.now_s() + 2 * _PARTS_LAST_S
+            if elapsed.now_s() < back_at < float("inf"):
+                raise AppendUnknown("cut")
+            return await publish(message, timeout_s)
+
+        async def behind(seq: int) -> Any:
+            if elapsed.now_s() < back_at + 0.5:  # once more than the group, as chance has it
+                raise LogUnavailable("cut")
+            return await first_behind(seq)
+
+        one.log.publish, one.tail.first_behind = cut, behind  # type: ignore[method-assign]
+        large = one.add("b", 0, size=9000)
+        await asyncio.wait_for(large.done.wait(), 3 * _PARTS_LAST_S)
+        assert isinstance(large.ends[0], AppendUnknown)
+        assert [thread_id for _, thread_id, _, _ in world.entries()] == ["a"]
+        await one.sequencer.aclose()
+
+    run(main())
+
+
 def test_nothing_is_forgotten_that_a_large_unit_behind_younger_ones_was_drafted_on() -> None:
     async def main() -> None:
         world = World(random.Random(1))

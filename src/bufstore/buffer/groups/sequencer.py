@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 _SHARED_S = 1.0
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
+_PARTS_OLD = "the parts of a large entry were stored too long ago"
 
 
 class Sequencer:
@@ -391,7 +392,7 @@ class Sequencer:
         """Do as `choose`, without units whose parts may be gone by now."""
         late = [queued for queued in units if queued.elsewhere and self._too_late(queued.parts_at)]
         if late:
-            _end_all(late, LogUnavailable("the parts of a large entry were stored too long ago"))
+            _end_all(late, LogUnavailable(_PARTS_OLD))
             units = [queued for queued in units if queued not in late]
         return choose(units, self._heads, self._subjects)
 
@@ -435,6 +436,8 @@ class Sequencer:
                     if is_gone():
                         return gone()
                     sent_at = asyncio.get_running_loop().time()
+                if self._too_late(parts_at):  # what the group names may be gone, though the log may still take it
+                    return AppendUnknown("its parts may be gone") if unanswered else LogUnavailable(_PARTS_OLD)
                 seq = await self._stream.publish(message, self._timeout_s)
                 self._others.took(asyncio.get_running_loop().time() - sent_at)
                 return written(seq)
