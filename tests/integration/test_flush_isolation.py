@@ -78,6 +78,24 @@ async def test_two_hundred_locked_rows_delay_nobody_else(deployment: Deployment,
         assert await store.quarantined() == 0
 
 
+async def test_a_locked_table_of_the_flush_is_named_soon(deployment: Deployment) -> None:
+    """As by an ALTER TABLE that waits: a flush does not wait for it longer than for a locked row."""
+    async with deployment.store(flush_timeout_s=5.0) as store:
+        await write(store, ["t"])
+        await store.force_flush_all()
+        async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as other:
+            await other.execute(f"LOCK TABLE {deployment.name}.buffer_partitions IN ACCESS EXCLUSIVE MODE")  # type: ignore[call-overload]
+            await store.checkpoint("t", [said(1)], run_of("t", 1))
+
+            async def named() -> bool:
+                return "lock timeout" in (await store.statistics()).flusher.trouble
+
+            await eventually(named, 10)
+            with pytest.raises(FlushTimeout, match="lock timeout"):
+                await store.force_flush("t", timeout_s=1)
+        await store.force_flush("t", timeout_s=20)
+
+
 class Slow(PostgresThreadStore):
     """Writes each batch, then waits inside the transaction until it may go on."""
 

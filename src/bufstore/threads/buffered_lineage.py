@@ -139,7 +139,8 @@ class BufferedLineage:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             if isinstance(e, (TimeoutError, OutcomeUnknown)):  # OutcomeUnknown: of a change to be finished first
                 raise LogUnavailable(
-                    f"could not get a turn to change the lineage of thread {wanted.thread_id!r} in time"
+                    f"thread {wanted.thread_id!r} was not changed in time: it waited for others, for Postgres or "
+                    "for the log; nothing was done; retry"
                 ) from e
             raise
         finally:

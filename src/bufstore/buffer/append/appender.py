@@ -259,11 +259,13 @@ class Appender(Generic[S, M]):
         behind = write.maybe_behind
         if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
             lane = self._lanes.get(thread_id)
-            if not self._log.trouble and self._stored.down is not None and lane is not None and lane.asks_store:
-                reason = self._stored.down
-                return StoreUnavailable(
-                    f"only Postgres knows thread {thread_id!r}: {reason}; nothing was stored; retry"
-                )
+            if not self._log.trouble and lane is not None and lane.asks_store:
+                if (down := self._stored.down) is not None:
+                    return StoreUnavailable(
+                        f"only Postgres knows thread {thread_id!r}: {down}; nothing was stored; retry"
+                    )
+                where = "in the log and in Postgres, one of which is slow"
+                return LogUnavailable(f"thread {thread_id!r} was not found in time {where}; nothing was stored; retry")
             why = f": {self._log.trouble}" if self._log.trouble else ""
             return LogUnavailable(f"the log accepted no entry in time{why}; nothing was stored; retry")
         if behind is not None:

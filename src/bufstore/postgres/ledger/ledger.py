@@ -261,8 +261,8 @@ class PostgresLedger:
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
             partitions = arrays.ints(cursor.partition for cursor in held)
-            await self._tables.send(connection, "open_flush")
-            found = await self._tables.send(connection, "lock_partitions", partitions, idle, lock_timeout)
+            await self._tables.send(connection, "open_flush", lock_timeout)
+            found = await self._tables.send(connection, "lock_partitions", partitions, idle)
             names = arrays.texts(threads)
             await self._tables.send(connection, "insert_missing", names)
             rows = await self._tables.send(connection, "lock_threads", names)

@@ -23,22 +23,22 @@ WITH free AS (
 SELECT * FROM raised UNION ALL SELECT * FROM made;
 
 -- name: lock_partitions
--- The partitions of a flush, locked until its commit. The settings end with the transaction, too: it does not wait long
--- for a lock, and a process that stops in the middle (frozen, or its host is gone) does not hold its locks for long.
+-- The partitions of a flush, locked until its commit. The settings end with the transaction, too: a process that stops
+-- in the middle (frozen, or its host is gone) does not hold its locks for long.
 -- The advisory lock tells others that this is a flush, and for how many milliseconds it may stand still: see
 -- open_flushes. Nobody waits for that lock. Its first number is arbitrary, but fixed.
 SELECT p.partition, p.term, p.cursor_seq, p.cursor_id, p.owner
 FROM {schema}.buffer_partitions AS p, (
-    SELECT set_config('lock_timeout', $3::text, true),
-        set_config('idle_in_transaction_session_timeout', $2::text, true),
+    SELECT set_config('idle_in_transaction_session_timeout', $2::text, true),
         set_config('tcp_user_timeout', $2::text, true),
         pg_advisory_xact_lock_shared(1651861107, $2::int)
 ) AS settings
 WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE OF p;
 
 -- name: open_flush
--- Marks the transaction of a flush: see still_open.
-SELECT set_config('bufstore.flush', 'open', true);
+-- Marks the transaction of a flush (see still_open), which does not wait long for a lock. That stands in a statement of
+-- its own, because the next one waits already for who has locked the whole table.
+SELECT set_config('bufstore.flush', 'open', true), set_config('lock_timeout', $1::text, true);
 
 -- name: still_open
 -- Whether this is the transaction that the flush, or a replay, began with: the setting ends with it.
