@@ -27,11 +27,19 @@ if sys.platform == "linux":
             if after - before < _SAME_MOMENT_S:
                 return since_start - after
 
+    def since_start_s() -> float:
+        """Return the seconds since the machine was started, those included for which it was suspended."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 else:
 
     def suspended_s() -> float:
         """Return 0: the time is unknown on this system."""
         return 0.0
+
+    def since_start_s() -> float:
+        """Return the seconds since some moment; whether suspended ones are included depends on the system."""
+        return time.monotonic()
 
 
 def now_s() -> float:

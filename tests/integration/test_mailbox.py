@@ -339,6 +339,26 @@ async def test_a_mailbox_in_a_schema_of_any_name(servers: Servers) -> None:
         PostgresMailboxStore(servers.postgres.dsn, schema="pg_x")
 
 
+async def test_who_only_enqueues_delays_nothing_by_an_old_look_at_postgres_clock(on_postgres: Mailboxes) -> None:
+    """Only sweeps set it again; Postgres' clock may have been set back since."""
+    async with on_postgres.open() as (ahead, worker):
+        assert isinstance(ahead.backend, PostgresBackend)
+        ahead.backend._offset_ms += 57_000
+
+        async def signals() -> list[str]:
+            return [signal.thread_id for signal in await worker.pull_signals(timeout_s=0)]
+
+        await ahead.enqueue("t", b"now")
+        assert await signals() == ["t"]
+        claim = await worker.claim("t", "w")
+        assert claim is not None
+        await worker.ack(claim)
+        await ahead.enqueue("t", b"later", available_at_ms=ahead.backend.now_ms() + 60_000)
+        assert await signals() == []
+        await ahead.wake("t")
+        assert await signals() == ["t"]
+
+
 async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> None:
     dsn, prefix = on_postgres.servers.postgres.dsn, f"bufstore-{on_postgres.name}"
     notifiers = [await PostgresNotifier.open(dsn, prefix=prefix, timeout_s=10) for _ in range(2)]

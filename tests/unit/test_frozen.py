@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_be_frozen
+from bufstore.postgres.ledger.frozen import OpenFlush, StandingStill, idle_max, is_frozen, may_be_frozen
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,20 @@ def test_a_flush_is_frozen_that_stands_still_for_longer_than_it_may(
 def test_a_large_window_may_stand_still_for_longer() -> None:
     assert idle_max(6) == 4000
     assert idle_max(6, 64 << 20) == 20_000
+
+
+def test_a_flush_that_stands_still_while_postgres_clock_is_set_back_is_timed_by_the_observer() -> None:
+    standing = StandingStill()
+
+    def at(now: float, still_s: float | None, statement: str = "10:00:00") -> list[bool]:
+        flush = OpenFlush(1, "2/3", "app", 4.0, still_s, statement)
+        return [is_frozen(f) for f in standing.timed([flush], now)]
+
+    assert at(100.0, -3600.0) == [False]
+    assert at(103.9, -3596.0) == [False]
+    assert at(104.1, -3595.9) == [True]
+    assert at(104.2, -3599.9, "10:00:05") == [False], "another statement"
+    assert at(108.0, 0.0, "10:00:05") == [False], "it went on"
+    assert at(108.3, -3599.9, "10:00:05") == [False], "and stands still from now on"
+    assert at(108.3, 4.1, "10:00:06") == [True], "for longer than it was looked at"
+    assert at(200.0, None, "") == [False]

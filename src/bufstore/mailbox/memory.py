@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from bufstore.elapsed import since_start_s
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox.config import MailboxConfig
@@ -29,7 +30,7 @@ from bufstore.tasks import own_cancels_only, set_within, spawn
 _log = logging.getLogger(__name__)
 
 #: What the wall clock said, in seconds, when our own clock, which does not jump, stood at 0.
-_EPOCH_S = time.time() - time.monotonic()
+_EPOCH_S = time.time() - since_start_s()
 
 
 @dataclass(eq=False)
@@ -325,7 +326,7 @@ class MemoryMailboxStore(MailboxStore):
         shared: MemoryMailbox | None = None,
         *,
         config: MailboxConfig | None = None,
-        clock: Callable[[], float] = lambda: _EPOCH_S + time.monotonic(),
+        clock: Callable[[], float] = lambda: _EPOCH_S + since_start_s(),
     ) -> None:
         config = config or MailboxConfig()
         super().__init__(

@@ -16,6 +16,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from bufstore.elapsed import since_start_s
 from bufstore.errors import LogFull, LogUnavailable, MalformedEntry
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import seconds
@@ -57,16 +58,17 @@ class Bucket(FreshReads):
         self._room = _Room(max_bytes, stream)
         #: Sequences of messages that cannot be read and were logged.
         self._set_aside: set[int] = set()
-        #: The server's clock minus ours, in seconds. No step of the wall clock moves ours.
+        #: The server's clock minus ours, in seconds. No step of the wall clock moves ours, and it goes on while the
+        #: machine is suspended: else claims would be born expired.
         self._offset_s = 0.0
 
     def now_ms(self) -> int:
         """Return the time by the server's clock, as near as is known."""
-        return round(1000 * (time.monotonic() + self._offset_s))
+        return round(1000 * (since_start_s() + self._offset_s))
 
     def set_clock(self, info: dict[str, Any]) -> None:
         """Set the clock by `info`, which the server has just sent about the stream."""
-        self._offset_s = seconds(info["ts"]) - time.monotonic()
+        self._offset_s = seconds(info["ts"]) - since_start_s()
 
     async def put(self, messages: Sequence[Outgoing]) -> int:
         """Write all or none, as neighbours; return the last sequence.

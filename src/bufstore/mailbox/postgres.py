@@ -19,6 +19,7 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
+from bufstore.elapsed import since_start_s
 from bufstore.errors import Closed, MalformedEntry, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
@@ -108,10 +109,11 @@ class PostgresBackend(Backend):
             await self._pool.close()
 
     async def _set_clock(self) -> None:
-        self._offset_ms = (await self._run("clock"))[0][0] - round(1000 * time.monotonic())
+        self._offset_ms = (await self._run("clock"))[0][0] - round(1000 * since_start_s())
 
     def now_ms(self) -> int:
-        return round(1000 * time.monotonic()) + self._offset_ms
+        # No step of the wall clock moves this one, and it goes on while the machine is suspended.
+        return round(1000 * since_start_s()) + self._offset_ms
 
     async def _run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         if not self._open:

@@ -1,7 +1,10 @@
 -- name: add
--- Enqueue. The thread's row supplies the epoch, and notes when a worker should look at the thread.
+-- Enqueue. The thread's row supplies the epoch, and notes when a worker should look at the thread: when the dispatch
+-- becomes available ($5), or now. What the process takes for now ($8) may lie in Postgres' future: only sweeps set its
+-- clock, and a process that only enqueues makes none.
 SELECT * FROM {schema}.mailbox_add_v1(
-    $1::text, $2::text, $3::int, $4::text, $5::bigint, $6::bytea, $7::text, $8::bigint
+    $1::text, $2::text, $3::int, $4::text, $5::bigint, $6::bytea, $7::text,
+    CASE WHEN $5::bigint >= $8::bigint THEN $8::bigint ELSE least($8::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint) END
 );
 
 -- name: queue

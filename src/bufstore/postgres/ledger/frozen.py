@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: The bytes per second that a process short of processor time works through, between two statements of a flush.
@@ -28,6 +29,22 @@ class OpenFlush(NamedTuple):
     may_s: float
     #: For how long it has stood still within a pipeline. 0: it goes on. None: another role's, and we may not see that.
     still_s: float | None
+    #: Names its last statement within the transaction.
+    statement: str = ""
+
+
+class StandingStill:
+    """Times flushes by the observer's own clock, too: Postgres' clock may be set back while one stands still."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str, str], float] = {}
+
+    def timed(self, flushes: Sequence[OpenFlush], now: float) -> list[OpenFlush]:
+        """Return the flushes with the longer of both times. `now`: a monotonic clock, in seconds."""
+        still = {(f.pid, f.transaction, f.statement): f.still_s for f in flushes if f.still_s}
+        self._since = {key: self._since.get(key, now) for key in still}
+        longer = {key: max(still_s, now - self._since[key]) for key, still_s in still.items()}
+        return [f._replace(still_s=longer.get((f.pid, f.transaction, f.statement), f.still_s)) for f in flushes]
 
 
 def is_frozen(flush: OpenFlush) -> bool:

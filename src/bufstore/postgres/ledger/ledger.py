@@ -21,7 +21,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import connections_made
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch, transaction_ended
-from bufstore.postgres.ledger.frozen import OpenFlush, idle_max, is_frozen, may_be_frozen
+from bufstore.postgres.ledger.frozen import OpenFlush, StandingStill, idle_max, is_frozen, may_be_frozen
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.tables import LedgerTables
 from bufstore.postgres.ledger.waiting import PostgresWaiting
@@ -61,6 +61,7 @@ class PostgresLedger:
         self._owners: dict[int, str] = {}
         #: When takes began to find rows held by other sessions, and when one last did.
         self._held_since, self._held_at = 0.0, float("-inf")
+        self._standing_still = StandingStill()
 
     @classmethod
     def configured(
@@ -146,8 +147,8 @@ class PostgresLedger:
         if now - self._held_at > _SAME_HOLDER_S:
             self._held_since = now
         self._held_at = now
-        for row in await self._tables.run("open_flushes"):
-            flush = OpenFlush(*row)
+        rows = await self._tables.run("open_flushes")
+        for flush in self._standing_still.timed([OpenFlush(*row) for row in rows], now):
             if refused and may_be_frozen(flush, held_s := now - self._held_since):
                 raise StoreUnavailable(
                     f"a flush of role {flush.role} has held rows of buffer_partitions for {held_s:.0f} s; if its "

@@ -53,7 +53,7 @@ SELECT f.pid, f.virtualtransaction, a.usename::text, (f.objid::bigint / 1000.0):
     CASE WHEN a.query_start IS NULL THEN NULL
     WHEN a.state <> 'active' OR a.wait_event_type IS DISTINCT FROM 'Client' THEN 0
     ELSE extract(epoch FROM clock_timestamp() - a.query_start) END
-)::float8
+)::float8, coalesce(a.query_start::text, '')
 FROM pg_locks AS f
 JOIN pg_locks AS t USING (pid, virtualtransaction, database)
 JOIN pg_stat_activity AS a USING (pid)
