@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psycopg
 
-from bench.baselines.limit_drain import LimitDrain
+from bench.baselines.raw_drain import RawDrain
 from bench.ours import Ours
 from bench.results import Benchmark, compared
 from bench.rows.backlog import backlog, fresh_options
@@ -26,7 +26,7 @@ class Drainer(Ours):
 
 
 def drain(stage: Stage) -> Iterator[Benchmark]:
-    """Measure a process of ours that opens the store and flushes all; *limit* is the raw loop on the same stream."""
+    """Measure a process of ours that opens the store and flushes all; *raw loop* drains the same stream."""
     what = backlog(stage)
 
     def ours() -> tuple[float, float]:
@@ -43,12 +43,12 @@ def drain(stage: Stage) -> Iterator[Benchmark]:
         assert arrived[0] == what.entries, f"{arrived[0]} of {what.entries} arrived"
         return rate, memory
 
-    def limit() -> tuple[float, float]:
-        with stage.workers(limit=(LimitDrain, {"stream": f"LOG-{what.place.name}"})) as workers:
-            rate = float(workers["limit"].call("drain", entries=what.entries))
-            return rate, workers["limit"].memory()
+    def raw() -> tuple[float, float]:
+        with stage.workers(raw=(RawDrain, {"stream": f"LOG-{what.place.name}"})) as workers:
+            rate = float(workers["raw"].call("drain", entries=what.entries))
+            return rate, workers["raw"].memory()
 
-    found = stage.interleave({"ours": ours, "limit": limit}, min(stage.rounds, _ROUNDS_MAX))
+    found = stage.interleave({"ours": ours, "raw loop": raw}, min(stage.rounds, _ROUNDS_MAX))
     rates = {name: [r for r, _ in results] for name, results in found.items()}
     yield compared("drain.rate", "1/s", rates | {"60 000/s": [_RATE]})
     memory = {name: [m for _, m in results] for name, results in found.items()}

@@ -56,7 +56,7 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         {"unbuffered", "upsert", "once"},
     ),
     "end_to_end": (["end_to_end.rate", "end_to_end_hot.rate"], {"upsert", "upsert, two processes"}),
-    "drain": (["drain.rate", "drain.memory"], {"limit"}),
+    "drain": (["drain.rate", "drain.memory"], {"raw loop"}),
     "spark_sink": (["spark_sink.rate"], {"upsert"}),
     "spark_backfill": (["spark_backfill.rate"], {"executemany"}),
     "spark_source": ([f"spark_source_{f}_{c}.rate" for f in ("entries", "messages") for c in (1, 2)], {"nats-py"}),

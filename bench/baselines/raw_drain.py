@@ -1,4 +1,4 @@
-"""*limit*, for a drain: the log's entries go into one table as fast as they can be fetched and merged.
+"""*raw loop*: the log's entries go into one table as fast as they can be fetched and merged.
 
 Raw frames from a pull consumer; then, in one transaction, a binary COPY into a temporary table, one INSERT … SELECT
 that ignores existing rows, and one row for the position. The next batch is fetched meanwhile. Groups are cut into
@@ -39,7 +39,7 @@ def entries_of(seq: int, headers: bytes, body: bytes) -> _Rows:
     return rows
 
 
-class LimitDrain(Contestant):
+class RawDrain(Contestant):
     """Drains the stream `stream` into its own table."""
 
     def __init__(self, place: Place, *, stream: str) -> None:
@@ -53,7 +53,7 @@ class LimitDrain(Contestant):
 
     async def open(self) -> None:
         self._nats = await RawNats.connect(self.place.nats)
-        self._consumer = f"limit-{self.place.name}"
+        self._consumer = f"raw-{self.place.name}"
         config = {"durable_name": self._consumer, "ack_policy": "all", "deliver_policy": "all", "max_ack_pending": -1,
                   "filter_subject": "*.groups.0"}  # fmt: skip
         await self._nats.request(
