@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import nats.errors
@@ -22,7 +23,7 @@ from bufstore.home import Home
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
-from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip, text_of, violation
+from bufstore.jetstream.client import ListeningClient, check_room, close_client, refusal, round_trip, text_of, violation
 from bufstore.jetstream.connection import LOGINS, Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.failures import why
@@ -799,3 +800,17 @@ async def test_a_message_larger_than_the_server_takes_is_not_sent_and_costs_no_c
         await connection.aclose()
         server.close()
         await server.wait_closed()
+
+
+async def test_a_client_whose_connection_was_aborted_leaves_no_task_behind() -> None:
+    """nats-py ends its subscriptions last, and a drain that fails comes before; nobody else would end their tasks."""
+
+    async def close() -> None:
+        raise ConnectionResetError("Connection lost")
+
+    tasks = [asyncio.create_task(asyncio.sleep(3600)) for _ in range(3)]
+    subscriptions = dict(enumerate(SimpleNamespace(_wait_for_msgs_task=task) for task in (*tasks, None)))
+    client: Any = SimpleNamespace(close=close, _subs=subscriptions)
+    await close_client(client)
+    await asyncio.wait(tasks, timeout=5)
+    assert all(task.cancelled() for task in tasks)

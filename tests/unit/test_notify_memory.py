@@ -7,12 +7,16 @@ import gc
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bufstore import BufstoreError, ConfigError
 from bufstore.errors import Closed, NotifyUnavailable
+from bufstore.mailbox import NatsMailboxNames
+from bufstore.mailbox.nats_signals import NatsLive
 from bufstore.notify import MemoryBroker, MemoryNotifier, Notifier, wait_for_work
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import _BIAS, granted
@@ -326,6 +330,58 @@ async def test_who_is_called_and_cancelled_at_any_moment_passes_the_call_on() ->
             for _ in range(turns):
                 await asyncio.sleep(0)
             first.cancel()
+            (took,) = await asyncio.gather(first, return_exceptions=True)
+            if took is not True:
+                async with asyncio.timeout(5):
+                    assert await second
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+
+
+async def swallows_cancels(*_: object, **__: object) -> None:
+    """As nats-py does, and Python's wait_for before 3.12, when an answer comes in the turn of the cancel."""
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(3600)
+
+
+async def test_a_cancel_that_a_client_swallows_ends_a_call_all_the_same() -> None:
+    """Else a loop of such calls would go on, and the TaskGroup that it is in never end."""
+    broker = MemoryBroker()
+    broker.publish_hinted = swallows_cancels  # type: ignore[method-assign]
+    client = SimpleNamespace(request=swallows_cancels)
+    connection = SimpleNamespace(client=lambda: client, on_connect=lambda _: None)
+    bucket: Any = SimpleNamespace(connection=connection, stream=SimpleNamespace(check_size=lambda _: None))
+    async with Notifier(broker, timeout_s=3600) as notifier:
+        live = NatsLive(bucket, NatsMailboxNames())
+        for call in (notifier.notify_scheduled("k"), live.deliver("t", b"", 3600)):
+            task = asyncio.create_task(call)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_who_is_called_and_cancelled_again_and_again_passes_the_call_on() -> None:
+    """As anyio does it: at every turn of the loop, until the task has ended."""
+    for turns in range(12):
+        async with MemoryNotifier() as notifier:
+            tell = notifier.notify_scheduled
+
+            async def told_later(kind: str, tell: Any = tell) -> None:
+                for _ in range(3):  # as over a network
+                    await asyncio.sleep(0)
+                await tell(kind)
+
+            notifier.notify_scheduled = told_later  # type: ignore[method-assign]
+            first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+            await eventually(lambda notifier=notifier: _listening(notifier, 1))
+            await tell("k")
+            second = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            while not first.done():
+                first.cancel()
+                await asyncio.sleep(0)
             (took,) = await asyncio.gather(first, return_exceptions=True)
             if took is not True:
                 async with asyncio.timeout(5):

@@ -307,6 +307,11 @@ async def _close(client: Client) -> None:
             await client.close()
     except Exception as e:
         _log.debug("closing a nats client: %s", text_of(e), extra={"action": "nats_close"})
+    finally:
+        # nats-py ends the tasks of its subscriptions last, and not where the connection was aborted (`forget_unsent`).
+        for subscription in client._subs.values():
+            if subscription._wait_for_msgs_task is not None:
+                subscription._wait_for_msgs_task.cancel()
 
 
 def told_by(client: Client) -> list[str]:

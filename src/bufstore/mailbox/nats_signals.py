@@ -22,7 +22,7 @@ from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.ports import Live, LiveHandler
-from bufstore.tasks import own_cancels_only
+from bufstore.tasks import no_cancel_lost, own_cancels_only
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class NatsLive:
         self._bucket.stream.check_size(payload)
         client = self._bucket.connection.client()
         try:
-            await client.request(self._prefix + token(thread_id), payload, timeout=timeout_s)
+            with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
+                await client.request(self._prefix + token(thread_id), payload, timeout=timeout_s)
         except nats.errors.NoRespondersError:
             return Live.NO_SUBSCRIBER
         except (nats.errors.Error, OSError, TimeoutError):

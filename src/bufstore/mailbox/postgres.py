@@ -292,9 +292,11 @@ class PostgresBackend(Backend):
         except BaseException:
             # The worker ends, or pauses: it must not take calls that are meant for one worker.
             if self._pulls == 1:
-                await self._idle.end()
-                if self._news.is_set():
-                    self._tell()
+                try:
+                    await self._idle.end()
+                finally:  # anyio cancels again and again
+                    if self._news.is_set():
+                        self._tell()
             raise
         finally:
             self._pulls -= 1

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, Unavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, spawn, to_the_end
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ async def wait_for_work(
         finally:
             if not worth:
                 for kind in scheduled:  # the call went to this worker only, which stops or is cancelled: tell another
-                    await notifier.notify_scheduled(kind)
+                    await to_the_end(notifier.notify_scheduled(kind))  # anyio cancels again and again
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:

@@ -19,7 +19,7 @@ from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
-from bufstore.tasks import Closing, end, own_cancels_only, spawn
+from bufstore.tasks import Closing, end, no_cancel_lost, own_cancels_only, spawn
 from bufstore.types import check_id, check_ids
 
 _log = logging.getLogger(__name__)
@@ -166,16 +166,17 @@ class Notifier:
 
     async def _send(self, sending: Coroutine[Any, Any, None]) -> None:
         """Send, and ignore failures: waiting workers poll as well."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await sending
-        except Exception as e:
-            self._dropped += 1
-            self._trouble(e)
-        else:
-            self._published += 1
-            self._healthy = True
-            self._home = self._home or Home()
+        with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await sending
+            except Exception as e:
+                self._dropped += 1
+                self._trouble(e)
+            else:
+                self._published += 1
+                self._healthy = True
+                self._home = self._home or Home()
 
     def _trouble(self, error: Exception) -> None:
         if self._healthy:  # log once per outage
