@@ -63,8 +63,9 @@ class Queryable(Protocol):
     A page of a buffered store shows the flushed state of a thread in quarantine, and names the thread in
     `Page.quarantined`. Any other store leaves that empty.
 
-    Order in time is the order in which rows reached the store that answers. Behind a buffer, that is the order of
-    writing within one thread; between threads it may differ from that order by as much as a flush takes.
+    Order in time is the order in which rows reached the store that answers, by its clock. Behind a buffer, that is the
+    order of writing within one thread, unless the clock is set back; between threads it may differ from that order by as
+    much as a flush takes.
     """
 
     async def query_messages(
