@@ -64,8 +64,8 @@ class Queryable(Protocol):
     `Page.quarantined`. Any other store leaves that empty.
 
     Order in time is the order in which rows reached the store that answers, by its clock. Behind a buffer, that is the
-    order of writing within one thread, unless the clock is set back; between threads it may differ from that order by as
-    much as a flush takes.
+    order of writing within one thread, unless that clock is set back; between threads it may differ from the order of
+    writing by as much as a flush takes.
     """
 
     async def query_messages(
