@@ -22,6 +22,7 @@ from bufstore.jetstream.errors import (
     StreamMissing,
     StreamTaken,
     SubjectFull,
+    TooManyMessages,
     to_error,
 )
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
@@ -99,6 +100,7 @@ def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
         (10164, "wrong last sequence", Conflict),
         (10077, "maximum messages per subject exceeded", SubjectFull),
         (10077, "maximum bytes exceeded", LogFull),
+        (10077, "maximum messages exceeded", TooManyMessages),
         (10077, "write x.blk: no space left on device", StorageFull),
         (10002, "resource limits exceeded for account", StorageFull),
         (10047, "insufficient storage resources", StorageFull),

@@ -70,6 +70,13 @@ class StorageFailed(LogUnavailable):
         super().__init__(f"the storage of NATS failed ({said}); if its disk is full, free it and restart nats-server")
 
 
+class TooManyMessages(LogFull):
+    """The stream holds as many messages as somebody else has set."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"the stream has a max_msgs, which bufstore does not set ({said}): set it to -1")
+
+
 class MessageTooLarge(LogUnavailable):
     """The server takes no message of this size (any more), headers included."""
 
@@ -85,6 +92,8 @@ def _store_failed(e: ApiError) -> Exception:
         return SubjectFull(f"the subject is full: {e.description}")
     if "no space" in text:
         return StorageFull(e.description)
+    if "maximum messages" in text:
+        return TooManyMessages(e.description)
     if "exceeded" in text:
         return LogFull(e.description)
     return StorageFailed(e.description)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from bufstore.errors import LogFull
-from bufstore.jetstream.errors import StorageFull
+from bufstore.jetstream.errors import StorageFull, TooManyMessages
 
 #: How long a log counts as one that takes no writes after it refused one for lack of space, or of a right.
 _REFUSED_FOR_S = 10.0
@@ -33,6 +33,6 @@ class Refusals:
 
     async def explained(self, error: LogFull, appended: int) -> LogFull:
         """Note this refusal, and return the error that says most about it."""
-        elsewhere = isinstance(error, StorageFull)  # then the log's content explains nothing
+        elsewhere = isinstance(error, (StorageFull, TooManyMessages))  # then the bytes in the log explain nothing
         self.note(str(error) if elsewhere else "the log is full: it has just refused a write", appended)
         return error if elsewhere or self._explain is None else await self._explain(error)
