@@ -146,7 +146,7 @@ class NatsSharedState:
         """
         # This answer comes first: afterwards it is certain that NATS was there while the claim waited.
         owner = await self.thread_of_run(run_id, timeout_s)
-        with contextlib.suppress(TimeoutError, AppendUnknown):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 return owner or await self._claim(message, run_id, thread_id, timeout_s)
         self._not_registered("the shared-state bucket answers no write: restart nats-server")
