@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -30,6 +29,7 @@ from bufstore.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
+from bufstore.tasks import end, spawn
 
 _TIMEOUT_S = 5.0
 
@@ -121,12 +121,16 @@ class Inspection:
 
     async def status(self) -> BufferStatus:
         """Return where everything stands, and what cannot be asked. Raises LogUnavailable when NATS goes away."""
-        log, subjects = self._buffer.config.log, self._buffer.subjects
         # Records stay where the bucket stores nothing any more, so that their members seem to be alive.
-        members, troubles, ends = await asyncio.gather(
-            living(self._shared), self._shared.troubles(), self._log.partition_ends()
-        )
-        members.sort()
+        alive = spawn(living(self._shared))
+        try:
+            return await self._status(alive)
+        finally:
+            await end(alive)
+
+    async def _status(self, alive: Awaitable[list[str]]) -> BufferStatus:
+        log, subjects = self._buffer.config.log, self._buffer.subjects
+        troubles, ends = await self._shared.troubles(), await self._log.partition_ends()
         cursors: dict[int, Cursor] | None = None
         quarantined, waiting, trouble, why = None, None, "", None
         try:
@@ -140,6 +144,7 @@ class Inspection:
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
         fill, full_in_s = await FillForecast(lambda: look(self._log, self._shared, flushed)).measured()
         nats_trouble, full = await asked(lambda: is_full(self._log))
+        members = sorted(await alive)
         health = health_of(
             log=nats_trouble if why is None else str(LogRolledBack(why)),
             store=trouble,
