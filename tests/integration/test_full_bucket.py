@@ -108,9 +108,40 @@ async def test_a_bucket_that_only_reads_on_stops_no_write_but_one(
             assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
             with pytest.raises(AlreadyExists, match="belongs to another thread"):
                 await store.checkpoint("another", [said(0)], Run(run_id=run_of("t").run_id, thread_id="another"))
+
+        async def stores_again() -> bool:  # as the renewal of the lease finds out
+            return not shared._silent
+
+        await eventually(stores_again)
         await store.checkpoint("newest", [said(0)], run_of("newest"))
         owners = [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t", "new", "newer", "newest")]
         assert owners == ["t", None, None, "newest"]
+
+
+async def test_a_bucket_that_is_only_slow_registers_runs_again_after_one_of_them(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deployment.store(append_timeout_s=1.5, flusher=False) as store:
+        shared = store.buffer.session.shared
+        submit = shared._writes.submit
+
+        async def slowly(messages: Any) -> int:
+            await asyncio.sleep(2)
+            return int(await submit(messages))
+
+        monkeypatch.setattr(shared._writes, "submit", lambda messages: asyncio.ensure_future(slowly(messages)))
+        with pytest.raises(LogUnavailable, match="could not be registered in time"):
+            await store.checkpoint("t0", [said(0)], run_of("t0"))
+        await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in ("t1", "t2")))
+
+        async def stores_again() -> bool:
+            return not shared._silent
+
+        await eventually(stores_again)
+        monkeypatch.undo()
+        await store.checkpoint("t3", [said(0)], run_of("t3"))
+        owners = [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t1", "t2", "t3")]
+        assert owners == ["t1", None, "t3"], "the first of them finds out"
 
 
 async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployment) -> None:

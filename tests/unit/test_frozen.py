@@ -32,9 +32,9 @@ def test_a_large_window_may_stand_still_for_longer() -> None:
 def test_a_flush_that_stands_still_while_postgres_clock_is_set_back_is_timed_by_the_observer() -> None:
     standing = StandingStill()
 
-    def at(now: float, still_s: float | None, statement: str = "10:00:00") -> list[bool]:
+    def at(now: float, still_s: float | None, statement: str = "10:00:00", slow_s: float = 0.0) -> list[bool]:
         flush = OpenFlush(1, "2/3", "app", 4.0, still_s, statement)
-        return [is_frozen(f) for f in standing.timed([flush], now)]
+        return [is_frozen(f) for f in standing.timed([flush], now, now + slow_s)]
 
     assert at(100.0, -3600.0) == [False]
     assert at(103.9, -3596.0) == [False]
@@ -44,3 +44,6 @@ def test_a_flush_that_stands_still_while_postgres_clock_is_set_back_is_timed_by_
     assert at(108.3, -3599.9, "10:00:05") == [False], "and stands still from now on"
     assert at(108.3, 4.1, "10:00:06") == [True], "for longer than it was looked at"
     assert at(200.0, None, "") == [False]
+    assert at(300.0, -3599.7, "10:00:07", slow_s=4.4) == [False], "the first answer came late"
+    assert at(304.5, -3595.2, "10:00:07") == [False], "it may have begun just before that answer"
+    assert at(308.5, -3591.2, "10:00:07") == [True]

@@ -310,8 +310,8 @@ async def _close(client: Client) -> None:
     finally:
         # nats-py ends the tasks of its subscriptions last, and not where the connection was aborted (`forget_unsent`).
         for subscription in client._subs.values():
-            if subscription._wait_for_msgs_task is not None:
-                subscription._wait_for_msgs_task.cancel()
+            if (task := getattr(subscription, "_wait_for_msgs_task", None)) is not None:
+                task.cancel()
 
 
 def told_by(client: Client) -> list[str]:

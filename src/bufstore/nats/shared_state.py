@@ -26,19 +26,22 @@ from bufstore.errors import ConfigError, LogFull, LogUnavailable, MalformedEntry
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.client import refusal, round_trip
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import StorageFull, StreamMissing
+from bufstore.jetstream.errors import StorageFull, StreamMissing, TooManyMessages
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.subscriptions import Subscriptions
 from bufstore.nats.setup import bucket_stream, check_owner, ensure_bucket, found_bucket
+from bufstore.tasks import end, see_error, spawn
 
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
-#: Once a bucket has stored no record of a run in the time of a whole write, the next ones are given so long.
+#: A bucket that has stored nothing in the time of a whole write is given so long to store a run's record.
 _PATIENCE_S = 1.0
+#: After a write that it did not answer, the next one is tried so much later.
+_PROBE_EVERY_S = 30.0
 #: Seconds after which a copy that lacked our own record has it, unless it lags.
 _COPY_S = 0.05
 #: Between two attempts to claim a run.
@@ -76,8 +79,12 @@ class NatsSharedState:
         self._room = _Room(self._stream)
         #: Whether the last new run was not registered.
         self._unregistered = False
-        #: Whether a claim has waited in vain since the last write that was stored.
-        self._silent = False
+        #: Whether a claim has waited in vain since the last write that was stored, which was at the loop's time
+        #: `_stored_at`.
+        self._silent, self._stored_at = False, float("-inf")
+        #: The claim that finds out whether the bucket stores again, and when it began.
+        self._probe: asyncio.Task[str] | None = None
+        self._probed_at = float("-inf")
         #: Whether each new connection is checked for the subscription to what is parked.
         self._hears_parked = False
         #: The position of each member record that this process has written.
@@ -95,6 +102,7 @@ class NatsSharedState:
 
     async def aclose(self) -> None:
         """Stop writing."""
+        await end(self._probe)
         await self._writes.aclose()
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
@@ -114,7 +122,7 @@ class NatsSharedState:
     async def _claimed(self, subject: str, run_id: str, thread_id: str, timeout_s: float, until: float) -> str:
         """Claim the run until it is known to whom it belongs, or until the loop's time `until`."""
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
-        why = ""
+        began, why = asyncio.get_running_loop().time(), ""
 
         async def claimed() -> str:
             nonlocal why
@@ -136,7 +144,7 @@ class NatsSharedState:
                     with attempt:
                         return await claimed()
         except TimeoutError:
-            self._silent = True
+            self._silent = self._silent or self._stored_at < began
         raise LogUnavailable(f"run {run_id!r} could not be registered in time{why}; nothing was stored")
 
     async def _claim_of_the_silent(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
@@ -144,13 +152,26 @@ class NatsSharedState:
 
         nats-server leaves a stream in that state whose disk was full, until it is restarted. The log may be well.
         """
-        # This answer comes first: afterwards it is certain that NATS was there while the claim waited.
-        owner = await self.thread_of_run(run_id, timeout_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S):
-                return owner or await self._claim(message, run_id, thread_id, timeout_s)
+        # This answer comes first: afterwards it is certain that NATS was there while the probe waited.
+        if (owner := await self.thread_of_run(run_id, timeout_s)) is not None:
+            return owner
+        now = asyncio.get_running_loop().time()
+        if mine := self._probe is None or (self._probe.done() and now - self._probed_at > _PROBE_EVERY_S):
+            self._probe, self._probed_at = spawn(self._claim(message, run_id, thread_id, timeout_s), apart=True), now
+            self._probe.add_done_callback(see_error)
+        probe, left = self._probe, self._probed_at + min(_PATIENCE_S, timeout_s / 3) - now
+        assert probe is not None
+        # It goes on when this time is over, or this caller is gone: once it is stored, the bucket is taken for well.
+        if left > 0 and (await asyncio.wait([probe], timeout=left))[0]:
+            if probe.cancelled() or isinstance(probe.exception(), LogUnavailable):  # nothing was sent
+                self._probed_at = float("-inf")
+                raise LogUnavailable(str(probe.exception()) if not probe.cancelled() else "the store was closed")
+            if mine and probe.exception() is None:
+                return probe.result()
+        if not self._silent:
+            return await self._claim(message, run_id, thread_id, timeout_s)
         self._not_registered("the shared-state bucket answers no write: restart nats-server")
-        return thread_id
+        return await self.thread_of_run(run_id, timeout_s) or thread_id
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
@@ -325,11 +346,11 @@ class NatsSharedState:
             # Maybe somebody removed the bucket. Correctness needs nothing in it, so create a new one.
             await ensure_bucket(self._stream, self._config)
             stored = await self._writes.submit([message])
-        except StorageFull:
+        except (StorageFull, TooManyMessages):
             raise
         except LogFull as e:
             raise LogFull(self._full(str(e))) from None
-        self._silent = False
+        self._silent, self._stored_at = False, asyncio.get_running_loop().time()
         return stored
 
     def _full(self, why: str) -> str:

@@ -102,8 +102,13 @@ async def wait_for_work(
             raise
         finally:
             if not worth:
-                for kind in scheduled:  # the call went to this worker only, which stops or is cancelled: tell another
-                    await to_the_end(notifier.notify_scheduled(kind))  # anyio cancels again and again
+                await to_the_end(_tell(notifier, scheduled))  # anyio cancels again and again
+
+
+async def _tell(notifier: Notifier, kinds: Iterable[str]) -> None:
+    """Tell another worker of calls that went to this one only, which stops or is cancelled."""
+    for kind in kinds:
+        await notifier.notify_scheduled(kind)
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:

@@ -27,7 +27,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StreamMissing
+from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StorageFull, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.server_version import VERSION_MIN, text_of, version_of
 from bufstore.jetstream.stream import NatsStream
@@ -119,7 +119,7 @@ async def _look(
         await _headroom(notes, session)
         await _permissions(notes, session, target.nats.api, config, role, bucket=bucket)
         if bucket:
-            await _stores(notes, session, config)
+            await _stores(notes, session, shared, config)
         await _flushers(notes, session.shared)
     finally:
         await session.aclose()
@@ -321,18 +321,21 @@ async def _permissions(
         notes.say("storage", Level.BAD, f"the log takes no writes: {failed}", "free the disk, restart nats-server")
 
 
-async def _stores(notes: Notes, session: NatsSession, config: LogConfig) -> None:
+async def _stores(notes: Notes, session: NatsSession, bucket: NatsStream, config: LogConfig) -> None:
     """Note a bucket that stores nothing. One that met a full disk still refuses what an expectation forbids."""
     key = f"$KV.{config.bucket}.run.{token(f'doctor-{secrets.token_hex(8)}')}"
     try:
-        await session.stream.publish(Outgoing(key, b"", ttl_s=1), _TIMEOUT_S)
-    except ConfigError:
-        return  # not permitted, as "permissions" says
+        await bucket.publish(Outgoing(key, b"", ttl_s=1), _TIMEOUT_S)
+        return
+    except (ConfigError, LogFull) as e:
+        found, advice = str(e), "see what the other checks of the bucket say"
+        if isinstance(e, StorageFull):
+            advice = "make room"
     except (BufstoreError, AppendUnknown) as e:
-        found = f"the shared-state bucket takes no writes: {e}"
-        notes.say("bucket storage", Level.BAD, found, "free the disk, restart nats-server")
+        found, advice = f"it takes no writes: {e}", "free the disk, restart nats-server"
         with contextlib.suppress(BufstoreError):  # a write without an answer costs the connection
             await session.connection.wait_up(_TIMEOUT_S)
+    notes.say("bucket storage", Level.BAD, f"{bucket_stream(config)}: {found}", advice)
 
 
 def _advice(role: Role) -> str:

@@ -39,11 +39,11 @@ class StandingStill:
     def __init__(self) -> None:
         self._since: dict[tuple[int, str, str], float] = {}
 
-    def timed(self, flushes: Sequence[OpenFlush], now: float) -> list[OpenFlush]:
-        """Return the flushes with the longer of both times. `now`: a monotonic clock, in seconds."""
+    def timed(self, flushes: Sequence[OpenFlush], asked_at: float, answered_at: float) -> list[OpenFlush]:
+        """Return the flushes with the longer of both times. When they were asked for: a monotonic clock, in seconds."""
         still = {(f.pid, f.transaction, f.statement): f.still_s for f in flushes if f.still_s}
-        self._since = {key: self._since.get(key, now) for key in still}
-        longer = {key: max(still_s, now - self._since[key]) for key, still_s in still.items()}
+        self._since = {key: self._since.get(key, answered_at) for key in still}
+        longer = {key: max(still_s, asked_at - self._since[key]) for key, still_s in still.items()}
         return [f._replace(still_s=longer.get((f.pid, f.transaction, f.statement), f.still_s)) for f in flushes]
 
 

@@ -148,7 +148,7 @@ class PostgresLedger:
             self._held_since = now
         self._held_at = now
         rows = await self._tables.run("open_flushes")
-        for flush in self._standing_still.timed([OpenFlush(*row) for row in rows], now):
+        for flush in self._standing_still.timed([OpenFlush(*row) for row in rows], now, time.monotonic()):
             if refused and may_be_frozen(flush, held_s := now - self._held_since):
                 raise StoreUnavailable(
                     f"a flush of role {flush.role} has held rows of buffer_partitions for {held_s:.0f} s; if its "
