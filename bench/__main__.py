@@ -29,8 +29,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured (default: 5)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink counts and times, e.g. 0.01 to try it out")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for JSON and plots")
+    parser.add_argument("--again", action="store_true", help="put the rows into the results that are there")
     parser.add_argument("--no-plots", action="store_true", help="draw nothing")
     options = parser.parse_args()
+    if options.again and not (options.results / "latest.json").exists():
+        parser.error(f"--again: there are no results in {options.results}")
     unknown = set(options.rows) - set(ROWS)
     if unknown or options.rounds < 1 or not 0 < options.scale <= 1:
         parser.error(f"no such row: {', '.join(sorted(unknown))}" if unknown else "--rounds or --scale is out of range")
@@ -57,7 +60,7 @@ def main() -> None:
             console.print(f"{name}: {time.perf_counter() - began:.1f} s", highlight=False)
     where |= {"conversations": stage.shared["conversations"]} if "conversations" in stage.shared else {}
     show(where, benchmarks, console)
-    write(options.results, where, benchmarks)
+    write(options.results, where, benchmarks, chosen if options.again else ())
     console.print(f"written: {options.results / 'latest.json'}", highlight=False, soft_wrap=True)
     if not options.no_plots:
         from bench.plots import draw

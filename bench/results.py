@@ -54,10 +54,17 @@ def compared(name: str, unit: str, found: Mapping[str, Sequence[float]], ours: s
     return Benchmark(name, unit, found[ours], {who: values for who, values in found.items() if who != ours})
 
 
-def write(folder: Path, machine: Mapping[str, Any], benchmarks: Sequence[Benchmark]) -> None:
-    """Write both files."""
+def write(folder: Path, machine: Mapping[str, Any], benchmarks: Sequence[Benchmark], again: Sequence[str] = ()) -> None:
+    """Write both files. `again`: the rows that replace those of the run that is there; its `machine` names them."""
     folder.mkdir(parents=True, exist_ok=True)
-    latest = {"machine": machine, "benchmarks": [b.entry() for b in benchmarks]}
-    (folder / "latest.json").write_text(json.dumps(latest, indent=1, ensure_ascii=False) + "\n")
+    latest_file, rounds_file = folder / "latest.json", folder / "rounds.json"
+    entries = {b.name: b.entry() for b in benchmarks}
     rounds = {b.name: {"ours": list(b.ours), **{n: list(v) for n, v in b.baselines.items()}} for b in benchmarks}
-    (folder / "rounds.json").write_text(json.dumps(rounds, ensure_ascii=False) + "\n")
+    if again:
+        before = json.loads(latest_file.read_text())
+        machine = before["machine"] | machine | {"again": sorted({*before["machine"].get("again", ()), *again})}
+        entries = {entry["name"]: entry for entry in before["benchmarks"]} | entries
+        rounds = json.loads(rounds_file.read_text()) | rounds
+    latest = {"machine": machine, "benchmarks": list(entries.values())}
+    latest_file.write_text(json.dumps(latest, indent=1, ensure_ascii=False) + "\n")
+    rounds_file.write_text(json.dumps(rounds, ensure_ascii=False) + "\n")

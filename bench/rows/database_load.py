@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,12 +83,26 @@ def database_load(stage: Stage) -> Iterator[Benchmark]:
     actions["unbuffered"] = partial(baseline, Unbuffered)
     actions["upsert"] = partial(baseline, Upsert, "upsert_")
     actions["once"] = partial(baseline, Once)
-    found = stage.interleave(actions, min(stage.rounds, _ROUNDS_MAX))
+    with _without_autovacuum(stage.servers.dsn):
+        found = stage.interleave(actions, min(stage.rounds, _ROUNDS_MAX))
     for window in _WINDOWS:
         for what, unit in _UNITS.items():
             values = {name: [r[what] for r in rounds] for name, rounds in found.items() if name not in _WINDOWS}
             values["ours"] = [r[what] for r in found[window]]
             yield compared(f"database_load_{window}.{what}", unit, values)
+
+
+@contextmanager
+def _without_autovacuum(dsn: str) -> Iterator[None]:
+    """What one contestant leaves behind would be cleaned up on the account of the next, and ours take the longest."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        try:
+            for statement in ("ALTER SYSTEM SET autovacuum = off", "SELECT pg_reload_conf()"):
+                connection.execute(statement)
+            yield
+        finally:
+            for statement in ("ALTER SYSTEM RESET autovacuum", "SELECT pg_reload_conf()"):
+                connection.execute(statement)
 
 
 def _measured(
