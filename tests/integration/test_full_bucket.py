@@ -13,6 +13,7 @@ import nats
 import pytest
 
 from bufstore import AlreadyExists, Consistency, LogFull, LogUnavailable, Run
+from bufstore.jetstream.messages import AppendUnknown
 from bufstore.nats.setup import bucket_stream
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -142,6 +143,27 @@ async def test_a_bucket_that_is_only_slow_registers_runs_again_after_one_of_them
         await store.checkpoint("t3", [said(0)], run_of("t3"))
         owners = [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t1", "t2", "t3")]
         assert owners == ["t1", None, "t3"], "the first of them finds out"
+
+
+async def test_a_connection_that_is_lost_is_no_silent_bucket(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deployment.store(flusher=False) as store:
+        shared, lost = store.buffer.session.shared, iter(range(2))
+        submit = shared._writes.submit
+
+        def flapping(messages: Any) -> asyncio.Future[int]:
+            if next(lost, None) is None:
+                return submit(messages)
+            answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            answer.set_exception(AppendUnknown("the connection was lost"))
+            return answer
+
+        monkeypatch.setattr(shared._writes, "submit", flapping)
+        shared._silent = True  # as after an outage
+        await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in ("t1", "t2")))
+        assert [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t1", "t2")] == ["t1", "t2"]
+        assert not shared._silent
 
 
 async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployment) -> None:

@@ -163,11 +163,12 @@ class NatsSharedState:
         assert probe is not None
         # It goes on when this time is over, or this caller is gone: once it is stored, the bucket is taken for well.
         if left > 0 and (await asyncio.wait([probe], timeout=left))[0]:
-            if probe.cancelled() or isinstance(probe.exception(), LogUnavailable):  # nothing was sent
-                self._probed_at = float("-inf")
-                raise LogUnavailable(str(probe.exception()) if not probe.cancelled() else "the store was closed")
-            if mine and probe.exception() is None:
+            error = LogUnavailable("the store was closed") if probe.cancelled() else probe.exception()
+            if mine and not isinstance(error, (LogUnavailable, AppendUnknown)):
                 return probe.result()
+            if self._silent:  # the connection was lost, or the run was another thread's: the next attempt probes again
+                self._probed_at = float("-inf")
+                raise LogUnavailable(f"the shared-state bucket has stored nothing lately: {error}")
         if not self._silent:
             return await self._claim(message, run_id, thread_id, timeout_s)
         self._not_registered("the shared-state bucket answers no write: restart nats-server")
