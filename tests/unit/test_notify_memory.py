@@ -319,23 +319,40 @@ async def test_who_is_called_and_cancelled_passes_the_call_on() -> None:
         assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
 
 
+async def _passes_the_call_on(turns: int, *, again: bool) -> None:
+    """Cancel who was called after so many turns of the loop, once or (`again`) at every turn until it has ended."""
+    async with MemoryNotifier() as notifier:
+        tell = notifier.notify_scheduled
+
+        async def told_later(kind: str) -> None:
+            for _ in range(3):  # as over a network
+                await asyncio.sleep(0)
+            await tell(kind)
+
+        if again:
+            notifier.notify_scheduled = told_later  # type: ignore[method-assign, assignment]
+        first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+        await eventually(lambda: _listening(notifier, 1))
+        await tell("k")
+        second = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        while again and not first.done():
+            await asyncio.sleep(0)
+            first.cancel()
+        (took,) = await asyncio.gather(first, return_exceptions=True)
+        if took is not True:
+            async with asyncio.timeout(5):
+                assert await second
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+
+
 async def test_who_is_called_and_cancelled_at_any_moment_passes_the_call_on() -> None:
     """Regression: a call was lost if its worker was cancelled just while it stopped listening."""
     for turns in range(12):
-        async with MemoryNotifier() as notifier:
-            first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
-            await eventually(lambda notifier=notifier: _listening(notifier, 1))
-            await notifier.notify_scheduled("k")
-            second = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            first.cancel()
-            (took,) = await asyncio.gather(first, return_exceptions=True)
-            if took is not True:
-                async with asyncio.timeout(5):
-                    assert await second
-            second.cancel()
-            await asyncio.gather(second, return_exceptions=True)
+        await _passes_the_call_on(turns, again=False)
 
 
 async def swallows_cancels(*_: object, **__: object) -> None:
@@ -364,30 +381,7 @@ async def test_a_cancel_that_a_client_swallows_ends_a_call_all_the_same() -> Non
 async def test_who_is_called_and_cancelled_again_and_again_passes_the_call_on() -> None:
     """As anyio does it: at every turn of the loop, until the task has ended."""
     for turns in range(12):
-        async with MemoryNotifier() as notifier:
-            tell = notifier.notify_scheduled
-
-            async def told_later(kind: str, tell: Any = tell) -> None:
-                for _ in range(3):  # as over a network
-                    await asyncio.sleep(0)
-                await tell(kind)
-
-            notifier.notify_scheduled = told_later  # type: ignore[method-assign]
-            first = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
-            await eventually(lambda notifier=notifier: _listening(notifier, 1))
-            await tell("k")
-            second = asyncio.create_task(wait_for_work(notifier, ["k"], _never, poll_s=600))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            while not first.done():
-                first.cancel()
-                await asyncio.sleep(0)
-            (took,) = await asyncio.gather(first, return_exceptions=True)
-            if took is not True:
-                async with asyncio.timeout(5):
-                    assert await second
-            second.cancel()
-            await asyncio.gather(second, return_exceptions=True)
+        await _passes_the_call_on(turns, again=True)
 
 
 def test_a_server_that_hangs_up_at_once_is_not_asked_as_fast_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
