@@ -4,7 +4,9 @@
 -- clock, and a process that only enqueues makes none.
 SELECT * FROM {schema}.mailbox_add_v1(
     $1::text, $2::text, $3::int, $4::text, $5::bigint, $6::bytea, $7::text,
-    CASE WHEN $5::bigint >= $8::bigint THEN $8::bigint ELSE least($8::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint) END
+    CASE WHEN $5::bigint >= $8::bigint THEN $8::bigint
+        ELSE least($8::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
+    END
 );
 
 -- name: queue

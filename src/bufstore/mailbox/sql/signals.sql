@@ -19,7 +19,8 @@ SELECT looked_at, signalled FROM {schema}.mailbox_signal_lost_v1($1::text, $2::i
 -- name: wake
 -- Make a thread due now, if it has any dispatches.
 INSERT INTO {schema}.mailbox_threads AS t (thread_id, version, wake_at)
-SELECT $1::text, {schema}.mailbox_number_v1($3::text), least($2::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
+SELECT $1::text, {schema}.mailbox_number_v1($3::text),
+    least($2::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
 WHERE EXISTS (SELECT FROM {schema}.mailbox_dispatches WHERE thread_id = $1::text)
 ON CONFLICT (thread_id) DO UPDATE SET wakes = 0, wake_at = excluded.wake_at;
 

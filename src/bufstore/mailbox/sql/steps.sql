@@ -7,7 +7,9 @@ SELECT * FROM {schema}.mailbox_claim_v1($1::text, $2::bigint, $3::text, $4::byte
 -- version. $7: the time to look at the thread, if it is to be looked at, but no later than Postgres' now.
 SELECT * FROM {schema}.mailbox_write_v1(
     $1::text, $2::bigint, $3::bigint, $4::text, $5::text, $6::bigint,
-    CASE WHEN $7::bigint IS NOT NULL THEN least($7::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint) END,
+    CASE WHEN $7::bigint IS NOT NULL
+        THEN least($7::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
+    END,
     $8::text[], $9::int[], $10::int[], $11::bigint[], $12::bigint[], $13::bigint[], $14::bytea[], $15::text
 );
 
