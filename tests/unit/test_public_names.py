@@ -129,6 +129,12 @@ def test_examples_import_public_names_only() -> None:
     assert not [i for i in imports if i[1] not in PUBLIC or i[2] not in import_module(i[1]).__all__]
 
 
+def test_the_code_in_documents_is_python() -> None:
+    for document, text in _examples():
+        if document not in PUBLIC:  # the rest of a docstring is prose
+            compile(text, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
 def _promised(classes: list[type]) -> set[str]:
     """The methods that protocols document for all implementations."""
     protocols = [c for c in classes if getattr(c, "_is_protocol", False)]
