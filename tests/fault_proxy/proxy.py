@@ -9,6 +9,7 @@
         proxy.to_client.hold()               # half-open: requests arrive, nothing comes back
         proxy.to_server.swallow = True       # requests are lost
         proxy.drop_replies = True            # publish acks, or the replies to COMMIT, are lost
+        proxy.leads_to = "127.0.0.1", 4223   # the address moves: new connections go elsewhere
         proxy.heal()                         # end all faults
 
 Each fault takes effect at once, on existing and new connections, and faults may be combined. The two directions are
@@ -102,7 +103,8 @@ class FaultProxy:
     """
 
     def __init__(self, host: str, port: int, *, protocol: Literal["nats", "postgres", "raw"] = "raw") -> None:
-        self._upstream = host, port
+        #: Where new connections lead to.
+        self.leads_to = host, port
         self._protocol = protocol
         self._links: set[_Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,7 +167,7 @@ class FaultProxy:
             writer.transport.abort()
             return
         try:
-            server_reader, server_writer = await asyncio.open_connection(*self._upstream)
+            server_reader, server_writer = await asyncio.open_connection(*self.leads_to)
         except OSError:
             writer.transport.abort()  # the server is away: reset the client's connection too
             return

@@ -20,6 +20,7 @@ from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.messages import AppendUnknown
 
 _TIMEOUT_S = 2.0
+_SILENT = f"no answer in {_TIMEOUT_S:g} s"
 #: With less than this fraction of the log free, it counts as full before it refuses a write.
 _FREE_MIN = 0.01
 
@@ -203,7 +204,8 @@ class Vitals:
             log = str(LogRolledBack(self._session.log.refused))
         return health_of(
             log=log,
-            store=store,
+            # A store that cannot be reached says why before the time is over.
+            store=down or store if store == _SILENT else store,
             flusher=self._flusher.trouble if self._flusher is not None else told_by_flushers(troubles or {}),
             full=full or self._appender.refused or self._session.log.trouble,
             behind=behind or unread(down),
@@ -241,6 +243,6 @@ async def asked(question: Callable[[], Awaitable[Any]]) -> tuple[str, Any]:
         async with asyncio.timeout(_TIMEOUT_S):
             return "", await question()
     except TimeoutError:
-        return f"no answer in {_TIMEOUT_S:g} s", None
+        return _SILENT, None
     except (BufstoreError, AppendUnknown) as e:
         return str(e) or type(e).__name__, None

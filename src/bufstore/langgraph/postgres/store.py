@@ -171,7 +171,7 @@ class PostgresCheckpointStore:
 
     async def answers(self) -> None:
         """See `bufstore.buffer.domain.StateReader`."""
-        await self._sql.read("state", "bufstore-probe")
+        await self._sql.ping("state", "bufstore-probe")
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
         """See `CheckpointStore.latest`."""

@@ -14,6 +14,10 @@ from bufstore.errors import ConfigError
 _PORT = re.compile(r"\s*[0-9]{1,5}\s*")
 #: Parameters of libpq that are secrets (its manual, Parameter Key Words).
 _SECRETS = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"})
+#: The servers that libpq may be told to look for, of which none need be the primary.
+_NO_PRIMARY = frozenset({"standby", "prefer-standby", "read-only"})
+#: Which server it looks for here. Until libpq 14 it could not tell a standby from a role that may only read.
+_PRIMARY = "primary" if psycopg.pq.version() >= 140000 else "read-write"
 #: "postgresql+psycopg://", which most apps have in their environment.
 _DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 
@@ -47,8 +51,18 @@ def own_conninfo(conninfo: str, **defaults: Any) -> str:
 
     The client's encoding is always UTF-8, whatever the string, the environment, or a default of role or database says:
     ids travel in binary arrays (`bufstore.postgres.connection.arrays`), which psycopg does not encode.
+
+    Only the primary is connected to. In a failover an address may lead to a standby for a moment; a connection that
+    only reads would stay there, show old rows as if they were new, and have writes built on them.
     """
-    return make_conninfo(**(defaults | check_conninfo(conninfo) | {"client_encoding": "UTF8"}))
+    given = check_conninfo(conninfo)
+    if (wanted := given.get("target_session_attrs", "any")) in _NO_PRIMARY:
+        raise ConfigError(
+            f"target_session_attrs={wanted} asks for a server that may lack what was just written: leave it out"
+        )
+    if wanted == "any":
+        wanted = _PRIMARY
+    return make_conninfo(**(defaults | given | {"client_encoding": "UTF8", "target_session_attrs": wanted}))
 
 
 def has_secret(conninfo: str) -> bool:

@@ -15,6 +15,9 @@ from bufstore.postgres.connection.pool import Pool
 
 R = TypeVar("R")
 
+#: Who asks whether Postgres answers waits for two seconds: why it cannot be reached is said before that.
+_REASON_S = 1.5
+
 
 class Statements:
     """What a store asks Postgres, by name. Each call ends after `timeout_s`, and raises what `Pool.lend` raises."""
@@ -47,14 +50,18 @@ class Statements:
         """Return the rows of a statement that only reads. It is tried again if a connection was lost."""
         return await self.answered(lambda connection: self.on(connection, name, *parameters))
 
-    async def answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]]) -> R:
-        """Return what `read` finds. It reads once more if a connection was lost."""
+    async def ping(self, name: str, *parameters: Any) -> None:
+        """Carry out a statement that only reads; as `read`, but say soon why Postgres cannot be reached."""
+        await self.answered(lambda connection: self.on(connection, name, *parameters), _REASON_S)
+
+    async def answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]], away_s: float | None = None) -> R:
+        """Return what `read` finds. It reads once more if a connection was lost. `away_s`: see `Pool.lend`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
         again = False
         while True:
             try:
-                async with self.lend(timeout_s=deadline - loop.time()) as connection:
+                async with self.lend(away_s, deadline - loop.time()) as connection:
                     return await read(connection)
             except NoAnswer:
                 if again or loop.time() >= deadline:

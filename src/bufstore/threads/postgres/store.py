@@ -343,7 +343,7 @@ class _SnapshotReader:
         return await self._store._sql.answered(lambda connection: self._sql.on(connection, name, *parameters))
 
     async def answers(self) -> None:
-        await self._store.load_run(PROBE)
+        await self._store._sql.ping("load_run", PROBE)
 
 
 class _Call(NamedTuple):
