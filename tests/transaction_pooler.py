@@ -26,6 +26,7 @@ _PARAMETERS = (
     "TimeZone",
     "integer_datetimes",
     "standard_conforming_strings",
+    "in_hot_standby",
 )
 _SSL_REQUEST, _GSS_REQUEST, _CANCEL_REQUEST = 80877103, 80877104, 80877102
 
