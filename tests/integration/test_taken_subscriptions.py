@@ -1,13 +1,14 @@
-"""Subscriptions that a reload of NATS takes away, while the connection stays open."""
+"""Rights that a reload of NATS takes away, while the connection stays open."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,11 @@ class Guarded:
     def _reloads(self) -> int:
         return (self.server.data / "log").read_text().count("Reloaded server configuration")
 
-    async def deny(self, *subjects: str) -> None:
-        """Deny the limited user subscriptions to these subjects only."""
+    async def deny(self, *subjects: str, publishing: Sequence[str] = ()) -> None:
+        """Deny the limited user subscriptions to these subjects only, and publishing on those."""
         name, _, password = self.server.url.partition("//")[2].partition("@")[0].partition(":")
-        denied = f"permissions: {{ subscribe: {{ deny: {json.dumps(subjects)} }} }}" if subjects else ""
+        rights = {"subscribe": {"deny": subjects}, "publish": {"deny": publishing}}
+        denied = f"permissions: {json.dumps(rights)}" if subjects or publishing else ""
         users = f'{{ user: {name}, password: "{password}" }}, {{ user: limited, password: x, {denied} }}'
         self._file.write_text("\n".join([*self._rest, f"authorization {{ timeout: 10, users: [ {users} ] }}\n"]))
         before = self._reloads()
@@ -100,6 +102,53 @@ async def test_a_writer_that_cannot_hear_what_is_parked_writes_nothing_until_it_
             return writer.buffer.appender.tip("t") is None
 
         await eventually(heard)
+
+
+async def test_a_flusher_that_may_not_acknowledge_says_so_and_flushes_on(servers: Servers, guarded: Guarded) -> None:
+    """It stood still once the server had delivered as much as may be unacknowledged, and reported no trouble."""
+    deployment = Deployment(servers)
+    async with deployment.store(nats=guarded.limited, flush_max_entries=20) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+        await guarded.deny(publishing=["$JS.ACK.>"])
+        for n in range(1, 100):  # one after another: each is a message of the log
+            await store.checkpoint_append("t", [said(n)], run_of("t"))
+        await store.force_flush_all(timeout_s=30)
+        trouble = (await store.health()).flush_trouble
+        assert "$JS.ACK.>" in trouble, trouble
+        await guarded.deny()
+
+        more = count(100)
+
+        async def well() -> bool:
+            await store.checkpoint_append("t", [said(next(more))], run_of("t"))
+            await store.force_flush_all(timeout_s=30)
+            return (await store.health()).flushing
+
+        await eventually(well, 30)
+
+
+async def test_health_says_what_a_process_may_not_ask(servers: Servers, guarded: Guarded) -> None:
+    deployment = Deployment(servers)
+    async with (
+        deployment.store(nats=guarded.server.url),
+        deployment.store(nats=guarded.limited, flusher=False) as store,
+    ):
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await guarded.deny(publishing=["$JS.API.DIRECT.GET.>"])
+        store.buffer.appender.forget("t")
+        with pytest.raises(ConfigError, match="api.direct.get"):
+            await store.checkpoint_append("t", [said(1)], run_of("t"))
+        with pytest.raises(ConfigError, match="api.direct.get"):
+            await store.load_messages("t")
+        health = await store.health()
+        assert "api.direct.get" in health.write_trouble
+        assert "api.direct.get" in health.read_trouble
+        assert health.flush_trouble.startswith("it is not known whether others flush"), health.flush_trouble
+        await guarded.deny()
+        await store.checkpoint_append("t", [said(1)], run_of("t"))
+        await store.load_messages("t")
+        assert (await store.health()).ok
 
 
 async def test_a_notifier_hears_again_when_it_may(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:

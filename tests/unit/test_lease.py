@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.flush.flusher import Flusher
-from bufstore.errors import LogUnavailable
+from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from unit.test_flusher import SUBJECTS, Bench, bench
 
@@ -22,11 +22,18 @@ class Away(MemorySharedState):
 
     #: The reason; empty: it can be reached.
     away = ""
+    #: Why the list of members cannot be read, although records are written.
+    unread = ""
 
     async def _turn(self) -> MemoryBucket:
         if self.away:
             raise LogUnavailable(self.away)
         return await super()._turn()
+
+    async def members(self) -> dict[str, int]:
+        if self.unread:
+            raise ConfigError(self.unread)
+        return await super().members()
 
 
 class World(Bench):
@@ -76,6 +83,20 @@ def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.Monke
         await asyncio.sleep(30)
         await it.writer.append([1])
         assert await it.flushed("t", within_s=5.0)
+
+    world(main, monkeypatch)
+
+
+def test_who_cannot_read_the_others_records_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        made, shared = await it.join("a")
+        await asyncio.sleep(2)
+        shared.unread = "NATS does not permit it"
+        await asyncio.sleep(30)
+        assert "NATS does not permit it" in made.trouble
+        shared.unread = ""
+        await asyncio.sleep(2)
+        assert not made.trouble
 
     world(main, monkeypatch)
 

@@ -21,7 +21,10 @@ class Forbidden:
     def tell(self, error: Exception) -> None:
         """Log the error if it is one of these and was not told yet."""
         if (found := violation(error)) is not None:
-            subject = "_inbox.>" if found.subject.startswith("_inbox.") else found.subject
+            # Of these each is another one.
+            subject = next(
+                (f"{many}>" for many in ("_inbox.", "$js.ack.") if found.subject.startswith(many)), found.subject
+            )
             self._once(f"NATS does not permit {found.verb} on {subject!r}")
         elif NO_ROOM in str(error).lower():
             self._once("NATS permits no further subscription: raise max_subs (`subs`) of the account")

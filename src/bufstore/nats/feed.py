@@ -21,7 +21,7 @@ from nats.aio.subscription import Subscription
 
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.jetstream.client import ListeningClient, check_room
+from bufstore.jetstream.client import ListeningClient, check_room, violation
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.headers import entry_header, fields, status_of
@@ -115,7 +115,19 @@ class NatsFeed:
                 self._lost = "the connection to NATS was lost"
             elif self._outstanding and self._loop.time() - self._heard > 3 * _HEARTBEAT_S:
                 self._lost = "NATS sends no heartbeat"
+            elif self._client.errors and self._may_not_ack():
+                # The server would stop when it has delivered as much as may be unacknowledged. A new consumer begins
+                # at the cursor, so a flusher goes on, slowly, and says why.
+                self._lost = (
+                    "NATS does not permit this user to publish on $JS.ACK.>, where what is flushed is acknowledged: "
+                    "permit it (see `bufstore permissions`)"
+                )
         return self._lost
+
+    def _may_not_ack(self) -> bool:
+        consumer = f".{self._name.lower()}."
+        found = [violation(e) for e in self._client.errors]
+        return any(v is not None and v.subject.startswith("$js.ack.") and consumer in v.subject for v in found)
 
     def take(self) -> list[StoredMessage]:
         arrived, self._arrived = self._arrived, []

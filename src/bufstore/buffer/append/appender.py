@@ -37,7 +37,6 @@ from bufstore.buffer.parts import Parts
 from bufstore.errors import (
     BufstoreError,
     Closed,
-    ConfigError,
     LogFull,
     LogUnavailable,
     OutcomeUnknown,
@@ -327,8 +326,7 @@ class Appender(Generic[S, M]):
             unit = lane.take(taken, tip, self._on_end)
         except Exception as e:  # no memory left, say; if nobody drives the lane, every later write waits in it for ever
             _log.exception("cannot build an entry; nothing is stored", extra={"action": "build_error"})
-            error = LogUnavailable(f"cannot build the entry ({type(e).__name__}); nothing was stored; retry")
-            self._fail(lane, error)
+            self._fail(lane, LogUnavailable(f"cannot build the entry ({type(e).__name__}); nothing was stored; retry"))
             return
         if taken.needs is not None:
             lane.asks_store = taken.needs is not Need.TIP
@@ -417,11 +415,10 @@ class Appender(Generic[S, M]):
         except (BufstoreError, AppendUnknown) as e:
             self._fail(lane, e, head)
         except Exception as e:
-            _log.exception(
-                "cannot look up a thread; its writes fail, nothing is stored", extra={"action": "lookup_error"}
+            _log.exception("cannot look up a thread; nothing is stored", extra={"action": "lookup_error"})
+            self._fail(
+                lane, LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored"), head
             )
-            error = LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored")
-            self._fail(lane, error, head)
         else:
             lane.asks_store = False
             self._advance(lane, tip, looked_up=lane.asking if now else 0)
@@ -441,6 +438,7 @@ class Appender(Generic[S, M]):
         """End this write, if it still waits in the lane; None: all that do."""
         lane.asks_store = False
         self._tips.drop(lane.thread_id)
+        self._refusals.look(error, self.appended)
         failed = lane.queue[:] if head is None else [head]
         for write in failed:
             lane.drop(write)
@@ -493,8 +491,7 @@ class Appender(Generic[S, M]):
                 await asyncio.sleep(0.05)
             await self._find(lane, partial(self._finder.look_up, lane.thread_id))
             return
-        if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before it is sent
-            self._refusals.note(str(error), self.appended)
+        self._refusals.look(error, self.appended)
         for write in unit.writes:
             settle(write.done, error)
         self._advance(lane)

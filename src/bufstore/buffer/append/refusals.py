@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from bufstore.errors import LogFull
+from bufstore.errors import ConfigError, LogFull
 from bufstore.jetstream.errors import StorageFull, TooManyMessages
 
 #: How long a log counts as one that takes no writes after it refused one for lack of space, or of a right.
@@ -25,6 +25,11 @@ class Refusals:
     def note(self, why: str, appended: int) -> None:
         """Note that the log refused a write. `appended`: how many entries it has taken so far."""
         self._last = self._loop.time(), appended, why
+
+    def look(self, error: Exception, appended: int) -> None:
+        """Note it if the log refused something that a write needs. `appended`: see `note`."""
+        if isinstance(error, ConfigError):  # of the log: what a caller got wrong ends before the log is asked
+            self.note(str(error), appended)
 
     def lately(self, appended: int) -> str:
         """Why the log refused the last write, if that was not long ago; else empty. `appended`: see `note`."""

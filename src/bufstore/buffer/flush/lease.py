@@ -103,12 +103,12 @@ class Lease:
     async def _renew(self) -> None:
         began = asyncio.get_running_loop().time()
         await self._shared.renew_member(self._member, self._ttl_s, self._trouble())
-        self._until = began + self._ttl_s  # `began` is before the server began to count
         if not self._announced:
             reach(Failpoint.LEASE_RENEWED)
             await self._shared.announce()
             self._announced = True
-        records = await self._shared.members()
+        records = await self._shared.members()  # without the others' records, ours is worth nothing
+        self._until = began + self._ttl_s  # `began` is before the server began to count
         alive, dead = self._pulse.look(records, asyncio.get_running_loop().time())
         self._own(owned(self._member, {*alive, self._member}, self._partitions))
         for member in set(dead) - {self._member}:

@@ -34,7 +34,8 @@ _TAKE_RETRY_S = 0.5
 _HELD_RETRY_S = 0.1
 _HELD_SAID_S = 2.0
 _LOOK_S = 1.0
-#: A feed that is lost sooner than this after it was followed may be lost so each time: that is trouble.
+#: A feed that is lost sooner than this after it was followed, or after its first flush, may be lost so each time: that
+#: is trouble.
 _AT_ONCE_LOST_S = 1.0
 _CLOSE_S = 10.0
 #: If a caller asks for a flush of what is already flushed, we look into Postgres, but not more often than this.
@@ -103,6 +104,7 @@ class Takeover:
         state: FlusherState,
     ) -> None:
         self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
+        self._at_once_lost_s = _AT_ONCE_LOST_S + parts.config.flush_interval_s
         self._member = member
         self._prepare = prepare
         self._prepared = False
@@ -168,9 +170,9 @@ class Takeover:
 
     def _note_lost_at_once(self, partition: int, reason: str) -> None:
         now = self._loop.time()
-        if now - self._followed_at[partition] < _AT_ONCE_LOST_S:
+        if now - self._followed_at[partition] < self._at_once_lost_s:
             self._untakeable[partition] = now + _TAKE_RETRY_S
-            self._doomed_until = now + _TAKE_RETRY_S + 2 * _AT_ONCE_LOST_S
+            self._doomed_until = now + _TAKE_RETRY_S + 2 * self._at_once_lost_s
             self._state.report(LogUnavailable(f"feeds are lost as soon as they start: {reason}"))
 
     async def keep(self, stopping: asyncio.Event) -> None:

@@ -192,7 +192,7 @@ class Vitals:
         Asks NATS (on a replicated log, the leader must prove that it leads) and Postgres, for two seconds at most.
         """
         restored, shared = self._reads.restored, self._session.shared
-        (log, full), (store, waiting), (behind, _), (down, _), (_, members), (_, troubles) = await asyncio.gather(
+        (log, full), (store, waiting), (behind, _), (down, _), (unasked, members), (_, troubles) = await asyncio.gather(
             asked(lambda: is_full(self._session.log)),
             asked(self._waiting),
             asked(lambda: restored.counts_since(restored.era)),
@@ -202,14 +202,20 @@ class Vitals:
         )
         if self._session.log.refused is not None:
             log = str(LogRolledBack(self._session.log.refused))
+        if self._flusher is not None:
+            flusher = self._flusher.trouble
+        else:
+            flusher = (
+                f"it is not known whether others flush: {unasked}" if unasked else told_by_flushers(troubles or {})
+            )
         return health_of(
             log=log,
             # A store that cannot be reached says why before the time is over.
             store=down or store if store == _SILENT else store,
-            flusher=self._flusher.trouble if self._flusher is not None else told_by_flushers(troubles or {}),
+            flusher=flusher,
             full=full or self._appender.refused or self._session.log.trouble,
-            behind=behind or unread(down),
-            flushers=self._flusher is not None or bool(members),
+            behind=behind or self._reads.refused or unread(down),
+            flushers=self._flusher is not None or bool(members) or bool(unasked),
             waiting=waiting,
         )
 

@@ -27,6 +27,7 @@ from bufstore.buffer.read.same_postgres import SamePostgres
 from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch
 from bufstore.buffer.read.with_waiting import WithWaiting
 from bufstore.errors import (
+    ConfigError,
     FlushTimeout,
     LogUnavailable,
     ReadNotFresh,
@@ -44,6 +45,8 @@ T = TypeVar("T")
 _RECENT_BYTES = 32 << 20
 #: How long a read waits for the watermark of a state that is kept, in seconds.
 _ROW_S = 0.5
+#: How long the log counts as one that answers no reads after it refused one for lack of a right, in seconds.
+_REFUSED_FOR_S = 10.0
 
 
 class Reads(Generic[S]):
@@ -73,6 +76,14 @@ class Reads(Generic[S]):
         parts.log.on_forget(self._on_forget)
         #: Knows whether the store answers.
         self.store = StoreWatch(self._with_waiting, parts.config.read_timeout_s)
+        #: Why the log refused a read, and until when that counts, in the loop's time.
+        self._refused = ("", float("-inf"))
+
+    @property
+    def refused(self) -> str:
+        """Why the log refused the last read, if that was not long ago; else empty."""
+        why, until = self._refused
+        return why if asyncio.get_running_loop().time() < until else ""
 
     @property
     def down(self) -> str | None:
@@ -122,6 +133,10 @@ class Reads(Generic[S]):
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
+        except ConfigError as e:
+            self._refused = str(e), asyncio.get_running_loop().time() + _REFUSED_FOR_S
+            raise
+        self._refused = "", float("-inf")
         broken_since = state.watermark.broken_since
         if broken_since is not None and level is not Consistency.EVENTUAL and quarantined == "raise":
             raise ThreadQuarantined(thread_id, broken_since)
