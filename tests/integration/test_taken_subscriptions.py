@@ -137,9 +137,9 @@ async def test_health_says_what_a_process_may_not_ask(servers: Servers, guarded:
         await store.checkpoint("t", [said(0)], run_of("t"))
         await guarded.deny(publishing=["$JS.API.DIRECT.GET.>"])
         store.buffer.appender.forget("t")
-        with pytest.raises(ConfigError, match="api.direct.get"):
+        with pytest.raises(ConfigError, match=r"api\.direct\.get"):
             await store.checkpoint_append("t", [said(1)], run_of("t"))
-        with pytest.raises(ConfigError, match="api.direct.get"):
+        with pytest.raises(ConfigError, match=r"api\.direct\.get"):
             await store.load_messages("t")
         health = await store.health()
         assert "api.direct.get" in health.write_trouble
