@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from bufstore.at_exit import exit_came, held_at_exit
 from bufstore.errors import BufstoreError, CallTimeout, Closed, ConfigError
 from bufstore.lasting_executor import LastingExecutor
-from bufstore.tasks import own_cancels_only, spawn
+from bufstore.tasks import own_cancels_only, set_within, spawn
 
 R = TypeVar("R")
 
@@ -26,6 +26,8 @@ _OWN_MAX_S = threading.TIMEOUT_MAX / 2
 _LOOKS_S = 1.0
 #: How long, in seconds, the loop waits for cancelled tasks before it ends.
 _ENDS_S = 5.0
+#: Why a call ended that was not cancelled by its caller.
+_ENDED = "the store was closed before the call ended; a write may or may not be stored"
 #: How much of that the others have in any case, when a call that was given up does not end.
 _LEAST_S = 0.5
 
@@ -43,9 +45,10 @@ class Call(Generic[R]):
         loop: asyncio.AbstractEventLoop,
         work: Callable[[], Awaitable[R]],
         serves: Callable[[], bool] = lambda: True,
+        tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """`serves`: whether the loop still begins calls; asked there."""
-        self._loop, self._work, self._serves = loop, work, serves
+        """`serves`: whether the loop still begins calls; asked there. `tell`: called there once the call has ended."""
+        self._loop, self._work, self._serves, self._tell = loop, work, serves, tell
         self._task: asyncio.Task[tuple[R | None, BaseException | None]] | None = None
         self._done = False
         #: Gets the result and the error, of which one is None.
@@ -61,15 +64,38 @@ class Call(Generic[R]):
         while True:
             left_s, goes_on = ends_at - time.monotonic(), runs()
             try:
-                result, error = self._ended.get(timeout=max(min(left_s, _LOOKS_S), 0) if goes_on else 0)
+                found = self._ended.get(timeout=max(min(left_s, _LOOKS_S), 0) if goes_on else 0)
                 break
             except queue.Empty:
-                if left_s <= 0:
-                    raise CallTimeout(
-                        f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
-                    ) from None
-                if not goes_on:
-                    raise asyncio.CancelledError from None
+                self._check(timeout_s, left_s, goes_on)
+        return self._of(found)
+
+    async def result_elsewhere(self, told: asyncio.Event, runs: Callable[[], bool], timeout_s: float) -> R:
+        """`result`, for a caller on another loop, where `told` is set once the call has ended."""
+        ends_at = time.monotonic() + timeout_s
+        while True:
+            left_s, goes_on = ends_at - time.monotonic(), runs()
+            if goes_on:
+                await set_within(told, max(min(left_s, _LOOKS_S), 0))
+            try:
+                found = self._ended.get_nowait()
+                break
+            except queue.Empty:
+                self._check(timeout_s, left_s, goes_on)
+        return self._of(found)
+
+    @staticmethod
+    def _check(timeout_s: float | None, left_s: float, goes_on: bool) -> None:
+        if left_s <= 0:
+            raise CallTimeout(
+                f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
+            ) from None
+        if not goes_on:
+            raise asyncio.CancelledError from None
+
+    @staticmethod
+    def _of(found: tuple[Any, BaseException | None]) -> R:
+        result, error = found
         if error is not None:
             raise error
         return cast(R, result)
@@ -82,8 +108,7 @@ class Call(Generic[R]):
 
     def _begin(self) -> None:
         if not self._serves():
-            self._done = True
-            self._ended.put((None, asyncio.CancelledError()))
+            self._put(None, asyncio.CancelledError())
             return
         self._task = spawn(self._run())
         self._task.add_done_callback(self._end)
@@ -99,9 +124,14 @@ class Call(Generic[R]):
     def _end(self, task: asyncio.Task[tuple[R | None, BaseException | None]]) -> None:
         # The task itself is for this thread alone. In the caller asyncio would note its end in a finalizer, and Python
         # drops what a signal handler raises there.
-        self._task, self._done = None, True
+        self._task = None
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._ended.put(task.result() if error is None else (None, error))
+        self._put(*(task.result() if error is None else (None, error)))
+
+    def _put(self, result: R | None, error: BaseException | None) -> None:
+        self._done = True
+        self._ended.put((result, error))
+        self._tell()
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -200,25 +230,55 @@ class LoopThread:
             self._stopped = True
 
     def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None, *, closing: bool = False) -> R:
+        self._check_caller()
+        call = Call(self._loop, work, lambda: self._serves)
+        try:
+            self._begin(call, closing=closing)
+            return call.result(self._goes_on, timeout_s)
+        except asyncio.CancelledError:
+            raise self._over(_ENDED) from None
+        finally:
+            call.cancel()  # a call whose caller gave up (or was interrupted) ends, too
+
+    async def _call_elsewhere(self, work: Callable[[], Awaitable[R]], timeout_s: float) -> R:
+        """`_call`, for a caller on another loop, which goes on meanwhile."""
+        self._check_caller()
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        task = asyncio.current_task()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                loop.call_soon_threadsafe(told.set)
+
+        call = Call(self._loop, work, lambda: self._serves, tell)
+        try:
+            self._begin(call)
+            return await call.result_elsewhere(told, self._goes_on, timeout_s)
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling():
+                raise
+            raise self._over(_ENDED) from None
+        finally:
+            call.cancel()
+
+    def _check_caller(self) -> None:
         self._check_thread()
         if os.getpid() != self._process:
             raise ConfigError("a blocking store does not outlive a fork: open one in each process")
         if exit_came():
             raise Closed("the interpreter ends: call the store, and close it, before that")
-        call = Call(self._loop, work, lambda: self._serves)
+
+    def _goes_on(self) -> bool:
+        return not (self._stopped or exit_came())
+
+    def _begin(self, call: Call[Any], *, closing: bool = False) -> None:
+        # A call that begins behind a `close` is refused by the store, or by the loop.
+        if self._closing is not closing:
+            raise Closed("the store is closed")
         try:
-            # A call that begins behind a `close` is refused by the store, or by the loop.
-            if self._closing is not closing:
-                raise Closed("the store is closed")
-            try:
-                call.begin()
-            except RuntimeError:  # the loop was closed since
-                raise self._over("the store is closed") from None
-            return call.result(lambda: not (self._stopped or exit_came()), timeout_s)
-        except asyncio.CancelledError:
-            raise self._over("the store was closed before the call ended; a write may or may not be stored") from None
-        finally:
-            call.cancel()  # a call whose caller gave up (or was interrupted) ends, too
+            call.begin()
+        except RuntimeError:  # the loop was closed since
+            raise self._over("the store is closed") from None
 
     def _over(self, why: str) -> BufstoreError:
         if self._unfit is None:

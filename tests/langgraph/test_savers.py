@@ -19,7 +19,7 @@ from bufstore.buffer.operate.replay import Outcome
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, BufferedSaver, ConcurrentWriter, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
-from helpers import fresh, query
+from helpers import eventually, fresh, query
 from langgraph_graphs import assistant
 from langgraph_savers import META, Place, checkpoint, config
 
@@ -460,6 +460,35 @@ async def test_the_blocking_saver_has_the_asynchronous_methods_too() -> None:
         await saver.adelete_thread("copy")
         assert await saver.aget_tuple(config("copy")) is None
         assert saver.with_allowlist([("builtins", "complex")]) is not saver
+    finally:
+        await asyncio.to_thread(saver.close)
+
+
+async def test_a_cancel_ends_what_an_asynchronous_call_of_the_blocking_saver_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saver = await asyncio.to_thread(BufferedSaver.open, MemoryCheckpointStore(), nats=MemoryNats())
+    begun: list[bool] = []
+    ended: list[bool] = []
+
+    async def stuck(*_: Any, **__: Any) -> Any:
+        begun.append(True)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def all_of(these: list[bool]) -> bool:
+        return len(these) == len(calls)
+
+    monkeypatch.setattr(AsyncBufferedSaver, "aput", stuck)
+    try:
+        calls = [asyncio.create_task(saver.aput(config("t"), checkpoint({}, {}), META, {})) for _ in range(20)]
+        await eventually(lambda: all_of(begun))
+        for call in calls:
+            call.cancel()
+        await eventually(lambda: all_of(ended))
+        assert {type(e) for e in await asyncio.gather(*calls, return_exceptions=True)} == {asyncio.CancelledError}
     finally:
         await asyncio.to_thread(saver.close)
 

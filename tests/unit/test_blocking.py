@@ -39,7 +39,7 @@ from bufstore.loop_thread import Call, LoopThread
 from bufstore.memory import MemoryNats
 from bufstore.tasks import StrayCancelledError, see_error
 from bufstore.threads.bulk import BulkCheckpoint, BulkWriter
-from helpers import Soft, interrupted_at
+from helpers import Soft, eventually, interrupted_at
 
 
 class Slow(MemoryThreadStore):
@@ -48,9 +48,11 @@ class Slow(MemoryThreadStore):
     def __init__(self) -> None:
         super().__init__()
         self.closed = 0
+        self.begun = 0
         self.cancelled = 0
 
     async def load_messages(self, thread_id: str) -> list[Any] | None:
+        self.begun += 1
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:
@@ -122,6 +124,43 @@ def test_many_threads_call_at_once() -> None:
         run = Run(run_id="r", thread_id="t")
         receipts = list(threads.map(lambda n: store.checkpoint_append("t", [{"id": str(n)}], run), range(200)))
         assert sorted(r.version for r in receipts) == list(range(1, 201))
+
+
+async def test_calls_of_another_loop_take_no_thread_of_it_and_end_with_their_callers() -> None:
+    """They waited in threads of the caller's executor, which a cancel did not free: nor did it end the calls."""
+    slow = Slow()
+    store = await asyncio.to_thread(facade, slow)
+    try:
+        calls = [asyncio.create_task(store._call_elsewhere(lambda: slow.load_messages("t"), 60)) for _ in range(200)]
+        assert await store._call_elsewhere(lambda: slow.load_thread("t"), 60) is None
+
+        async def begun() -> bool:
+            return slow.begun == len(calls)
+
+        await eventually(begun)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(int)
+        for call in calls:
+            call.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(e) for e in ended} == {asyncio.CancelledError}
+
+        async def cancelled() -> bool:
+            return slow.cancelled == len(calls)
+
+        await eventually(cancelled)
+        with pytest.raises(VersionConflict):
+            await store._call_elsewhere(lambda: slow.append_messages("t", [1], expected_version=7), 60)
+        with pytest.raises(CallTimeout):
+            await store._call_elsewhere(lambda: slow.load_messages("t"), 0.05)
+        last = asyncio.create_task(store._call_elsewhere(lambda: slow.load_messages("t"), 60))
+        assert await store._call_elsewhere(lambda: slow.load_thread("t"), 60) is None
+    finally:
+        await asyncio.to_thread(store.close)
+    with pytest.raises(Closed):
+        await last
+    with pytest.raises(Closed):
+        await store._call_elsewhere(lambda: slow.load_thread("t"), 60)
 
 
 def test_calls_are_bounded_in_time() -> None:

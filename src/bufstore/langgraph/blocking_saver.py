@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import copy
 import functools
@@ -38,6 +37,9 @@ class _SaverThread(LoopThread):
     def run(self, work: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
         return self._call(work, self._timeout_s + own_time_s(timeout_s))
 
+    async def run_elsewhere(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await self._call_elsewhere(work, self._timeout_s)
+
 
 def _blocking(
     method: Callable[Concatenate[AsyncBufferedSaver, P], Awaitable[T]],
@@ -54,18 +56,17 @@ def _blocking(
     return call
 
 
-def _in_a_thread(
-    method: Callable[Concatenate[BufferedSaver, P], T],
+def _elsewhere(
+    method: Callable[Concatenate[AsyncBufferedSaver, P], Awaitable[T]],
 ) -> Callable[Concatenate[BufferedSaver, P], Coroutine[Any, Any, T]]:
-    """Return the blocking method as an asynchronous one, which waits in a thread."""
+    """Return the method as one for the caller's own event loop."""
     name = method.__name__
 
-    @functools.wraps(method, assigned=("__doc__",))
+    @functools.wraps(method, assigned=("__doc__", "__name__"))
     async def call(self: BufferedSaver, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await asyncio.to_thread(getattr(self, name), *args, **kwargs)
+        result: T = await self._thread.run_elsewhere(lambda: getattr(self._inner, name)(*args, **kwargs))
         return result
 
-    call.__name__ = f"a{name}"
     return call
 
 
@@ -73,8 +74,8 @@ class BufferedSaver(BaseCheckpointSaver[str]):
     """An `AsyncBufferedSaver` whose calls block, in any thread: it has an event loop in a thread of its own.
 
     Use it in place of LangGraph's ``PostgresSaver``, with `from_conn_string`, or with `open` and `close`. Its
-    asynchronous methods wait in threads. A call raises CallTimeout when it takes longer than `call_timeout_s` plus its
-    own `timeout_s`, if it has one.
+    asynchronous methods may be called on any event loop. A call raises CallTimeout when it takes longer than
+    `call_timeout_s` plus its own `timeout_s`, if it has one.
     """
 
     def __init__(
@@ -173,14 +174,14 @@ class BufferedSaver(BaseCheckpointSaver[str]):
 
     # --- the same for code with an event loop of its own ------------------------------------------------------
 
-    aput = _in_a_thread(put)
-    aput_writes = _in_a_thread(put_writes)
-    aget_tuple = _in_a_thread(get_tuple)
-    adelete_thread = _in_a_thread(delete_thread)
-    adelete_for_runs = _in_a_thread(delete_for_runs)
-    acopy_thread = _in_a_thread(copy_thread)
-    aprune = _in_a_thread(prune)
-    aget_delta_channel_history = _in_a_thread(get_delta_channel_history)
+    aput = _elsewhere(AsyncBufferedSaver.aput)
+    aput_writes = _elsewhere(AsyncBufferedSaver.aput_writes)
+    aget_tuple = _elsewhere(AsyncBufferedSaver.aget_tuple)
+    adelete_thread = _elsewhere(AsyncBufferedSaver.adelete_thread)
+    adelete_for_runs = _elsewhere(AsyncBufferedSaver.adelete_for_runs)
+    acopy_thread = _elsewhere(AsyncBufferedSaver.acopy_thread)
+    aprune = _elsewhere(AsyncBufferedSaver.aprune)
+    aget_delta_channel_history = _elsewhere(AsyncBufferedSaver.aget_delta_channel_history)
 
     async def alist(
         self,
@@ -192,7 +193,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
     ) -> AsyncIterator[CheckpointTuple]:
         """See `list`."""
         found = self._inner.alist(config, filter=filter, before=before, limit=limit)
-        while some := await asyncio.to_thread(self._thread.run, lambda: _some(found)):
+        while some := await self._thread.run_elsewhere(lambda: _some(found)):
             for item in some:
                 yield item
 
