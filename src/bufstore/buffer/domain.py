@@ -28,17 +28,14 @@ class Change(Protocol):
     @property
     def thread_id(self) -> str:
         """The thread that changes."""
-        ...
 
     @property
     def gone(self) -> bool:
         """Whether nothing of the thread is left after the change."""
-        ...
 
     @property
     def whole(self) -> bool:
         """Whether the change replaces the thread's content, so that its writer need not have known the thread."""
-        ...
 
 
 class Memory(Protocol):
@@ -47,7 +44,6 @@ class Memory(Protocol):
     @property
     def weight(self) -> int:
         """About how many items the memory holds."""
-        ...
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,31 +90,24 @@ class Domain(Protocol[C, S, M]):
 
     def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> C:
         """Fold `entries`, in order, into one change to a thread of this version. Raises Inapplicable."""
-        ...
 
     def empty(self, thread_id: str, watermark: Watermark) -> S:
         """Return the state of a thread without content."""
-        ...
 
     def overlay(self, state: S, thread_id: str, change: C, watermark: Watermark) -> S:
         """Return `state` as it is once `change` is written; `watermark` is the new state's watermark."""
-        ...
 
     def nothing(self) -> M:
         """Return the memory of a thread without content."""
-        ...
 
     def remember(self, state: S) -> M:
         """Return the memory of a thread that was read as `state`."""
-        ...
 
     def size(self, state: S) -> int:
         """Return about how many bytes `state` takes if it is kept for the next read; 0: a read needs more than it."""
-        ...
 
     def observe(self, memory: M, entry: StoredEntry) -> None:
         """Bring the memory up to date with an entry that another writer appended."""
-        ...
 
 
 class Applies(Protocol[C_contra]):
@@ -127,7 +116,6 @@ class Applies(Protocol[C_contra]):
     # The connection is the ledger's (PostgresLedger has a psycopg AsyncConnection); none of our types covers them all.
     async def apply(self, connection: Any, batch: Sequence[C_contra]) -> None:
         """Write the changes, at most one per thread, in the ledger's transaction: all of them or none."""
-        ...
 
 
 class StateReader(Protocol[S_co]):
@@ -135,11 +123,9 @@ class StateReader(Protocol[S_co]):
 
     async def state(self, thread_id: str) -> S_co:
         """Return the thread's state; an empty one if it does not exist. Raises StoreUnavailable, ReadNotFresh."""
-        ...
 
     async def answers(self) -> None:
         """Return if the store answers a cheap query; otherwise raise whatever the store raises."""
-        ...
 
 
 async def nothing_to_do() -> None:

@@ -67,19 +67,15 @@ class CheckpointStore(Protocol):
     @property
     def history(self) -> str:
         """How much of a thread's history is written: see `bufstore.langgraph.history`."""
-        ...
 
     def of_lane(self, log: LogConfig) -> CheckpointStore:
         """Return this store as the buffer of a lane sees it: the watermarks of each lane are kept by themselves."""
-        ...
 
     def behind(self, config: BufferConfig) -> tuple[Ledger, Backing[Tail]]:
         """Return what the buffer of the lane works with."""
-        ...
 
     async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
         """See `bufstore.buffer.domain.Applies`."""
-        ...
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
         """Return the namespace's newest checkpoint, its blobs and writes; of an old version also what was sent to it.
@@ -87,11 +83,9 @@ class CheckpointStore(Protocol):
         Also returns the writes of later checkpoints that are not there yet, and the thread's namespaces unless there
         are more than `namespaces_max`.
         """
-        ...
 
     async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
         """Return a checkpoint with its blobs and writes, and what was sent to it; without it, its writes alone."""
-        ...
 
     async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
         """Return this checkpoint and its ancestors, `limit` at most, with their blobs and writes of these channels.
@@ -99,28 +93,21 @@ class CheckpointStore(Protocol):
         Metadata are left out. Beyond the nearest stored value of a channel nothing more of that channel is needed, and
         beyond the nearest stored values of all of them nothing at all.
         """
-        ...
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """Return these blobs, and the writes of these checkpoints."""
-        ...
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
         """Return the next checkpoints of a list, newest first, each with its thread, blobs and writes."""
-        ...
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """Return the outlines of all checkpoints of a thread."""
-        ...
 
     async def now(self) -> datetime:
         """Return the time by the store's clock, with its UTC offset."""
-        ...
 
     async def idle(self, before: str) -> list[str]:
         """Return the threads whose last checkpoint is older than this time (ISO 8601)."""
-        ...
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """Return thread, namespace and id of the checkpoints that these runs have saved."""
-        ...

@@ -73,7 +73,6 @@ class Backend(Protocol):
 
     async def open(self) -> None:
         """Connect, and create what is missing. Raises ConfigError, ConfigDrift."""
-        ...
 
     def closes_here(self) -> bool:
         """Return False in a forked process. Raises ConfigError on another event loop, unless the store is closed."""
@@ -83,18 +82,15 @@ class Backend(Protocol):
 
     def now_ms(self) -> int:
         """Return the time, as near to the store's own clock as is known."""
-        ...
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         """Enqueue the dispatch, with the thread's epoch and a position of its own.
 
         `own_id`: the caller chose the dispatch's id, so the id may be taken. Raises KeyTaken.
         """
-        ...
 
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         """Store the step if the thread's state is still `before` and every `Move.before` is still queued."""
-        ...
 
     async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         """Claim the first dispatch of the queue, as `decisions.claim` does, in one round trip. Return the new state.
@@ -109,33 +105,27 @@ class Backend(Protocol):
 
     async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
         """Return the thread and, if it is free, the best of its queued dispatches that may be claimed now."""
-        ...
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]: ...
 
     async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
         """Return queued dispatches of earlier epochs, in any order; an empty list only if there are none."""
-        ...
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         """Return everything that is kept of the thread; the active dispatch is in the state only."""
-        ...
 
     async def queued_threads(self, limit: int) -> list[str]: ...
 
     async def finished(self, limit: int) -> list[Dispatch]:
         """Return finished dispatches of all threads, in the order in which they ended."""
-        ...
 
     async def counts(self) -> dict[Status, int]: ...
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         """Remove finished dispatches (return how many), the oldest first, and what no thread needs any more."""
-        ...
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         """Return threads whose claim may be over. The cost depends on what became due, not on what there is."""
-        ...
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
         """Signal the threads whose delayed dispatches became due; return how many. 0 where workers see the time."""
@@ -143,7 +133,6 @@ class Backend(Protocol):
 
     async def wake(self, thread_id: str) -> None:
         """Signal a thread, behind those whose signals wait."""
-        ...
 
     async def signal_lost(self, due_ms: int, limit: int) -> int:
         """Look at the next `limit` of what is queued, and signal free threads that no signal tells of; return how many.
@@ -151,29 +140,23 @@ class Backend(Protocol):
         In normal life there are none. Superseded dispatches count; delayed ones count if they were due at `due_ms`. A
         store whose signals may go astray disregards a signal that workers have had for too long.
         """
-        ...
 
     async def gauges(self) -> MailboxGauges:
         """Return the gauges, without the one that `expiring` tells."""
-        ...
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         """Return version, token (0: none) and epoch of each thread. A copy that lags may answer: ask again soon."""
-        ...
 
     async def sweeps(self, interval_s: float) -> bool:
         """Return True when it is this instance's turn to sweep."""
-        ...
 
     async def signals(self, limit: int, timeout_s: float) -> list[Signal]: ...
 
     async def ack_signal(self, signal: Signal) -> bool:
         """See `Signal.ack`. Answers are hints, too: when one is lost, the signal comes again."""
-        ...
 
     async def put_off(self, signal: Signal, delay_s: float | None) -> None:
         """See `Signal.nack`; without a delay, `Signal.working`."""
-        ...
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         """See `MailboxStore.deliver_live`. This default is for a store that cannot tell whether anybody listens."""

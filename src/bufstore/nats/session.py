@@ -21,7 +21,6 @@ class HasSessions(Protocol):
 
     def session(self, config: BufferConfig) -> Session:
         """Return a session for one instance."""
-        ...
 
 
 #: Where the log is: URLs, a configuration, or an object that stands for a server in tests.

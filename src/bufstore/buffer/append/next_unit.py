@@ -32,32 +32,26 @@ class QueuedWrite(Protocol[M]):
     @property
     def item(self) -> bytes:
         """The write's idempotency key (`bufstore.buffer.recent_keys`)."""
-        ...
 
     @property
     def keyed(self) -> bool:
         """Whether the caller gave the key. Such a write has no mark."""
-        ...
 
     @property
     def mark(self) -> bytes | None:
         """The producer that numbers this write, and the number (`bufstore.buffer.producers`)."""
-        ...
 
     @property
     def after(self) -> QueuedWrite[M] | None:
         """The write that must be stored before this one, or with it."""
-        ...
 
     @property
     def ended(self) -> bool:
         """Whether the caller has an answer, or gave up."""
-        ...
 
     @property
     def failed(self) -> bool:
         """Whether the write ended and is not known to be stored."""
-        ...
 
 
 class Limits(NamedTuple):

@@ -48,22 +48,18 @@ class Stored(Protocol[S_co]):
     @property
     def down(self) -> str | None:
         """Why the store counts as down; None while it answers."""
-        ...
 
     async def joined(self, thread_id: str) -> tuple[S_co, int]:
         """The thread's state with its tail, and the position of its last entry in the log (0: none there).
 
         Raises StoreUnavailable when the store is needed and does not answer.
         """
-        ...
 
     async def watermark(self, thread_id: str) -> Watermark:
         """The thread's watermark. Raises StoreUnavailable, soon."""
-        ...
 
     def watermarks(self, thread_ids: Sequence[str]) -> Coroutine[Any, Any, Mapping[str, Watermark]]:
         """The rows of those threads that have one; entries that wait are not counted in. Raises StoreUnavailable."""
-        ...
 
 
 class TipFinder(Generic[S, M]):

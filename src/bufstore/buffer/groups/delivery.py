@@ -46,24 +46,19 @@ class StreamFeed(Protocol):
     @property
     def lost(self) -> str | None:
         """Why it can deliver no more (a hole, a lost connection, a deleted consumer), or None."""
-        ...
 
     @property
     def crowded(self) -> bool:
         """Whether half as many messages are unacknowledged as may be."""
-        ...
 
     def take(self) -> list[StoredMessage]:
         """What has arrived since the last call."""
-        ...
 
     async def ack(self, seq: int) -> None:
         """Acknowledge everything up to the message with this sequence."""
-        ...
 
     async def close(self) -> None:
         """Stop and remove the consumer."""
-        ...
 
 
 class Delivery:

@@ -52,11 +52,9 @@ class Listening(Protocol):
     @property
     def lost(self) -> bool:
         """Whether nothing more will be heard."""
-        ...
 
     async def close(self) -> None:
         """Hear no more."""
-        ...
 
 
 class Announcements(Protocol):
@@ -64,11 +62,9 @@ class Announcements(Protocol):
 
     async def listen(self, subject: str, heard: Callable[[bytes], None]) -> Listening:
         """Hear what is told on a subject, one's own words included. Raises LogUnavailable."""
-        ...
 
     async def tell(self, subject: str, words: bytes) -> None:
         """Tell all that listen there. Raises nothing when that is not possible."""
-        ...
 
 
 class Others:

@@ -26,34 +26,27 @@ class GroupsInStream(Generations, Announcements, Protocol):
     @property
     def message_bytes_max(self) -> int:
         """The server's max_payload: headers and body of one message."""
-        ...
 
     @property
     def connections(self) -> int:
         """A number that changes when the process connects again: then the log may have gone back."""
-        ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         """Store one message durably. Returns its sequence."""
-        ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
         """The last message of each subject; subjects that have none are left out."""
-        ...
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
-        ...
 
     @property
     def generation_start(self) -> int:
         """The first sequence of this generation of the stream."""
-        ...
 
     @property
     def windows(self) -> Windows:
         """See `bufstore.buffer.ports.log.Log`, also for what follows."""
-        ...
 
     async def set_windows(self, windows: Windows) -> None: ...
     async def end(self, timeout_s: float) -> int: ...
@@ -62,12 +55,10 @@ class GroupsInStream(Generations, Announcements, Protocol):
 
     async def fresh_end(self, timeout_s: float) -> int:
         """The last group's sequence, as of a moment after the call; 0 where every read is as fresh as that."""
-        ...
 
     @property
     def may_lag(self) -> bool:
         """Whether a read may show less than the log has: one of several replicas answers it."""
-        ...
 
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
         """The subject's first messages above `seq`, as any replica has them, which may lag.
@@ -75,7 +66,6 @@ class GroupsInStream(Generations, Announcements, Protocol):
         At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
         have come. Raises LogUnavailable when none has come.
         """
-        ...
 
     async def barrier(self, timeout_s: float) -> int: ...
     async def fill(self) -> tuple[int, int]: ...
@@ -87,15 +77,12 @@ class GroupsInStream(Generations, Announcements, Protocol):
 
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> StreamFeed:
         """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
-        ...
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""
-        ...
 
     async def overwrite(self, seq: int) -> None:
         """Remove one message, and overwrite it on disk; a no-op if it is gone."""
-        ...
 
 
 async def last_on(stream: GroupsInStream, subject: str, timeout_s: float = READ_S) -> StoredMessage | None:

@@ -134,27 +134,21 @@ class ParkedEntries(Protocol):
 
     async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
         """Entries above a position (of one thread, if it is given), oldest first."""
-        ...
 
     async def entry(self, seq: int) -> ParkedEntry | None:
         """The entry that stood at a position, whole."""
-        ...
 
     async def of_thread(self, thread_id: str, start: int) -> list[ParkedEntry]:
         """The thread's entries from a position on, oldest first, whole: only the first ones if there are many."""
-        ...
 
     async def present(self, seqs: Sequence[int]) -> set[int]:
         """Those of these positions whose entries are in quarantine."""
-        ...
 
     async def threads(self, after: str, limit: int) -> list[str]:
         """Threads behind `after` that have entries in quarantine, in order."""
-        ...
 
     async def ends(self) -> dict[str, int]:
         """The position of the last entry in quarantine of each thread that has some."""
-        ...
 
     async def replay(
         self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
@@ -163,14 +157,12 @@ class ParkedEntries(Protocol):
 
         An exception of `decide` rolls back and passes through.
         """
-        ...
 
     async def discard(self, seqs: Sequence[int]) -> int:
         """Delete these entries. Returns how many were deleted: an entry that a replay applies meanwhile is not.
 
         A thread without parked entries is whole again.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -190,63 +182,49 @@ class Ledger(Protocol):
 
     async def open(self) -> None:
         """Get ready; the database need not be up."""
-        ...
 
     @property
     def connections(self) -> int:
         """How many connections to the database this process has made. Behind a new one may be an older copy of it."""
-        ...
 
     async def server_run(self) -> str:
         """Which run of which server answers: another one after a restart, and after a failover."""
-        ...
 
     async def setup(self, away_s: float | None = None) -> None:
         """Create or migrate the tables. `away_s`: how long to wait for a database that cannot be reached; None: long.
 
         One that can be reached and is busy (another process migrates) is waited for in any case.
         """
-        ...
 
     async def epoch(self) -> int | None:
         """The generation of the stream that the rows belong to; None before the first."""
-        ...
 
     async def set_epoch(self, epoch: int) -> None:
         """Remember the generation of the stream before it is created."""
-        ...
 
     async def target(self) -> Target | None:
         """The target of the log that this database names; None: not written down yet."""
-        ...
 
     async def claim(self, epoch: int, target: Target) -> Target:
         """Write down the target unless one is, and the generation like `set_epoch`. Returns the target that stands."""
-        ...
 
     async def layout(self) -> Layout | None:
         """How the log that this database names shares out its threads; None: not written down yet."""
-        ...
 
     async def set_layout(self, layout: Layout) -> None:
         """Write down the layout unless one is; the log's generation is known already."""
-        ...
 
     async def made(self) -> Made | None:
         """The last log that is known to have existed; None: none is."""
-        ...
 
     async def note_made(self, made: Made) -> None:
         """Remember a log that exists, unless a later one or another one of its generation has existed."""
-        ...
 
     async def begin_erasure(self, thread_id: str, descendants: Collection[str]) -> list[str]:
         """Remember the threads that go with one that is erased. Returns them with those that are remembered already."""
-        ...
 
     async def end_erasure(self, thread_id: str, descendants: Collection[str]) -> None:
         """Forget these descendants: they are erased. Those that were remembered meanwhile stay."""
-        ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         """Raise the terms: from now on only this owner may commit for these partitions.
@@ -255,30 +233,24 @@ class Ledger(Protocol):
         them and stands still for longer than it may (`flush`, `size`) is ended, for the next call. Raises
         StoreUnavailable when that is not allowed here.
         """
-        ...
 
     async def cursors(self) -> dict[int, Cursor]:
         """All partitions' cursors."""
-        ...
 
     async def flushed(self) -> dict[int, int]:
         """Per partition, up to where everything is applied or parked: its cursor, or before the first that waits."""
-        ...
 
     async def watermark(self, thread_id: str) -> Watermark:
         """The thread's watermark; an empty one if it has none. With `waits_to`, as of the same moment."""
-        ...
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
         """The threads' watermarks, as in `watermark`, each with the position up to which entries were discarded.
 
         Threads that have neither a row nor entries that wait are left out.
         """
-        ...
 
     async def broken(self) -> frozenset[str]:
         """The threads whose chain is broken: at most as many as there are entries in quarantine."""
-        ...
 
     async def flush(
         self,
@@ -300,52 +272,41 @@ class Ledger(Protocol):
         Raises NotOwner when a partition's row is not as `held` says: another owner has taken it, or Postgres has gone
         back to an earlier state; QuarantineFull. An exception of `decide` rolls back and passes through.
         """
-        ...
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
         """Watermark and id of deleted threads whose watermark is below a position.
 
         In the order of the ids, those behind `after`.
         """
-        ...
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
         """Remove these rows, except of threads that were written again meanwhile, are in quarantine, or wait."""
-        ...
 
     async def archived(self) -> int:
         """The position below which an archive has the log; 0: it has nothing."""
-        ...
 
     async def set_archived(self, position: int) -> None:
         """Remember the position, unless a later one is known."""
-        ...
 
     async def begin_archiving(self, position: int) -> None:
         """Remember that a run has begun after which an archive has the log below this position."""
-        ...
 
     async def may_be_archived(self) -> int:
         """The position below which an archive may have the log: a run has ended there, or has begun, and may have died.
 
         0: no archive has anything.
         """
-        ...
 
     async def quarantined(self) -> int:
         """How many entries are in quarantine."""
-        ...
 
     @property
     def parked(self) -> ParkedEntries:
         """The entries in quarantine."""
-        ...
 
     @property
     def waiting(self) -> WaitingEntries:
         """The entries that wait for their threads' turn."""
-        ...
 
     async def aclose(self) -> None:
         """Release connections."""
-        ...

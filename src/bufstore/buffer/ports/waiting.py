@@ -58,7 +58,6 @@ class WaitingEntries(Protocol):
 
     async def queues(self, partition: int) -> list[Queue]:
         """A partition's threads of which entries wait, ordered by the position of their first one."""
-        ...
 
     async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
         """The first entries of these threads, each in order.
@@ -66,20 +65,15 @@ class WaitingEntries(Protocol):
         At most `entries` of each thread; of all threads together at most `bytes_` bytes, or one entry. So there may be
         none of some threads.
         """
-        ...
 
     async def of_thread(self, thread_id: str) -> list[Item]:
         """All that waits of a thread, in order."""
-        ...
 
     async def threads(self, after: str, limit: int) -> list[str]:
         """Threads behind `after` of which entries wait, in order."""
-        ...
 
     async def among(self, thread_ids: Sequence[str]) -> set[str]:
         """Those of these threads of which entries wait."""
-        ...
 
     async def totals(self) -> WaitingTotals:
         """How much waits in all."""
-        ...

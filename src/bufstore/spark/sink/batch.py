@@ -23,19 +23,15 @@ class Rows(Protocol):
 
     def divide(self, of: int | None) -> int:
         """Divide into `of` parts, as when the batch was begun (None: it was not). Returns how many parts there are."""
-        ...
 
     def sums(self) -> Mapping[int, int]:
         """Return, for each part that has rows, a sum over them."""
-        ...
 
     def write(self, now: Pass) -> Written:
         """See `bufstore.spark.sink.row_writer.write_rows`."""
-        ...
 
     def keys(self) -> Sequence[RowKey]:
         """Return the keys of all rows."""
-        ...
 
 
 class BatchReport(NamedTuple):
