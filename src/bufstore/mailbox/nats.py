@@ -7,7 +7,6 @@ docs/adr/0013.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,8 +39,6 @@ from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
 from bufstore.newest import Newest
 from bufstore.tasks import together
-
-_log = logging.getLogger(__name__)
 
 #: How many of a queue's first dispatches are read ahead at most, of about how many bytes, and for how many threads;
 #: their order cannot change. A read costs the server more the longer the queue is: a long one is read many at a time.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
@@ -29,8 +28,6 @@ from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 from bufstore.tasks import end, spawn
 from bufstore.types import check_choice
-
-_log = logging.getLogger(__name__)
 
 #: How often the app's client is checked for a reconnection.
 _WATCH_S = 0.25

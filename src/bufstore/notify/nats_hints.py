@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 from typing import Any
 
 import nats.errors
@@ -24,8 +23,6 @@ from nats.js.kv import KeyValue
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.notify.payload import HINT_TTL_S, hint_key
-
-_log = logging.getLogger(__name__)
 
 _BIAS = 1 << 40
 #: How long to wait before trying again, after JetStream could not be set up.

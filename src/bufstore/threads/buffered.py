@@ -8,7 +8,6 @@ write path is `bufstore.threads.write` → `bufstore.buffer.append.appender`, th
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
@@ -52,8 +51,6 @@ from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
 from bufstore.threads.write import Call, call_of, refusing
 from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_choice, check_id
-
-_log = logging.getLogger(__name__)
 
 
 class BufferedThreadStore(EditedStore):

@@ -50,7 +50,7 @@ class GroupLog:
 
     def __init__(self, stream: GroupsInStream, shared: SharedState, config: BufferConfig, name: str) -> None:
         """`name`: the name of this process among those that follow the stream."""
-        self._stream, self._shared, self._config, self._name = stream, shared, config, name
+        self._stream, self._shared, self._name = stream, shared, name
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._heads = Heads()
         self._forgetting = Forgetting(

@@ -38,7 +38,6 @@ _SLICES = 1 << 10
 _SHARE_BYTES = 128 << 20
 #: How many bytes of memory an entry takes in addition to its body.
 _ENTRY_BYTES = 500
-_TIMEOUT_S = 30.0
 _OWNER = "repair"
 
 

@@ -31,8 +31,6 @@ from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.write import save_of
 from bufstore.types import check_id
 
-_TIMEOUT_S = 30.0
-
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
     """A row, checked and encoded."""
