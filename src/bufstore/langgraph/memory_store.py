@@ -29,7 +29,7 @@ from bufstore.memory.ledger import MemoryLedger
 
 
 class MemoryCheckpointStore:
-    """LangGraph's tables in memory, which are lost when the process ends.
+    """A `CheckpointStore` in memory: LangGraph's tables, which are lost when the process ends.
 
     With a `bufstore.memory.MemoryNats` they make a buffered saver that needs no server, for an app's unit tests.
     """
@@ -43,7 +43,6 @@ class MemoryCheckpointStore:
         self._lanes: dict[int, MemoryCheckpointStore] = {}
 
     def of_lane(self, log: LogConfig) -> MemoryCheckpointStore:
-        """See `CheckpointStore.of_lane`."""
         if not log.lane:
             return self
         if log.lane not in self._lanes:
@@ -52,7 +51,6 @@ class MemoryCheckpointStore:
         return self._lanes[log.lane]
 
     def behind(self, config: BufferConfig) -> tuple[MemoryLedger, Backing[Tail]]:
-        """See `CheckpointStore.behind`."""
         return self._ledger, Backing(Kind(DOMAIN, "memory"), self)
 
     async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
@@ -77,7 +75,6 @@ class MemoryCheckpointStore:
         """Return at once: memory always answers."""
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
-        """See `CheckpointStore.latest`."""
         all_, found = self._threads.get(thread_id, Tables()), Tables()
         row = all_.latest(ns)
         first = row.id if row is not None else ""
@@ -89,7 +86,6 @@ class MemoryCheckpointStore:
         return Part(await self._ledger.watermark(thread_id), found, known)
 
     async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
-        """See `CheckpointStore.one`."""
         all_, found = self._threads.get(thread_id, Tables()), Tables()
         found.add(writes=all_.writes_of(ns, checkpoint_id))
         row = all_.checkpoints.get((ns, checkpoint_id))
@@ -98,7 +94,6 @@ class MemoryCheckpointStore:
         return Part(await self._ledger.watermark(thread_id), found)
 
     async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
-        """See `CheckpointStore.ancestors`."""
         all_, found = self._threads.get(thread_id, Tables()), Tables()
         next_: str | None = at
         while next_ is not None and limit and (row := all_.checkpoints.get((ns, next_))) is not None:
@@ -111,7 +106,6 @@ class MemoryCheckpointStore:
         return Part(await self._ledger.watermark(thread_id), found)
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
-        """See `CheckpointStore.rows`."""
         all_, found = self._threads.get(thread_id, Tables()), Tables()
         found.add(
             blobs=[all_.blobs[key] for key in blobs if key in all_.blobs],
@@ -120,7 +114,6 @@ class MemoryCheckpointStore:
         return Part(await self._ledger.watermark(thread_id), found)
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
-        """See `CheckpointStore.page`."""
         found = sorted(
             ((row.id, thread_id, row.ns) for thread_id, row in self._matching(query)),
             reverse=True,
@@ -133,7 +126,6 @@ class MemoryCheckpointStore:
         return pages
 
     async def outlines(self, thread_id: str) -> list[Outline]:
-        """See `CheckpointStore.outlines`."""
         tables = self._threads.get(thread_id, Tables())
         sending = {key[:2] for key, write in tables.writes.items() if write.channel == TASKS}
         return [
@@ -142,16 +134,13 @@ class MemoryCheckpointStore:
         ]
 
     async def now(self) -> datetime:
-        """See `CheckpointStore.now`."""
         return datetime.now(UTC)
 
     async def idle(self, before: str) -> list[str]:
-        """See `CheckpointStore.idle`."""
         last = {t: max((outline.ts for outline in await self.outlines(t)), default="") for t in self._threads}
         return sorted(thread_id for thread_id, ts in last.items() if "" < ts < before)
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-        """See `CheckpointStore.of_runs`."""
         return [
             (thread_id, row.ns, row.id)
             for thread_id, row in self._matching(Query())

@@ -108,7 +108,6 @@ class PostgresCheckpointStore:
         return lane
 
     def behind(self, config: BufferConfig) -> tuple[PostgresLedger, Backing[Tail]]:
-        """See `CheckpointStore.behind`."""
         if self._behind:
             raise ConfigError(f"this PostgresCheckpointStore is already in use or was closed: {ANOTHER}")
         return PostgresLedger.configured(config, self._conninfo, self, self.buffer_schema), Backing(
@@ -174,18 +173,15 @@ class PostgresCheckpointStore:
         await self._sql.ping("state", "bufstore-probe")
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
-        """See `CheckpointStore.latest`."""
         ((*row, namespaces, waits_to, there),) = await self._sql.read("latest", thread_id, ns, namespaces_max + 1)
         known = namespaces is not None and len(namespaces) <= namespaces_max
         return _part(ns, row, waits_to, there, frozenset(namespaces) if known else None)
 
     async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
-        """See `CheckpointStore.one`."""
         ((*row, waits_to, there),) = await self._sql.read("one", thread_id, ns, checkpoint_id)
         return _part(ns, row, waits_to, there)
 
     async def ancestors(self, thread_id: str, ns: str, at: str, channels: Sequence[str], limit: int) -> Part:
-        """See `CheckpointStore.ancestors`."""
         ((*row,),) = await self._sql.read("ancestors", thread_id, ns, at, arrays.texts(channels), limit)
         tables = Tables()
         tables.add(
@@ -199,15 +195,12 @@ class PostgresCheckpointStore:
         return Part(watermark_of(row[:7]), tables)
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
-        """See `CheckpointStore.rows`."""
         ((*row,),) = await self._sql.read("rows", thread_id, *_texts(blobs, 3), *_texts(writes_of, 2))
         tables = Tables()
         tables.add((), (BlobRow(*blob) for blob in _rows(row[7:12])), (WriteRow(*w) for w in _rows(row[12:20])))
         return Part(watermark_of(row[:7]), tables)
 
     async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
-        """See `CheckpointStore.page`."""
-
         async def of_one_moment(connection: AsyncConnection[Any]) -> list[tuple[str, Tables]]:
             async with connection.transaction():
                 await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -246,7 +239,6 @@ class PostgresCheckpointStore:
         return [(thread_id, tables) for (thread_id, _, _), tables in pages.items()]
 
     async def outlines(self, thread_id: str) -> list[Outline]:
-        """See `CheckpointStore.outlines`."""
         return [
             outline_of(
                 CheckpointRow(ns, id_, parent, checkpoint.encode(), metadata.encode()), _Any(), parent_sends=sends
@@ -255,16 +247,13 @@ class PostgresCheckpointStore:
         ]
 
     async def now(self) -> datetime:
-        """See `CheckpointStore.now`."""
         ((epoch_s,),) = await self._sql.read("now")
         return datetime.fromtimestamp(epoch_s, UTC)
 
     async def idle(self, before: str) -> list[str]:
-        """See `CheckpointStore.idle`."""
         return [thread_id for (thread_id,) in await self._sql.read("idle", before)]
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-        """See `CheckpointStore.of_runs`."""
         return [(t, ns, id_) for t, ns, id_ in await self._sql.read("of_runs", arrays.texts(run_ids))]
 
 

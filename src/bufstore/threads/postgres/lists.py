@@ -38,8 +38,6 @@ class ListedStore:
     async def query_messages(
         self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
     ) -> MessagePage:
-        """See `Queryable.query_messages`."""
-
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
             name = "messages_newest_first" if newest_first else "messages_oldest_first"
             return [(seq, payload) for seq, payload in await self._sql.read(name, thread_id, low, high, count)]
@@ -47,14 +45,12 @@ class ListedStore:
         return await message_page(thread_id, query, limit, cursor, fetch)
 
     async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
-        """See `Queryable.load_message`."""
         check_message_id(message_id)
         rows = await self._sql.read("messages_by_id", check_id(thread_id, "thread_id"), columns.hash_of_id(message_id))
         records = (record_of(thread_id, seq, payload) for seq, payload in rows)
         return next((record for record in records if record.message_id == message_id), None)
 
     async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
-        """See `Queryable.load_message_range`."""
         first, last = check_range(first, last)
         if last < first:
             return []
@@ -63,7 +59,6 @@ class ListedStore:
         return [record_of(thread_id, seq, payload) for seq, payload in rows]
 
     async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
-        """See `Queryable.query_runs`."""
         check_query(query, RunQuery)
         limit, position = check_limit(limit), read_position(cursor, query)
         status = query.status.value if query.status is not None else None
@@ -77,7 +72,6 @@ class ListedStore:
     async def query_threads(
         self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
     ) -> ThreadPage:
-        """See `Queryable.query_threads`."""
         check_query(query, ThreadQuery)
         limit, position = check_limit(limit), read_position(cursor, query)
         rows = await self._sql.read(
