@@ -51,18 +51,24 @@ def no_cancel_lost() -> Iterator[None]:
             raise asyncio.CancelledError
 
 
-def spawn(work: Awaitable[T], *, name: str | None = None, apart: bool = False) -> Task[T]:
+def spawn(
+    work: Awaitable[T], *, name: str | None = None, apart: bool = False, among: set[Task[T]] | None = None
+) -> Task[T]:
     """Return a task that begins one turn of the loop later, even if an app has made the tasks of its loop eager.
 
     So a caller that keeps the task has it before its work begins. The task gets a copy of the caller's context, or with
     `apart` an empty context. Use `apart` for work that outlives the call that happens to need it first; otherwise that
-    call's context, with a request or a span in it, would live as long.
+    call's context, with a request or a span in it, would live as long. `among`: keeps the task until it is done.
     """
     loop = asyncio.get_running_loop()
     coroutine = work if asyncio.iscoroutine(work) else _result(work)
     # Not `create_task`, which asks the loop's task factory: nobody can tell whether an app's factory makes eager tasks,
     # as when Sentry has wrapped `asyncio.eager_task_factory`.
-    return Task(coroutine, loop=loop, name=name, context=Context() if apart else None)
+    task = Task(coroutine, loop=loop, name=name, context=Context() if apart else None)
+    if among is not None:
+        among.add(task)
+        task.add_done_callback(among.discard)
+    return task
 
 
 async def _result(work: Awaitable[T]) -> T:
@@ -115,10 +121,7 @@ class Closing:
 
 
 def _keep(work: Awaitable[T], name: str | None) -> Task[T]:
-    task = spawn(work, name=name)
-    _going_on.add(task)
-    task.add_done_callback(_going_on.discard)
-    return task
+    return spawn(work, name=name, among=_going_on)
 
 
 async def end(*tasks: asyncio.Future[Any] | None) -> None:

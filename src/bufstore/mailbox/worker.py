@@ -112,9 +112,7 @@ class Worker:
             failures, self.trouble = 0, None
             for signal in signals:
                 await room.acquire()
-                task = spawn(self._thread(signal), name="bufstore-mailbox-thread")
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
+                task = spawn(self._thread(signal), name="bufstore-mailbox-thread", among=self._running)
                 task.add_done_callback(lambda _: room.release())
 
     async def _thread(self, signal: Signal) -> None:

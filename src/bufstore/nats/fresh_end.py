@@ -54,9 +54,7 @@ class FreshEnd:
     async def _begin(self) -> asyncio.Task[int]:
         """Store the proof; return the task that finds the end, which goes on beside the next proof."""
         stored = await self._log.store_proof()
-        look = spawn(self._look(stored), name="bufstore-fresh-end")
-        self._looks.add(look)
-        look.add_done_callback(self._looks.discard)
+        look = spawn(self._look(stored), name="bufstore-fresh-end", among=self._looks)
         look.add_done_callback(see_error)
         return look
 

@@ -128,9 +128,7 @@ class SharedListener(Generic[P, C]):
 
     async def _move(self, step: Coroutine[Any, Any, None]) -> None:
         """Let a step of the subscription run to its end, even if its caller is cancelled."""
-        task = spawn(step, apart=True)
-        self._moves.add(task)
-        task.add_done_callback(self._moves.discard)
+        task = spawn(step, apart=True, among=self._moves)
         task.add_done_callback(see_error)
         await outlasted(task)
 

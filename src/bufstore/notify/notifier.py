@@ -219,19 +219,14 @@ class Notifier:
             self._wake(kind, granted)
             self._spared += wanted - granted
             return
-        self._start(self._ask(kind, hint, wanted, idle, granted))
-
-    def _start(self, asking: Coroutine[Any, Any, None]) -> None:
-        task = spawn(asking)
-        self._claims.add(task)
-        task.add_done_callback(self._claims.discard)
+        spawn(self._ask(kind, hint, wanted, idle, granted), among=self._claims)
 
     async def _ask(self, kind: str, hint: str, wanted: int, idle: int, granted: int | Awaitable[int]) -> None:
         """Wake idle callbacks, then as many of those just called as the hint has left after all idle ones claimed."""
         granted = await self._granted(granted, idle)
         woken = self._wake(kind, granted)
         if granted > woken:  # a callback left while we asked
-            self._start(self._pass_on(kind, granted - woken))
+            spawn(self._pass_on(kind, granted - woken), among=self._claims)
         elif granted == idle < wanted:
             await asyncio.sleep(BUSY_S)
             if there := min(self._scheduled.count(kind), wanted - idle):

@@ -24,9 +24,7 @@ class Lookups(Generic[V]):
     def of(self, key: str) -> Awaitable[V | None]:
         """What the request finds for the key, or None. Raises what the request raises."""
         if not self._waiting:
-            task = spawn(self._look())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            spawn(self._look(), among=self._tasks)
         future: asyncio.Future[V | None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
         return future

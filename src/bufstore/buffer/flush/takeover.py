@@ -246,9 +246,7 @@ class Takeover:
                 self._state.report(StoreUnavailable(reason))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = spawn(work, name="bufstore-flusher-partition")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(work, name="bufstore-flusher-partition", among=self._tasks)
 
     async def _try_to_follow(self, cursor: Cursor) -> None:
         try:

@@ -292,9 +292,7 @@ class Others:
         if self._closed:
             work.close()
             return
-        task = spawn(work, name="bufstore-writers")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(work, name="bufstore-writers", among=self._tasks)
 
 
 def _paced(turn_us: int, needs_us: int) -> Pace:

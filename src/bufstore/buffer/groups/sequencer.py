@@ -270,9 +270,7 @@ class Sequencer:
 
     def _store_parts(self, queued: Queued) -> None:
         self._large.append(queued)
-        task = spawn(self._with_parts(queued), name="bufstore-parts")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(self._with_parts(queued), name="bufstore-parts", among=self._tasks)
 
     async def _with_parts(self, queued: Queued) -> None:
         """Store the parts of a unit's large entries, then queue the unit, which names them."""
