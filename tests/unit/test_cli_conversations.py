@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -80,6 +83,29 @@ async def test_an_error_of_the_reading_thread_arrives_after_what_was_read() -> N
         async for batch in read_ahead(items(), MemoryBudget(10, 10), lambda _: 1, most=4):
             batches += batch
     assert batches == [1]
+
+
+def test_the_reading_thread_leaves_nothing_unawaited_when_the_loop_has_ended() -> None:
+    """Ctrl-C ended the loop, and Python then warned of a coroutine that was made for it."""
+    go_on = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        go_on.wait(10)
+        yield 2
+
+    async def first() -> Sequence[int]:
+        async with aclosing(read_ahead(items(), MemoryBudget(10, 10), lambda _: 1, most=4)) as batches:
+            async for batch in batches:
+                return batch
+        return []
+
+    assert asyncio.run(first()) == [1]
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "bufstore-read-ahead":
+            thread.join(10)
+    gc.collect()
 
 
 async def test_each_works_on_so_many_at_once_and_stops_at_an_error() -> None:

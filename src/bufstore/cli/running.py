@@ -7,8 +7,9 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import click
 import msgspec
@@ -71,6 +72,18 @@ class Failure(click.ClickException):
         self.kind = kind
 
 
+class Interrupted(Failure):
+    """Ends a command that Ctrl-C has interrupted."""
+
+    exit_code = _EXIT_INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted", "Interrupted")
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file, err=True)
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What --json prints when a command fails."""
 
@@ -95,7 +108,8 @@ class Commands(click.Group):
             if ctx.meta[_AS_JSON]:
                 kind = e.kind if isinstance(e, Failure) else "Usage"
                 problem = Problem(code=e.exit_code, error=kind, message=e.format_message())
-                click.echo(msgspec.json.encode(problem))
+                with suppress(OSError):  # the error may be that nothing can be written there
+                    click.echo(msgspec.json.encode(problem))
             raise
 
 
@@ -128,8 +142,9 @@ def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            raise click.exceptions.Exit(_EXIT_INTERRUPTED) from None
+            raise Interrupted from None
+        except BrokenPipeError:  # whoever read our output has left; click ends without a word
+            raise
         except (BufstoreError, BaseExceptionGroup) as e:
             error = _ours(e)
             if error is None:

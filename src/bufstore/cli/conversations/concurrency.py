@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import TypeVar
+
+from bufstore.tasks import spawn
 
 T = TypeVar("T")
 
@@ -70,16 +72,25 @@ async def read_ahead(
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[T | _End] = asyncio.Queue()
+    putting: set[asyncio.Task[None]] = set()
 
     async def put(item: T) -> None:
         await memory.take(size(item))
         queue.put_nowait(item)
 
+    # Here, and not in the thread: a coroutine made for a loop that ends meanwhile would never be awaited.
+    def begin(item: T, done: Future[None]) -> None:
+        spawn(put(item), among=putting).add_done_callback(
+            lambda task: done.cancel() if task.cancelled() else done.set_result(task.result())
+        )
+
     def work() -> None:
         error: BaseException | None = None
         try:
             for item in items:
-                asyncio.run_coroutine_threadsafe(put(item), loop).result()
+                done: Future[None] = Future()
+                loop.call_soon_threadsafe(begin, item, done)
+                done.result()
         except CancelledError:
             return
         except BaseException as e:
