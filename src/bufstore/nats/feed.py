@@ -93,6 +93,8 @@ class NatsFeed:
         self._outstanding = 0
         self._heard = 0.0
         self._lost: str | None = None
+        #: The client's last error when this feed last looked at its errors.
+        self._last_error: Exception | None = None
 
     async def start(self) -> None:
         """Subscribe and ask for the first messages. Raises ConfigError, LogUnavailable."""
@@ -115,7 +117,7 @@ class NatsFeed:
                 self._lost = "the connection to NATS was lost"
             elif self._outstanding and self._loop.time() - self._heard > 3 * _HEARTBEAT_S:
                 self._lost = "NATS sends no heartbeat"
-            elif self._client.errors and self._may_not_ack():
+            elif self._client.errors and self._client.errors[-1] is not self._last_error and self._may_not_ack():
                 # The server would stop when it has delivered as much as may be unacknowledged. A new consumer begins
                 # at the cursor, so a flusher goes on, slowly, and says why.
                 self._lost = (
@@ -125,6 +127,7 @@ class NatsFeed:
         return self._lost
 
     def _may_not_ack(self) -> bool:
+        self._last_error = self._client.errors[-1]
         consumer = f".{self._name.lower()}."
         found = [violation(e) for e in self._client.errors]
         return any(v is not None and v.subject.startswith("$js.ack.") and consumer in v.subject for v in found)
