@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from tenacity import AsyncRetrying, retry_if_exception_type, retry_if_not_exception_type, wait_random_exponential
 
 from bufstore import elapsed
-from bufstore.errors import Closed, ConfigError, LogFull, StepUnknown, Unavailable
+from bufstore.errors import Closed, ConfigError, LogFull, StepUnknown, StoreMisconfigured, Unavailable
 from bufstore.tasks import end, spawn
 
 
@@ -71,7 +71,7 @@ def while_held(over: Callable[[float], bool]) -> AsyncRetrying:
     What was done would be done again otherwise. `over` is told for how many seconds it has been tried.
     """
     return AsyncRetrying(
-        retry=retry_if_exception_type((Unavailable, StepUnknown, LogFull, ConfigError))
+        retry=retry_if_exception_type((Unavailable, StepUnknown, LogFull, ConfigError, StoreMisconfigured))
         & retry_if_not_exception_type(Closed),
         wait=wait_random_exponential(multiplier=0.1, max=1.0),
         stop=lambda tried: over(tried.seconds_since_start or 0.0),

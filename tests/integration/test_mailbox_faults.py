@@ -537,6 +537,9 @@ async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> 
             asked += 1
             return [7 if asked <= gone_after else 0 for _ in filters]
 
+        def portions(self, subjects: list[str]) -> list[list[str]]:
+            return [subjects]
+
         async def shown(self, *_: Any) -> Shown:
             return Shown([], 0, 0)
 

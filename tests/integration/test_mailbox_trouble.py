@@ -201,6 +201,51 @@ async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailb
             await store.claim("another", "w")
 
 
+async def test_many_long_ids_of_one_tenant_keep_no_other_from_its_work(on_nats: Mailboxes) -> None:
+    """A pass asked for the threads of all ended dispatches at once, in one request, which the server did not take."""
+    async with on_nats.open(1) as (mailbox,):
+        long = [f"{n:04}".ljust(1024, "x") for n in range(900)]
+        some = asyncio.Semaphore(32)
+
+        async def work(thread_id: str, *, done: bool) -> None:
+            async with some:
+                await mailbox.enqueue(thread_id, b"x")
+                if done:
+                    claim = await mailbox.claim(thread_id, "w")
+                    assert claim is not None
+                    await mailbox.ack(claim)
+
+        await asyncio.gather(*(work(thread_id, done=True) for thread_id in long))
+        victim = await mailbox.enqueue("victim", b"x")
+        assert await mailbox.claim("victim", "dies", lease_s=0.5) is not None
+        await asyncio.gather(*(work(thread_id, done=False) for thread_id in long[:800]))
+        sweeper = Sweeper(mailbox)
+
+        async def reclaimed() -> bool:
+            await sweeper.sweep()
+            found = await mailbox.load_dispatch("victim", victim.dispatch_id)
+            return found is not None and found.status is Status.QUEUED
+
+        await eventually(reclaimed, 20)
+        assert sweeper.trouble is None
+        assert len(await mailbox.queued_thread_ids(limit=1000)) == 801
+
+
+async def test_signals_that_belong_to_no_thread_take_no_places(servers: Servers) -> None:
+    """They came again and again, and as many as may be unanswered stopped everybody."""
+    names = NatsMailboxNames(bucket=f"m{fresh().replace('-', '_')}", max_bytes=64 << 20, signals_pending_max=2)
+    async with NatsMailboxStore(servers.nats.url, names=names) as mailbox:
+        backend = _nats(mailbox)
+        for n in range(4):
+            await backend._bucket.put([Outgoing(backend._keys.of("s", f"!{n}"), b"not ours")])
+        await mailbox.enqueue("t", b"x")
+
+        async def pulled() -> bool:
+            return [s.thread_id for s in await mailbox.pull_signals(10)] == ["t"]
+
+        await eventually(pulled, 20)
+
+
 async def test_a_record_that_nobody_can_read_is_set_aside_on_postgres(on_postgres: Mailboxes) -> None:
     dsn = on_postgres.servers.postgres.dsn
     async with on_postgres.open(2, keep_finished_s=0.001) as (store, other):

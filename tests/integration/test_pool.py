@@ -39,6 +39,13 @@ async def backend(pool: Pool, timeout_s: float = 10) -> int:
         return connection.info.backend_pid if await connection.execute("SELECT 1") else 0
 
 
+async def test_what_postgres_says_is_one_line_that_no_terminal_obeys(pool: Pool) -> None:
+    says = "DO $$ BEGIN RAISE EXCEPTION E'no\\n\\x1b[2J such thing' USING ERRCODE = '42501'; END $$"
+    with pytest.raises(StoreMisconfigured, match=r"says: no\\n\\x1b\[2J such thing \(SQLSTATE 42501\)$"):
+        async with pool.lend(10) as connection:
+            await connection.execute(says)
+
+
 async def test_callers_have_their_turn_in_order_on_as_many_connections_as_there_are(pool: Pool) -> None:
     order: list[int] = []
 

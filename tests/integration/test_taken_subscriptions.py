@@ -22,6 +22,7 @@ from bufstore.notify import NatsNotifier
 from bufstore.notify.nats import NatsBroker
 from bufstore.notify.payload import channel
 from bufstore.notify.protocol import Event
+from bufstore.tokens import Locks
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
@@ -197,6 +198,69 @@ async def test_a_right_that_was_missing_once_costs_no_connection_later(
         await listener.listen_scheduled(["k"], lambda _: None)
         asks = asking.Asking()
         assert not any([await asks.permitted(client, now) for now in range(3)])
+
+
+async def test_a_lock_that_may_not_be_released_hides_no_error_of_its_block(guarded: Guarded) -> None:
+    async with await Locks.open(guarded.limited, name="mine") as locks:
+        with pytest.raises(KeyError):
+            async with await locks.acquire("a"):
+                await guarded.deny(publishing=["$JS.API.STREAM.MSG.DELETE.>"])
+                raise KeyError
+        with pytest.raises(ConfigError, match="does not permit"):
+            async with await locks.acquire("b"):
+                pass
+
+
+async def _troubled(worker: Worker, text: str) -> bool:
+    return worker.trouble is not None and text in worker.trouble
+
+
+@pytest.mark.parametrize("right", ["$JS.API.CONSUMER.MSG.NEXT.>", "$JS.ACK.>", "$KV.mailbox.>"])
+async def test_a_worker_says_what_it_may_not_do_and_works_on_when_it_may(guarded: Guarded, right: str) -> None:
+    """Its pulls were answered by nobody, or brought nothing new, and it reported no trouble."""
+    done: set[str] = set()
+
+    async def handle(dispatch: Dispatch) -> None:
+        done.add(dispatch.thread_id)
+
+    names = NatsMailboxNames(bucket="mailbox", max_bytes=64 << 20, signals_pending_max=3)
+    config = MailboxConfig(signal_ack_wait_s=2.0, signal_fetch_expires_s=1.0, lease_s=2.0)
+    async with (
+        NatsMailboxStore(guarded.server.url, names=names, config=config) as other,
+        NatsMailboxStore(guarded.limited, names=names, config=config) as mailbox,
+        Worker(mailbox, "w", handle) as worker,
+    ):
+        await guarded.deny(publishing=[right])
+        for n in range(8):
+            await other.enqueue(f"t{n}", b"x")
+        await eventually(lambda: _troubled(worker, "does not permit"), 30)
+        await guarded.deny()
+
+        async def all_done() -> bool:
+            return len(done) == 8 and worker.trouble is None
+
+        await eventually(all_done, 40)
+
+
+async def test_live_deliveries_that_are_not_permitted_reach_nobody_and_say_so(guarded: Guarded) -> None:
+    names = NatsMailboxNames(bucket="mailbox", max_bytes=64 << 20)
+
+    async def heard(_: bytes) -> None:
+        raise AssertionError
+
+    async with (
+        NatsMailboxStore(guarded.server.url, names=names) as other,
+        NatsMailboxStore(guarded.limited, names=names, config=MailboxConfig(live_timeout_s=0.5)) as mailbox,
+    ):
+        live = f"{names.live_subject}.>"
+        await guarded.deny(live, publishing=[live])
+        with pytest.raises(ConfigError, match="subscribe to"):
+            await mailbox.listen_live("t", heard)
+        stop = await other.listen_live("t", heard)
+        queued = await mailbox.deliver("t", b"x")
+        assert queued is not None
+        assert not queued.maybe_delivered
+        await stop()
 
 
 async def test_a_mailbox_works_on_when_answers_may_arrive_again(guarded: Guarded) -> None:

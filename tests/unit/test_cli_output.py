@@ -16,9 +16,9 @@ from rich.text import Text
 
 from bufstore.cli.operate.quarantine import ShownEntry, _show_entry
 from bufstore.cli.output import new_console, new_table, say, show_fields
-from bufstore.cli.printable import printable
 from bufstore.cli.running import Failure, reporting_errors
 from bufstore.errors import StoreUnavailable
+from bufstore.printable import printable
 
 #: Text that rich would take for markup or an emoji.
 MARKUP = "[INST] hi [/INST] see [docs], [red] and [1] :warning:"

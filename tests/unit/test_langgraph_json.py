@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -31,6 +32,21 @@ def test_it_is_what_the_standard_library_makes(value: Any) -> None:
             json_of(value, "it")
     else:
         assert json_of(value, "it") == text
+
+
+@pytest.mark.parametrize("inner", ["[" * 500, 7], ids=["brackets in a text", "a number"])
+def test_what_not_every_reader_could_decode_is_refused(inner: Any) -> None:
+    """A writer's stack may have room for what a reader's has none for, and a list of all threads reads it, too."""
+
+    def nested(depth: int) -> Any:
+        value = inner
+        for n in range(depth):
+            value = [value] if n % 2 else {"a": value}
+        return value
+
+    assert json.loads(json_of(nested(200), "it")) == nested(200)
+    with pytest.raises(InvalidRecord, match="nested deeper than 200"):
+        json_of(nested(201), "it")
 
 
 def test_what_holds_itself_is_refused() -> None:

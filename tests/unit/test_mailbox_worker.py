@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import Closed, StoreUnavailable, TooLarge
+from bufstore.errors import Closed, StoreMisconfigured, StoreUnavailable, TooLarge
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
@@ -214,6 +214,78 @@ class Gated(MemoryBackend):
             self.waits.set()
         await self.gate.wait()
         return await super().write(before, step, now_ms)
+
+
+class Forbidding(MemoryBackend):
+    """A backend that is not permitted to write until the event is set."""
+
+    def __init__(self, shared: MemoryMailbox) -> None:
+        super().__init__(shared, time.time, 30.0)
+        self.permitted = asyncio.Event()
+        self.permitted.set()
+
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
+        if not self.permitted.is_set():
+            raise StoreMisconfigured("permission denied for table mailbox_threads")
+        return await super().write(before, step, now_ms)
+
+
+async def test_an_ack_that_is_not_permitted_for_a_moment_is_repeated() -> None:
+    """The worker gave it up at once, and the work was done again when the lease was over."""
+    backend, calls = Forbidding(MemoryMailbox()), 0
+
+    async def handle(dispatch: Dispatch) -> None:
+        nonlocal calls
+        calls += 1
+        backend.permitted.clear()
+
+    mailbox = MailboxStore(backend, MailboxConfig())
+    async with Worker(mailbox, "w", handle) as worker:
+        d = await mailbox.enqueue("t", b"x")
+
+        async def troubled() -> bool:
+            return worker.trouble is not None and "permission denied" in worker.trouble
+
+        await eventually(troubled)
+        backend.permitted.set()
+
+        async def acked() -> bool:
+            found = await mailbox.load_dispatch("t", d.dispatch_id)
+            return found is not None and found.status is Status.ACKED
+
+        await eventually(acked)
+
+        async def well() -> bool:
+            return worker.trouble is None
+
+        await eventually(well)
+    await mailbox.aclose()
+    assert calls == 1
+
+
+async def test_a_worker_that_cannot_claim_says_why() -> None:
+    """Its pulls went well, and so it reported no trouble."""
+    backend = Forbidding(MemoryMailbox())
+    mailbox = MailboxStore(backend, MailboxConfig())
+
+    async def handle(dispatch: Dispatch) -> None:
+        pass
+
+    await mailbox.enqueue("t", b"x")
+    backend.permitted.clear()
+    async with Worker(mailbox, "w", handle) as worker:
+
+        async def troubled() -> bool:
+            return worker.trouble is not None and "permission denied" in worker.trouble
+
+        await eventually(troubled)
+        backend.permitted.set()
+
+        async def well() -> bool:
+            return worker.trouble is None
+
+        await eventually(well)
+    await mailbox.aclose()
 
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])

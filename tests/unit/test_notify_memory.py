@@ -365,7 +365,7 @@ async def test_a_cancel_that_a_client_swallows_ends_a_call_all_the_same() -> Non
     """Else a loop of such calls would go on, and the TaskGroup that it is in never end."""
     broker = MemoryBroker()
     broker.publish_hinted = swallows_cancels  # type: ignore[method-assign]
-    client = SimpleNamespace(request=swallows_cancels)
+    client = SimpleNamespace(request=swallows_cancels, last_error=None)
     connection = SimpleNamespace(client=lambda: client, on_connect=lambda _: None)
     bucket: Any = SimpleNamespace(connection=connection, stream=SimpleNamespace(check_size=lambda _: None))
     async with Notifier(broker, timeout_s=3600) as notifier:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from nats.errors import ConnectionClosedError
+from nats.errors import ConnectionClosedError, Error
 
-from bufstore.errors import LogUnavailable
+from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.pulls import PullRefused, Pulls
 
@@ -23,14 +25,27 @@ class _Client:
 
     def __init__(self) -> None:
         self.published: list[tuple[str, bytes]] = []
+        self.last_error: Exception | None = None
+        #: Ends each question that is open.
+        self.ends: list[Any] = []
 
     async def publish(self, subject: str, payload: bytes = b"", **_: Any) -> None:
         self.published.append((subject, payload))
 
 
 def _pulls(client: Any) -> Pulls:
-    connection = SimpleNamespace(client=lambda: client, on_connect=lambda _: None, on_lost=lambda _: None)
-    return Pulls(cast(Connection, connection), "next")
+    @contextmanager
+    def answers(subject: str, heard: Any, end: Any) -> Iterator[str]:
+        assert subject == "next"
+        client.ends.append(end)
+        try:
+            yield "elsewhere"
+        finally:
+            client.ends.remove(end)
+
+    hooks = {"on_connect": lambda _: None, "on_lost": lambda _: None}
+    connection = SimpleNamespace(client=lambda: client, answers=answers, **hooks)
+    return Pulls(cast(Connection, connection), "consumer", "next", 30.0)
 
 
 async def _asked(pulls: Pulls, asking: Any) -> asyncio.Task[Any]:
@@ -83,6 +98,40 @@ async def test_a_request_that_no_consumer_serves_ends_with_what_to_do() -> None:
         with pytest.raises(PullRefused) as caught:
             await task
         assert (caught.value.code, str(caught.value)) == (code, says)
+
+
+async def test_a_request_that_nats_does_not_permit_says_so_at_once() -> None:
+    """Nothing came, time and again, and nobody was told why."""
+    client = _Client()
+    pulls = _pulls(client)
+    task = await _asked(pulls, pulls.next(60))
+    client.ends[0](ConfigError("not permitted"))
+    with pytest.raises(ConfigError, match="not permitted"):
+        await task
+    assert not client.ends
+
+
+async def test_while_nats_permits_no_answers_an_empty_request_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not answered comes again only after a while, and may be as much as may be unanswered."""
+    client, now = _Client(), 0.0
+    pulls = _pulls(client)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now, raising=False)
+
+    async def nothing() -> list[Any]:
+        task = await _asked(pulls, pulls.ready(1))
+        for token in list(pulls._waiting):
+            pulls._on_message(f"inbox.{token}", "", b"", b"NATS/1.0 404 No Messages\r\n\r\n")
+        found: list[Any] = await task
+        return found
+
+    assert await nothing() == []
+    client.last_error = Error(f"nats: 'Permissions Violation for Publish to \"{_REPLY}\"'")
+    for later in (1.0, 59.0):
+        now = later
+        with pytest.raises(ConfigError, match=r"\$JS\.ACK\.>"):
+            await nothing()
+    now = 62.0
+    assert await nothing() == [], "the right may be back: by now it has been tried again"
 
 
 async def test_a_connection_that_is_lost_while_work_is_asked_for_leaves_nothing_unlooked_at() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bufstore.cli.printable import printable
+from bufstore.printable import printable
 
 #: The width of a console, in columns, that folds none of our lines.
 _UNFOLDED = 1 << 20

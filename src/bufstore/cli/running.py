@@ -14,8 +14,8 @@ from typing import IO, Any, TypeVar
 import click
 import msgspec
 
-from bufstore.cli.printable import printable
 from bufstore.errors import BufstoreError
+from bufstore.printable import printable
 from bufstore.spark.worker_errors import told_in
 
 T = TypeVar("T")

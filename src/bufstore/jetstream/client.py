@@ -267,6 +267,17 @@ def refusal(client: Client, verb: str, subject: str) -> Exception | None:
     return next((e for e in reversed(errors) if (found := violation(e)) is not None and found[:2] == wanted), None)
 
 
+def refused_ack(client: Client, consumer: str) -> Exception | None:
+    """Return the last violation that says that an answer to a delivery of this consumer was refused."""
+    errors = client.errors if isinstance(client, ListeningClient) else [client.last_error]
+    acks, name = ("publish", "$js.ack."), f".{consumer.lower()}."
+    for error in reversed(errors):
+        found = violation(error)
+        if found is not None and (found.verb, found.subject[:8]) == acks and name in found.subject:
+            return error
+    return None
+
+
 async def check_room(client: ListeningClient, before: int, timeout_s: float = 10) -> None:
     """Raise ConfigError if NATS has refused a subscription for want of room since `no_room` was `before`."""
     await round_trip(client, timeout_s)

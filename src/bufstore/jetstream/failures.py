@@ -69,7 +69,9 @@ def most_telling(errors: Sequence[Exception]) -> Exception:
 
 def may_not_publish(subject: str, api: str) -> tuple[ConfigError, set[str]]:
     """Return the error for messages on a subject, and the subjects that they may have had, all in lower case."""
-    how = "run `bufstore setup` as operator" if ".stream.create." in subject else "see `bufstore permissions`"
+    how = "see `bufstore permissions`, and docs/MAILBOX.md and docs/TOKENS.md for theirs"
+    if ".stream.create." in subject:
+        how = "run `bufstore setup` as operator"
     # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
     api = api.lower()
     sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}

@@ -1,35 +1,47 @@
-"""What NATS does not permit: the log tells of each subject once."""
+"""What NATS does not permit: the log tells of each subject once in a while."""
 
 from __future__ import annotations
 
 import logging
+import time
 
 from bufstore.jetstream.client import NO_ROOM, violation
 
 _log = logging.getLogger(__name__)
 
-#: At most this many forbidden subjects are named in the log, once each.
+#: At most this many texts are remembered.
 _NAMED = 20
+#: After so many seconds a text is news again.
+_AGAIN_S = 600.0
 
 
 class Forbidden:
     """Tells the log of what is forbidden."""
 
     def __init__(self) -> None:
-        self._named: set[str] = set()
+        #: When each text was logged.
+        self._named: dict[str, float] = {}
 
     def tell(self, error: Exception) -> None:
-        """Log the error if it is one of these and was not told yet."""
+        """Log the error if it is one of these and was not told lately."""
         if (found := violation(error)) is not None:
-            # Of these each is another one.
-            subject = next(
-                (f"{many}>" for many in ("_inbox.", "$js.ack.") if found.subject.startswith(many)), found.subject
-            )
-            self._once(f"NATS does not permit {found.verb} on {subject!r}")
+            self._now_and_then(f"NATS does not permit {found.verb} on {_family(found.subject)!r}")
         elif NO_ROOM in str(error).lower():
-            self._once("NATS permits no further subscription: raise max_subs (`subs`) of the account")
+            self._now_and_then("NATS permits no further subscription: raise max_subs (`subs`) of the account")
 
-    def _once(self, text: str) -> None:
+    def _now_and_then(self, text: str) -> None:
+        now = time.monotonic()
+        self._named = {told: at for told, at in self._named.items() if now - at < _AGAIN_S}
         if text not in self._named and len(self._named) < _NAMED:
-            self._named.add(text)
+            self._named[text] = now
             _log.error("%s", text, extra={"action": "nats_forbidden"})
+
+
+def _family(subject: str) -> str:
+    """Return the subject, or what it has in common with those that differ in an id only."""
+    first, *rest = subject.split(".")
+    if first == "_inbox":
+        return "_inbox.>"
+    if subject.startswith("$js.api.") or len(rest) < 2:
+        return subject
+    return f"{first}.{rest[0]}.>"

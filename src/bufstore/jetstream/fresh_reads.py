@@ -79,8 +79,8 @@ class FreshReads:
     async def copy(self, subjects: Sequence[str], end: int = 0) -> dict[str, StoredMessage]:
         """Return the same from any copy that is as far as `end`; not as of one moment when the subjects are many."""
         found: dict[str, StoredMessage] = {}
-        for i in range(0, len(subjects), PAGE):
-            found |= await self._part(subjects[i : i + PAGE], end)
+        for some in self.stream.portions(subjects):
+            found |= await self._part(some, end)
         return found
 
     async def _part(self, subjects: Sequence[str], end: int) -> dict[str, StoredMessage]:

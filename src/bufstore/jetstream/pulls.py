@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import nats.errors
 
-from bufstore.errors import LogUnavailable, Unavailable
+from bufstore.errors import ConfigError, LogUnavailable, Unavailable
 from bufstore.jetstream import frames
-from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.client import ListeningClient, refused_ack
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.headers import status_of
 
@@ -73,7 +73,7 @@ class _Waiter:
         self.came: list[Delivery] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def end(self, error: LogUnavailable | None = None) -> None:
+    def end(self, error: LogUnavailable | ConfigError | None = None) -> None:
         if self.ended.done():
             return
         if error is None or self.came:
@@ -83,12 +83,19 @@ class _Waiter:
             self.ended.exception()  # marked as retrieved, also when the request failed first
 
 
+def _nothing_heard(data: bytes, headers: bytes) -> None:
+    """Deliveries come to an inbox of their own."""
+
+
 class Pulls:
     """Sends one request to the server for each waiter. A delivery goes to the first waiter."""
 
-    def __init__(self, connection: Connection, pull_subject: str) -> None:
+    def __init__(self, connection: Connection, consumer: str, pull_subject: str, ack_wait_s: float) -> None:
+        """`ack_wait_s`: after how long a delivery comes again that nobody has answered."""
         self._connection = connection
-        self._pull_subject = pull_subject
+        self._consumer, self._pull_subject, self._ack_wait_s = consumer, pull_subject, ack_wait_s
+        #: The last answer to a delivery that NATS refused, and until when that counts, in the loop's time.
+        self._refused: tuple[Exception | None, float] = None, 0.0
         self._inbox = ""
         self._tokens = itertools.count()
         self._waiting: dict[str, _Waiter] = {}
@@ -96,24 +103,32 @@ class Pulls:
         connection.on_lost(self._lost)
 
     async def next(self, wait_s: float) -> Delivery | None:
-        """Return the next delivery, or None when none came in time. Raises LogUnavailable."""
+        """Return the next delivery, or None when none came in time. Raises LogUnavailable, ConfigError."""
         came = await self._ask(1, {"batch": 1, "expires": max(1, round(wait_s * 1e9))}, wait_s)
         return came[0] if came else None
 
     async def ready(self, limit: int) -> list[Delivery]:
-        """Return the deliveries that can be had at once, at most `limit`. Raises LogUnavailable."""
+        """Return the deliveries that can be had at once, at most `limit`. Raises LogUnavailable, ConfigError."""
         return await self._ask(limit, {"batch": limit, "no_wait": True}, 0.0)
 
     async def _ask(self, limit: int, request: dict[str, Any], wait_s: float) -> list[Delivery]:
         token, waiter = str(next(self._tokens)), _Waiter(limit)
         self._waiting[token] = waiter
         body = json.dumps(request).encode()
+
+        def refused(outcome: bytes | Exception) -> bool:
+            if isinstance(outcome, ConfigError):
+                waiter.end(outcome)
+            return False
+
         try:
-            await frames.post(self._connection.client(), self._pull_subject, body, f"{self._inbox}.{token}")
-            async with asyncio.timeout(wait_s + _SLACK_S):
-                await waiter.ended
-            return waiter.came
-        except TimeoutError:
+            with self._connection.answers(self._pull_subject, _nothing_heard, refused):
+                await frames.post(self._connection.client(), self._pull_subject, body, f"{self._inbox}.{token}")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s + _SLACK_S):
+                        await waiter.ended
+            if not waiter.came:
+                self._check_answers()
             return waiter.came
         except asyncio.CancelledError:
             for came in waiter.came:
@@ -124,6 +139,17 @@ class Pulls:
         finally:
             del self._waiting[token]
             waiter.ended.cancel()
+
+    def _check_answers(self) -> None:
+        """Raise ConfigError if NATS has refused an answer lately: what is not answered may be all that can come."""
+        now = asyncio.get_running_loop().time()
+        error = refused_ack(self._connection.client(), self._consumer)
+        if error is not None and error is not self._refused[0]:
+            self._refused = error, now + 2 * self._ack_wait_s
+        if now < self._refused[1]:
+            raise ConfigError(
+                "NATS does not permit this user to publish on $JS.ACK.>, where deliveries are answered: permit it"
+            )
 
     async def answer(self, delivery: Delivery | None, what: bytes) -> None:
         """Answer a delivery, without waiting for the answer to arrive: a delivery without an answer comes again."""

@@ -32,7 +32,7 @@ class SharedConsumer:
         """`ours` is the place of the consumer's settings, for `ConfigDrift`."""
         self._stream, self._wanted, self._ours = stream, wanted, ours
         self._name = str(wanted["durable_name"])
-        self.pulls = Pulls(connection, stream.next_of(self._name))
+        self.pulls = Pulls(connection, self._name, stream.next_of(self._name), wanted["ack_wait"] / 1e9)
 
     async def setup(self) -> None:
         """Create the consumer, or check it. Raises ConfigDrift, ConfigError, LogUnavailable."""

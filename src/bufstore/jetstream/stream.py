@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,12 +25,12 @@ from bufstore.jetstream.messages import (
     Part,
     StoredMessage,
 )
+from bufstore.jetstream.portions import portions
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.server_version import check_version
 from bufstore.shared_call import SharedCall
 from bufstore.tasks import ended_within
 
-_SUBJECTS_PER_GET = 1000
 #: How long a leader may take to prove that it leads, in seconds.
 _PROOF_S = 5.0
 #: A sequence that no stream reaches.
@@ -92,6 +92,10 @@ class NatsStream:
         """The server's max_payload: headers and body of one message."""
         return self._connection.client().max_payload
 
+    def portions(self, subjects: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Yield the subjects in order, as many at a time as a request for their last messages may name."""
+        return portions(subjects, self.message_bytes_max - _HEADERS_BYTES)
+
     def check_size(self, body: bytes) -> None:
         """Raise TooLarge for a body that no message can hold."""
         limit = self.message_bytes_max - _HEADERS_BYTES
@@ -145,9 +149,8 @@ class NatsStream:
                 if message is not None:
                     found[message.subject] = message
             return found
-        for i in range(0, len(subjects), _SUBJECTS_PER_GET):
-            request = {"multi_last": list(subjects[i : i + _SUBJECTS_PER_GET])}
-            for message in await self._get_all(request, timeout_s):
+        for some in self.portions(subjects):
+            for message in await self._get_all({"multi_last": list(some)}, timeout_s):
                 found[message.subject] = message
         return found
 

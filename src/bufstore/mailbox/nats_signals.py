@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 import nats.errors
 from nats.aio.msg import Msg
 
-from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
+from bufstore.jetstream.client import refusal
 from bufstore.jetstream.pulls import Delivery, PullRefused
 from bufstore.jetstream.shared_consumer import SharedConsumer
 from bufstore.jetstream.subject_tokens import token, untoken
@@ -46,7 +47,13 @@ class NatsSignals(SharedConsumer):
             else:  # the consumer lets no more workers wait: this one asks again later
                 await asyncio.sleep(min(timeout_s, _CROWDED_S))
             return []
-        return [(thread_id, delivery) for delivery in came if (thread_id := _thread_id(delivery)) is not None]
+        found: list[tuple[str, Delivery]] = []
+        for delivery in came:
+            if (thread_id := _thread_id(delivery)) is not None:
+                found.append((thread_id, delivery))
+            else:
+                await self.pulls.answer(delivery, b"+TERM")  # it would come again and again, and take a place each time
+        return found
 
 
 def _thread_id(delivery: Delivery) -> str | None:
@@ -54,7 +61,7 @@ def _thread_id(delivery: Delivery) -> str | None:
         return untoken(delivery.subject.rpartition(".")[2])
     except MalformedEntry:
         what = delivery.subject[:200]
-        _log.warning("ignoring a signal that belongs to no thread: %s", what, extra={"action": "mailbox_foreign"})
+        _log.warning("ignoring a signal that belongs to no thread: %r", what, extra={"action": "mailbox_foreign"})
         return None
 
 
@@ -69,14 +76,16 @@ class NatsLive:
     async def deliver(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         """See `Backend.deliver_live`."""
         self._bucket.stream.check_size(payload)
-        client = self._bucket.connection.client()
+        client, subject = self._bucket.connection.client(), self._prefix + token(thread_id)
+        before = refusal(client, "publish", subject)
         try:
             with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
-                await client.request(self._prefix + token(thread_id), payload, timeout=timeout_s)
+                await client.request(subject, payload, timeout=timeout_s)
         except nats.errors.NoRespondersError:
             return Live.NO_SUBSCRIBER
         except (nats.errors.Error, OSError, TimeoutError):
-            return Live.UNKNOWN
+            refused = refusal(client, "publish", subject) not in (None, before)
+            return Live.NO_SUBSCRIBER if refused else Live.UNKNOWN
         return Live.DELIVERED
 
     async def listen(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
@@ -92,7 +101,8 @@ class NatsLive:
             except Exception:
                 _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
 
-        unsubscribe = await self._subscriptions.add(self._prefix + token(thread_id), heard)
+        subject = self._prefix + token(thread_id)
+        unsubscribe = await self._subscriptions.add(subject, heard)
 
         async def stop() -> None:
             await unsubscribe()
@@ -102,6 +112,8 @@ class NatsLive:
 
         try:
             await self._told()
+            if refusal(self._bucket.connection.client(), "subscription", subject) is not None:
+                raise ConfigError(f"NATS does not permit this user to subscribe to {subject!r}: see docs/MAILBOX.md")
         except BaseException:
             await stop()
             raise

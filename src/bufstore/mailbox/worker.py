@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Self
 
 from bufstore import elapsed
-from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim, StepUnknown, Unavailable
+from bufstore.errors import BufstoreError, ClaimInterrupted, LogFull, Rejected, StaleClaim, StepUnknown, Unavailable
 from bufstore.holding import Holding, while_held
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
@@ -58,8 +58,14 @@ class Worker:
         self._claims: dict[int, tuple[Dispatch, asyncio.Task[None]]] = {}
         self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
         self._closing = self._stopped = False
-        #: Why the last pull of signals failed; None when it did not.
-        self.trouble: str | None = None
+        #: Why the last pull of signals failed, and why the last step of a claim did; None when it did not.
+        self._pull_trouble: str | None = None
+        self._step_trouble: str | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why this worker cannot fetch signals, or claim, ack or nack a dispatch; None while nothing is wrong."""
+        return self._pull_trouble or self._step_trouble
 
     async def __aenter__(self) -> Self:
         self._pulling = spawn(self._pull(), name="bufstore-mailbox-worker")
@@ -102,14 +108,14 @@ class Worker:
             except Exception as e:
                 failures += 1
                 text = str(e) if isinstance(e, BufstoreError) else f"unexpected {type(e).__name__}"
-                if self.trouble is None:
+                if self._pull_trouble is None:
                     _log.warning(
                         "cannot fetch signals; will try again: %s", text, extra={"action": "mailbox_pull_failed"}
                     )
-                self.trouble = text
+                self._pull_trouble = text
                 await asyncio.sleep(backoff_s(failures, 0.1, 5.0))
                 continue
-            failures, self.trouble = 0, None
+            failures, self._pull_trouble = 0, None
             for signal in signals:
                 await room.acquire()
                 task = spawn(self._thread(signal), name="bufstore-mailbox-thread", among=self._running)
@@ -120,7 +126,7 @@ class Worker:
         c = self._config
         began, longest_s = time.monotonic(), c.signal_nack_max_delay_s
         try:
-            while not self._closing and (claim := await self._mailbox.claim(signal.thread_id, self._name)) is not None:
+            while not self._closing and (claim := await self._claimed(signal.thread_id)) is not None:
                 await self._work(claim, signal)
                 if self._closing or (self._room.locked() and time.monotonic() > began + _TURN_S):
                     await self._mailbox.wake(signal.thread_id)
@@ -133,12 +139,18 @@ class Worker:
             raise
         except BufstoreError as e:
             _log.info("thread %r: %s", signal.thread_id, e, extra={"action": "mailbox_step_failed"})
+            self._note_step(e)
             if isinstance(e, (Unavailable, StepUnknown)):
                 longest_s = min(longest_s, _AWAY_S)
         self._mailbox.counters.count("signals_nacked")
         delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, longest_s)
         with suppress(BufstoreError):  # an unanswered signal comes again by itself
             await signal.nack(0 if self._closing else delay)
+
+    async def _claimed(self, thread_id: str) -> Dispatch | None:
+        claim = await self._mailbox.claim(thread_id, self._name)
+        self._step_trouble = None
+        return claim
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = spawn(self._called(claim))
@@ -162,9 +174,21 @@ class Worker:
         try:
             async for attempt in while_held(lambda _: self._stopped or holding.is_over):
                 with attempt:
-                    await ending()
+                    try:
+                        await ending()
+                    except BufstoreError as e:
+                        self._note_step(e)
+                        raise
         except StaleClaim as e:
             _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
+
+    def _note_step(self, error: BufstoreError) -> None:
+        """Note why a step failed, unless the mailbox has only said that there is nothing to do."""
+        if isinstance(error, Rejected) and not isinstance(error, LogFull):
+            return
+        if self._step_trouble is None:
+            _log.warning("a step failed; will try again: %s", error, extra={"action": "mailbox_step_failed"})
+        self._step_trouble = str(error)
 
     async def _called(self, claim: Dispatch) -> None:
         await self._handler(claim)  # here, because a handler may also fail before it returns its awaitable

@@ -19,9 +19,10 @@ from typing import Any
 import nats.errors
 from nats.aio.subscription import Subscription
 
+from bufstore.buffer.groups.delivery import LostAgain
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.jetstream.client import ListeningClient, check_room, violation
+from bufstore.jetstream.client import ListeningClient, check_room, refused_ack
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.headers import entry_header, fields, status_of
@@ -120,7 +121,7 @@ class NatsFeed:
             elif self._client.errors and self._client.errors[-1] is not self._last_error and self._may_not_ack():
                 # The server would stop when it has delivered as much as may be unacknowledged. A new consumer begins
                 # at the cursor, so a flusher goes on, slowly, and says why.
-                self._lost = (
+                self._lost = LostAgain(
                     "NATS does not permit this user to publish on $JS.ACK.>, where what is flushed is acknowledged: "
                     "permit it (see `bufstore permissions`)"
                 )
@@ -128,9 +129,7 @@ class NatsFeed:
 
     def _may_not_ack(self) -> bool:
         self._last_error = self._client.errors[-1]
-        consumer = f".{self._name.lower()}."
-        found = [violation(e) for e in self._client.errors]
-        return any(v is not None and v.subject.startswith("$js.ack.") and consumer in v.subject for v in found)
+        return refused_ack(self._client, self._name) is not None
 
     def take(self) -> list[StoredMessage]:
         arrived, self._arrived = self._arrived, []

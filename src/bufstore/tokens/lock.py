@@ -109,7 +109,7 @@ class Lock(Lease):
         believed = not self.lost.is_set()
         try:
             await self.release()
-        except (TokenLost, LogUnavailable) as e:
+        except (TokenLost, LogUnavailable, ConfigError) as e:
             if error[0] is None and not (believed and isinstance(e, LogUnavailable)):
                 raise  # the block must learn that it may not have held the lock to its end
 

@@ -18,6 +18,7 @@ from typing import Any
 from bufstore.buffer.entry import entry_id
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.groups.delivery import LostAgain
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.ports.log import Log
@@ -34,8 +35,7 @@ _TAKE_RETRY_S = 0.5
 _HELD_RETRY_S = 0.1
 _HELD_SAID_S = 2.0
 _LOOK_S = 1.0
-#: A feed that is lost sooner than this after it was followed, or after its first flush, may be lost so each time: that
-#: is trouble.
+#: A feed that is lost sooner than this after it was followed may be lost so each time: that is trouble.
 _AT_ONCE_LOST_S = 1.0
 _CLOSE_S = 10.0
 #: If a caller asks for a flush of what is already flushed, we look into Postgres, but not more often than this.
@@ -104,7 +104,7 @@ class Takeover:
         state: FlusherState,
     ) -> None:
         self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
-        self._at_once_lost_s = _AT_ONCE_LOST_S + parts.config.flush_interval_s
+        self._flush_interval_s = parts.config.flush_interval_s
         self._member = member
         self._prepare = prepare
         self._prepared = False
@@ -170,10 +170,12 @@ class Takeover:
 
     def _note_lost_at_once(self, partition: int, reason: str) -> None:
         now = self._loop.time()
-        if now - self._followed_at[partition] < self._at_once_lost_s:
+        again = isinstance(reason, LostAgain)
+        if again or now - self._followed_at[partition] < _AT_ONCE_LOST_S:
             self._untakeable[partition] = now + _TAKE_RETRY_S
-            self._doomed_until = now + _TAKE_RETRY_S + 2 * self._at_once_lost_s
-            self._state.report(LogUnavailable(f"feeds are lost as soon as they start: {reason}"))
+            until_first_ack_s = self._flush_interval_s if again else 0.0
+            self._doomed_until = now + _TAKE_RETRY_S + until_first_ack_s + 2 * _AT_ONCE_LOST_S
+            self._state.report(LogUnavailable(reason if again else f"feeds are lost as soon as they start: {reason}"))
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Take the partitions that are ours, until `stopping`."""

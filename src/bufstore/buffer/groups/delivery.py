@@ -37,6 +37,12 @@ _BEHIND_MAX = 256
 _STOPPED_S = 3.0
 
 
+class LostAgain(str):
+    """Why a feed is lost, if the next one will be lost, too, with its first ack, until somebody changes the reason."""
+
+    __slots__ = ()
+
+
 class StreamFeed(Protocol):
     """The messages of one subject from a position on, in order, without a hole, until it is lost.
 

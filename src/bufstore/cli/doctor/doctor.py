@@ -16,8 +16,8 @@ from bufstore.cli.doctor.nats import check_nats
 from bufstore.cli.doctor.postgres import check_postgres
 from bufstore.cli.doctor.tokens import check_tokens
 from bufstore.cli.output import new_console
-from bufstore.cli.printable import printable
 from bufstore.nats.permissions import Role
+from bufstore.printable import printable
 
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.BAD: "bold red"}
 

@@ -21,9 +21,9 @@ from bufstore.cli.conversations.transactions import count_transactions
 from bufstore.cli.conversations.writer import ConversationWriter, flush_all
 from bufstore.cli.importing.journal import Journal
 from bufstore.cli.importing.lines import BadLine, Input, Line
-from bufstore.cli.printable import printable
 from bufstore.cli.running import EXIT_WRONG, Failure
 from bufstore.errors import FlushTimeout, StoreUnavailable
+from bufstore.printable import printable
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
 

@@ -8,8 +8,8 @@ from rich.filesize import decimal
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import BufferStatus, inspecting
 from bufstore.cli.output import lasting, new_console, new_table
-from bufstore.cli.printable import printable
 from bufstore.cli.running import EXIT_UNUSABLE, EXIT_WRONG
+from bufstore.printable import printable
 
 
 @click.command()

@@ -12,6 +12,7 @@ import psycopg
 import psycopg_pool
 
 from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnavailable
+from bufstore.printable import printable
 
 
 class NoAnswer(StoreUnavailable):
@@ -81,9 +82,14 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
     for length in (5, 2):
         kind = _BY_SQLSTATE.get(state[:length])
         if kind is not None:
-            text = error.diag.message_primary or type(error).__name__
-            return kind(f"Postgres says: {text} (SQLSTATE {state})")
+            return kind(said(error))
     return None
+
+
+def said(error: psycopg.Error) -> str:
+    """Return what Postgres says, in one line: it quotes what apps sent, and triggers raise what they like."""
+    text = printable(error.diag.message_primary or type(error).__name__)
+    return f"Postgres says: {text} (SQLSTATE {error.sqlstate})"
 
 
 def is_lost(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from bufstore.buffer.domain import Applies
 from bufstore.buffer.flush.verdict import verdict, verdict_of_app
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
-from bufstore.postgres.connection.errors import is_lost
+from bufstore.postgres.connection.errors import is_lost, said
 from bufstore.tasks import own_cancels_only
 
 #: Seconds after which a probe ends that finds more to refuse than to write.
@@ -101,7 +101,5 @@ async def probe_batch(
 def _refusal(error: psycopg.Error, of_batch: bool) -> FlushFailed:
     state, diag = error.sqlstate, error.diag
     assert state is not None
-    text = diag.message_primary or type(error).__name__
     place = diag.constraint_name or ".".join(n for n in (diag.table_name, diag.column_name) if n)
-    message = f"Postgres says: {text} (SQLSTATE {state})"
-    return FlushFailed(message, verdict(state), cause=f"{state} {place}", of_batch=of_batch)
+    return FlushFailed(said(error), verdict(state), cause=f"{state} {place}", of_batch=of_batch)
