@@ -11,12 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from pyspark.sql.types import TimestampType
 
 from bufstore import ConfigError, Run, RunStatus
+from bufstore.buffer.subjects import Subjects
 from bufstore.spark import archive, restore
 from bufstore.spark.analytics import activity, entries, messages, runs, threads
-from bufstore.spark.log_archive import tables_job
+from bufstore.spark.log_archive import archive_job, tables_job
+from bufstore.spark.log_archive.manifests import messages_of
 from bufstore.spark.log_archive.tables_job import compact, expire, tabulate
 from conftest import Deployment
 from helpers import fresh, run_of
@@ -153,3 +157,40 @@ async def test_what_is_old_expires_and_nothing_else(spark: Any, deployment: Depl
     await purge(deployment, (await asyncio.to_thread(tabulate, spark, path)).end + 1)
     with pytest.raises(Exception, match="begins at message"):
         await rows(spark, path, deployment)
+
+
+@pytest.mark.long  # several jobs
+async def test_a_large_entry_that_two_archives_share_outlives_the_older_one(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An archive ends wherever the log does, maybe between an entry's parts and its group."""
+    path, thread, big = str(tmp_path / "archive"), fresh(), fresh()
+    await write_together(deployment, [thread], range(2))
+    async with deployment.store() as store:
+        await store.checkpoint(big, [{"n": 0, "content": secrets.token_hex(1_500_000)}], run_of(big))
+    messages = spark.read.format("threadlog").options(**read_options(deployment, form="messages")).load()
+    parts = Subjects(deployment.log.subject, deployment.log.partitions).parts
+    behind_parts = 1 + max(r.position for r in await collected(messages) if r.subject == parts)
+    log_of = archive_job.log_of
+
+    async def cut(to: Any) -> Any:
+        return msgspec.structs.replace(await log_of(to), end=behind_parts)
+
+    monkeypatch.setattr(archive_job, "log_of", cut)
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    monkeypatch.undo()
+    await asyncio.to_thread(tabulate, spark, path)
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    late = datetime.now(UTC)
+    assert await asyncio.to_thread(partial(expire, before=late, ranges=True), spark, path) == 0
+    await asyncio.to_thread(tabulate, spark, path)
+    assert [(r.thread_id, r.effect) for r in await rows(spark, path)] == [(thread, "applied")] * 2 + [(big, "applied")]
+
+
+def test_a_restores_times_do_not_follow_a_setting_of_the_session(spark: Any) -> None:
+    """With it, `until` was compared with times of no zone, and another point in time was restored."""
+    spark.conf.set("spark.sql.timestampType", "TIMESTAMP_NTZ")
+    try:
+        assert messages_of(spark).schema["stored_at"].dataType == TimestampType()
+    finally:
+        spark.conf.unset("spark.sql.timestampType")

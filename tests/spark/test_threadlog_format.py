@@ -144,6 +144,19 @@ async def test_a_range_of_time(spark: Any, deployment: Deployment) -> None:
     later = await collected(read(spark, deployment, startingTimestamp=at))
     assert [r.version for r in sorted(later, key=lambda r: r.version)] == [2, 3]
     assert [r.version for r in await collected(read(spark, deployment, endingTimestamp=at))] == [1]
+    # nats-server counts nanoseconds in 64 bits, and a time that they do not hold wraps.
+    for later in ("9999-12-31T23:59:59Z", "2300-01-01T00:00:00Z"):
+        assert len(await collected(read(spark, deployment, endingTimestamp=later))) == 3
+        assert await collected(read(spark, deployment, startingTimestamp=later)) == []
+    for earlier in ("0001-01-01T00:00:00Z", "1600-01-01T00:00:00Z"):
+        assert len(await collected(read(spark, deployment, startingTimestamp=earlier))) == 3
+        assert await collected(read(spark, deployment, endingTimestamp=earlier)) == []
+
+
+async def test_a_stream_takes_no_end(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    await prepared(deployment)
+    with pytest.raises(Exception, match="for a batch"):
+        await ended(query(spark, deployment, tmp_path, endingPosition=5))
 
 
 def query(spark: Any, deployment: Deployment, folder: Path, **more: Any) -> Any:

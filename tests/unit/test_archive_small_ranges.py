@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from bufstore.spark.log_archive.manifests import VERSION, Manifest, counting, overlapping, whole
 from bufstore.spark.log_archive.small_ranges import removable, to_merge
+from bufstore.spark.log_archive.tables_job import _remove
 
 
 def manifest(start: int, end: int, count: int | None = None, *, created: str = "then", attempt: str = "") -> Manifest:
@@ -111,3 +113,45 @@ def test_ranges_that_the_table_still_needs_stay() -> None:
     assert [m.start for m in removable(there, 0, 5)] == [0, 10, 20], "the last stays"
     assert [m.start for m in removable(there, 0, 5, 10)] == [0]
     assert [m.start for m in removable(there, 0, 5, 25)] == [0, 10]
+
+
+def test_ranges_with_parts_of_entries_that_may_be_in_what_stays_stay() -> None:
+    """Regression: an archive was made between a large entry's parts and its group; the entry was in no table then."""
+    there = [msgspec.structs.replace(manifest(n, n + 10), newest_us=n + 5, read_us=n + 6) for n in (0, 10, 20, 30, 40)]
+    with_parts = [msgspec.structs.replace(m, newest_part_us=m.newest_us - 1, parts_for_us=7) for m in there]
+    kept = there[:1] + with_parts[1:2] + there[2:]
+    assert [m.start for m in removable(kept, 0, 100)] == [0, 10, 20, 30], "14 + 7 is before 35"
+    assert [m.start for m in removable(kept, 0, 100, 30)] == [0, 10, 20], "and before 25"
+    assert [m.start for m in removable(kept, 0, 100, 20)] == [0], "but not before 15"
+    assert [m.start for m in removable(with_parts, 0, 100)] == [0, 10, 20], "the last that would go keeps its parts"
+
+
+def test_what_the_file_system_does_not_remove_ends_the_removal() -> None:
+    """A store that says no, and raises nothing: manifests stayed, and their ranges went."""
+    there = {"a", "b"}
+
+    class Files:
+        def delete(self, path: str, recursive: bool) -> bool:
+            return path == "c"
+
+        def exists(self, path: str) -> bool:
+            return path in there
+
+    path = SimpleNamespace(getFileSystem=lambda _: Files())
+    made = SimpleNamespace(Path=lambda text: _Path(text, path))
+    hadoop = SimpleNamespace(fs=made)
+    context = SimpleNamespace(
+        _jvm=SimpleNamespace(org=SimpleNamespace(apache=SimpleNamespace(hadoop=hadoop))),
+        _jsc=SimpleNamespace(hadoopConfiguration=lambda: None),
+    )
+    with pytest.raises(PermissionError, match="cannot remove a"):
+        _remove(context, "a")
+    _remove(context, "c")
+    _remove(context, "gone already")
+
+
+class _Path(str):
+    def __new__(cls, text: str, path: Any) -> _Path:
+        made = super().__new__(cls, text)
+        made.getFileSystem = path.getFileSystem  # type: ignore[attr-defined]
+        return made

@@ -20,9 +20,11 @@ from pyspark.sql.datasource import (
 )
 
 from bufstore import ConfigError
+from bufstore.spark.option_values import ids
 from bufstore.spark.tables.narrowing import ALL, Narrowing, narrowed_by
 from bufstore.spark.tables.shares import ALL_THREADS, Share, hash_of
 from bufstore.spark.tables.table_options import table_options
+from bufstore.spark.typed_columns import microseconds
 
 IDS = ["a", "ab", "abc", "b", "ba"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -119,3 +121,18 @@ def test_options_that_cannot_be_are_said_at_once() -> None:
         with pytest.raises(ConfigError, match=match) as raised:
             table_options(good | wrong)
         assert "secret" not in str(raised.value)
+
+
+def test_an_id_with_a_nul_is_nobodys() -> None:
+    """Postgres takes no such text: the read ended in its error, where Spark alone would have found no row."""
+    assert narrowed_by([EqualTo(("thread_id",), "a\0")], ["thread_id"]) == Narrowing(threads=frozenset())
+    assert narrowed_by([In(("thread_id",), ("a", "a\0"))], ["thread_id"]) == Narrowing(threads=frozenset({"a"}))
+    assert narrowed_by([StringStartsWith(("thread_id",), "a\0")], ["thread_id"]) == Narrowing(threads=frozenset())
+    with pytest.raises(ConfigError, match="threads"):
+        ids({"threads": '["a\\u0000"]'}, "threads")
+
+
+@pytest.mark.parametrize("seconds", [-1e11, -62_135_596_800.0, 253_402_300_799.0, float("nan")])
+def test_a_time_that_python_would_not_take_from_spark_is_null(seconds: float) -> None:
+    assert microseconds(seconds) is None
+    assert microseconds(-62_135_400_000) == -62_135_400_000_000_000

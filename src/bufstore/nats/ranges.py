@@ -56,6 +56,10 @@ class Read(msgspec.Struct, frozen=True, gc=False):
     size: int
 
 
+#: nats-server counts nanoseconds since 1970 in 64 bits: a later time wraps.
+_LATEST_NS = 2**63 - 1
+
+
 class LogState(msgspec.Struct, frozen=True):
     """The state of the log at one moment."""
 
@@ -134,7 +138,10 @@ class LogReader:
 
     async def at_time(self, time_ns: int, log: LogState) -> int:
         """Return the sequence of the first message that was stored at this time or later; the log's end if none was."""
-        found = self.read(0, log.end, log.subjects.stored, headers_only=True, at_once=1, since_ns=time_ns)
+        if time_ns > _LATEST_NS:
+            return log.end
+        since_ns = max(time_ns, 0)
+        found = self.read(0, log.end, log.subjects.stored, headers_only=True, at_once=1, since_ns=since_ns)
         async with contextlib.aclosing(found):
             async for part in found:
                 return part[0].message.seq

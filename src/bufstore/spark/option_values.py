@@ -49,6 +49,6 @@ def ids(given: Mapping[str, str], name: str) -> list[str]:
         found = msgspec.json.decode(given[name], type=list[str])
     except msgspec.MsgspecError:
         found = []
-    if not found:
+    if not found or any("\0" in id_ for id_ in found):
         raise ConfigError(f'option {name} must be a JSON list of ids, as in ["a", "b"]')
     return found

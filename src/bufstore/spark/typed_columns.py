@@ -7,6 +7,9 @@ from typing import Any
 from bufstore.spark.source.log_columns import NUMBER, TEXT, TIME, as_json
 from bufstore.threads.model import Run
 
+#: The times that Python holds, in seconds of Unix time, without those that a time zone could move out of them.
+_EARLIEST_S, _LATEST_S = -62_135_510_400, 253_402_214_400
+
 RUN = {
     "run_id": TEXT,
     "agent_id": TEXT,
@@ -49,8 +52,8 @@ def _bigint(number: int | None) -> int | None:
 
 
 def microseconds(seconds: float | None) -> int | None:
-    """Return the time in microseconds; None when Spark cannot hold it."""
-    if seconds is None or not abs(seconds) < 2e11:
+    """Return the time in microseconds; None when Spark cannot hold it, or Python not read it from Spark."""
+    if seconds is None or not _EARLIEST_S < seconds < _LATEST_S:
         return None
     return round(seconds * 1e6)
 

@@ -91,6 +91,7 @@ def archive(
         checksum="",
         attempt=secrets.token_hex(8),
         read_us=time.time_ns() // 1000,
+        parts_for_us=round(log.config.failover_window_s * 1e6),
     )
     # Before it reads: whoever erases something meanwhile must know where it may still be.
     loop().run(_begun(deployment, log, found.end))

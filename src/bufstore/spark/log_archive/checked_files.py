@@ -32,20 +32,35 @@ def total_columns(*hashed: str) -> tuple[Column, Column]:
     return F.count("*").alias("count"), checksum.alias("checksum")
 
 
-def write_by_date(
-    rows: DataFrame, folder: str, read: Callable[[], DataFrame], hashed: tuple[str, ...]
-) -> tuple[Totals, int]:
-    """Write rows by their column `date`; `read` reads them back. Returns their totals, and when the newest was stored.
+class Written(NamedTuple):
+    """What was written. Times are in microseconds of Unix time; 0: there are no such rows."""
 
-    The time is in microseconds of Unix time; 0: there are no rows. Raises DataLoss when the files do not hold what was
-    written to them.
+    totals: Totals
+    #: When the newest was stored, and the newest of those that were asked for.
+    newest_us: int
+    newest_of_some_us: int
+
+
+def write_by_date(
+    rows: DataFrame,
+    folder: str,
+    read: Callable[[], DataFrame],
+    hashed: tuple[str, ...],
+    stored_at_of_some: Column | None = None,
+) -> Written:
+    """Write rows by their column `date`; `read` reads them back. Returns what was written.
+
+    `stored_at_of_some`: null for other rows. Raises DataLoss when the files do not hold what was written to them.
     """
     from pyspark.sql import Observation
     from pyspark.sql import functions as F
 
     observed, newest = Observation(), F.unix_micros(F.max("stored_at")).alias("newest")
-    rows.observe(observed, *total_columns(*hashed), newest).write.mode("error").partitionBy("date").parquet(folder)
+    some = F.lit(None).cast("timestamp_ltz") if stored_at_of_some is None else stored_at_of_some
+    newest_of_some = F.unix_micros(F.max(some)).alias("newest_of_some")
+    watched = rows.observe(observed, *total_columns(*hashed), newest, newest_of_some)
+    watched.write.mode("error").partitionBy("date").parquet(folder)
     totals, written = Totals.of(observed.get), read().agg(*total_columns(*hashed)).first()
     if written is None or Totals.of(written) != totals:
         raise DataLoss(f"{folder} does not hold what was written to it; nothing was recorded: do it again")
-    return totals, int(observed.get["newest"] or 0)
+    return Written(totals, int(observed.get["newest"] or 0), int(observed.get["newest_of_some"] or 0))

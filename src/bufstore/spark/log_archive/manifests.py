@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bufstore.buffer.subjects import Subjects
 from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss
 from bufstore.spark.job_description import cores_of
 from bufstore.spark.log_archive.checked_files import Totals, total_columns, write_by_date
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 #: 1: the files are in the folder of the range's name. 1 and 2: a message is an entry, or a piece of one. 3: the entries
 #: are in groups.
 VERSION = 3
-_SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
+#: With its kind of time: what "timestamp" means is a setting of Spark's.
+_SCHEMA = "position bigint, stored_at timestamp_ltz, subject string, header string, body binary"
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
 _HASHED = ("position", "subject", "header", "body")
 
@@ -66,9 +68,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     newest_us: int = 0
     #: When the reading began, in microseconds of Unix time; of a merged range, that of its last part; 0: not known.
     read_us: int = 0
+    #: When the newest part of a large entry in it was stored, in microseconds of Unix time; 0: not known, or no parts.
+    newest_part_us: int = 0
+    #: How long after a part the group may be stored that names it, in microseconds; 0: not known.
+    parts_for_us: int = 0
     #: The names of the ranges it was made of, and when, in microseconds of Unix time; a range of the log has neither.
     merged: tuple[str, ...] = ()
     merged_us: int = 0
+
+    @property
+    def needed_until_us(self) -> int:
+        """Until when groups of other ranges may be stored that name parts in this one, in microseconds of Unix time."""
+        return self.newest_part_us + self.parts_for_us if self.newest_part_us else 0
 
     @property
     def name(self) -> str:
@@ -184,8 +195,17 @@ def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
     from pyspark.sql import functions as F
 
     folder, dated = f"{path}/ranges/{manifest.name}", messages.withColumn("date", F.to_date("stored_at"))
-    totals, newest_us = write_by_date(dated, folder, lambda: messages_of(messages.sparkSession, folder), _HASHED)
-    return msgspec.structs.replace(manifest, count=totals.rows, checksum=totals.checksum, newest_us=newest_us)
+    is_part = F.col("subject") == Subjects(manifest.subject, manifest.partitions).parts
+    written = write_by_date(
+        dated, folder, lambda: messages_of(messages.sparkSession, folder), _HASHED, F.when(is_part, F.col("stored_at"))
+    )
+    return msgspec.structs.replace(
+        manifest,
+        count=written.totals.rows,
+        checksum=written.totals.checksum,
+        newest_us=written.newest_us,
+        newest_part_us=written.newest_of_some_us,
+    )
 
 
 def write_manifest(spark: SparkSession, path: str, manifest: Manifest) -> None:

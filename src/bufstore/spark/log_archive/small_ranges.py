@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -60,7 +61,10 @@ def removable(
     replaced = sorted((m for m in manifests if m.name in merged), key=lambda m: m.merged_us)
     # Old ranges that do not count go, too: they would count again without the range that was made of them.
     old = expired([m for m in manifests if m.name not in merged], before_us)
-    return replaced + [m for m in old if tabulated is None or m.end <= tabulated]
+    old = [m for m in old if tabulated is None or m.end <= tabulated]
+    # The groups that stay were stored after all that goes. Without the parts that they name, they have no entries.
+    stay_from_us = max((m.newest_us for m in old), default=0)
+    return [*replaced, *takewhile(lambda m: m.needed_until_us < stay_from_us or not m.newest_part_us, old)]
 
 
 def merge_small(spark: SparkSession, path: str, messages: int) -> int:
@@ -84,6 +88,7 @@ def _merge(spark: SparkSession, path: str, run: Sequence[Manifest]) -> None:
         lane=max(m.lane for m in run),
         attempt=secrets.token_hex(8),
         read_us=max(m.read_us for m in run),
+        parts_for_us=max(m.parts_for_us for m in run),
         merged=tuple(m.name for m in run),
         merged_us=time.time_ns() // 1000,
     )

@@ -157,9 +157,10 @@ def expire(
     stored before `before`; with `ranges`, also ranges whose messages all were, and were archived before it. Returns how
     many were removed.
 
-    The last part and the last range stay, and ranges that the table does not have yet, if there is a table. Entries of
-    removed ranges cannot be restored any more. Raises ConfigError when `before` has no offset, and on Spark Connect,
-    which cannot remove files.
+    The last part and the last range stay, and ranges that the table does not have yet, if there is a table; also ranges
+    with parts of large entries that may be entries of a range which stays. Entries of removed ranges cannot be restored
+    any more. Raises PermissionError when the file system removes nothing; ConfigError when `before` has no offset, and
+    on Spark Connect, which cannot remove files.
     """
     if before is not None and before.tzinfo is None:
         raise ConfigError("expire: before needs a time with a UTC offset")
@@ -188,8 +189,11 @@ def expire(
 
 
 def _remove(context: Any, path: str) -> None:
+    """Remove a folder. Raises PermissionError if it is still there: what belongs to it must stay then, too."""
     at = context._jvm.org.apache.hadoop.fs.Path(path)
-    at.getFileSystem(context._jsc.hadoopConfiguration()).delete(at, True)
+    files = at.getFileSystem(context._jsc.hadoopConfiguration())
+    if not files.delete(at, True) and files.exists(at):
+        raise PermissionError(f"cannot remove {path}: the file system refuses it; what belongs to it is still there")
 
 
 def _parts_of(spark: SparkSession, path: str) -> list[Part]:
@@ -334,9 +338,8 @@ def _write(spark: SparkSession, path: str, rows: DataFrame, start: int, end: int
     )  # fmt: skip
     folder = f"{path}/tables/entries/part={part.name}"
     with described(rows, f"bufstore: table {part.name}"):
-        totals, stored_us = write_by_date(
-            rows, folder, lambda: spark.read.schema(_of_spark(SCHEMA)).parquet(folder), _HASHED
-        )
-    part = msgspec.structs.replace(part, count=totals.rows, checksum=totals.checksum, newest_us=stored_us)
+        written = write_by_date(rows, folder, lambda: spark.read.schema(_of_spark(SCHEMA)).parquet(folder), _HASHED)
+    totals = written.totals
+    part = msgspec.structs.replace(part, count=totals.rows, checksum=totals.checksum, newest_us=written.newest_us)
     write_text(spark, f"{path}/tables/manifests/{part.name}", msgspec.json.encode(part).decode())
     return part

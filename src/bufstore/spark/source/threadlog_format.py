@@ -26,7 +26,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from bufstore.errors import LogUnavailable, NoLog
+from bufstore.errors import ConfigError, LogUnavailable, NoLog
 from bufstore.nats.ranges import LogState
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.process_loop import loop
@@ -60,7 +60,10 @@ class ThreadLogSource(DataSource):
         return _Batch(self._read_options(schema, PATIENCE_S))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return _Stream(self._read_options(schema, _OUTAGE_S))
+        options = self._read_options(schema, _OUTAGE_S)
+        if options.ending_position not in (None, "latest") or options.ending_timestamp_us is not None:
+            raise ConfigError("endingPosition and endingTimestamp are for a batch: a stream goes on for good")
+        return _Stream(options)
 
     def _read_options(self, schema: StructType, outage_timeout_s: float) -> ReadOptions:
         options = read_options(with_kept(self.options, schema), outage_timeout_s=outage_timeout_s)

@@ -76,10 +76,10 @@ def _of(kind: str, column: str, value: Any) -> Narrowing:
     if column in ("thread_id", "agent_id") and kind in ("EqualTo", "EqualNullSafe", "In"):
         values = value if kind == "In" else (value,)
         if all(isinstance(v, str) for v in values):
-            them = frozenset(values)
+            them = frozenset(v for v in values if "\0" not in v)  # no id has it, and Postgres takes no such text
             return Narrowing(threads=them) if column == "thread_id" else Narrowing(agents=them)
     if column == "thread_id" and kind == "StringStartsWith":
-        return Narrowing(thread_prefix=value)
+        return Narrowing(threads=frozenset()) if "\0" in value else Narrowing(thread_prefix=value)
     if column == "changed_at" and isinstance(value, datetime):
         at = us_of(value if value.tzinfo is not None else value.astimezone(UTC))
         if kind in ("GreaterThan", "GreaterThanOrEqual"):
