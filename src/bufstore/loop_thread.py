@@ -245,6 +245,7 @@ class LoopThread:
         self._check_caller()
         loop, told = asyncio.get_running_loop(), asyncio.Event()
         task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed
@@ -255,7 +256,7 @@ class LoopThread:
             self._begin(call)
             return await call.result_elsewhere(told, self._goes_on, timeout_s)
         except asyncio.CancelledError:
-            if task is not None and task.cancelling():
+            if task is not None and task.cancelling() > cancels:
                 raise
             raise self._over(_ENDED) from None
         finally:

@@ -108,6 +108,15 @@ def test_the_reading_thread_leaves_nothing_unawaited_when_the_loop_has_ended() -
     gc.collect()
 
 
+async def test_an_item_that_cannot_be_measured_ends_the_reading() -> None:
+    def size(_: int) -> int:
+        raise ValueError("no size")
+
+    with pytest.raises(ValueError, match="no size"):
+        async for _ in read_ahead(range(3), MemoryBudget(10, 10), size, most=4):
+            pass
+
+
 async def test_each_works_on_so_many_at_once_and_stops_at_an_error() -> None:
     running = most = 0
 

@@ -49,6 +49,12 @@ def test_what_not_every_reader_could_decode_is_refused(inner: Any) -> None:
         json_of(nested(201), "it")
 
 
+def test_a_text_of_json_is_no_depth() -> None:
+    assert json.loads(json_of({"document": "[{" * 1000}, "it")) == {"document": "[{" * 1000}
+    wide = [[n] for n in range(1000)]
+    assert json.loads(json_of(wide, "it")) == wide
+
+
 def test_what_holds_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import Closed, StoreMisconfigured, StoreUnavailable, TooLarge
+from bufstore.errors import Closed, MalformedEntry, StoreMisconfigured, StoreUnavailable, TooLarge
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
@@ -286,6 +286,22 @@ async def test_a_worker_that_cannot_claim_says_why() -> None:
 
         await eventually(well)
     await mailbox.aclose()
+
+
+async def test_a_failed_step_is_no_trouble_for_good_and_a_threads_own_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may go on with the thread; and one that nobody can read would be told of time and again."""
+    monkeypatch.setattr("bufstore.mailbox.worker._STEP_TROUBLE_S", 0.2)
+    async with MemoryMailboxStore() as mailbox:
+        worker = Worker(mailbox, "w", lambda _: asyncio.sleep(0))
+        worker._note_step(MalformedEntry("of this thread"))
+        assert worker.trouble is None
+        worker._note_step(StoreUnavailable("a moment"))
+        assert worker.trouble == "a moment"
+
+        async def well() -> bool:
+            return worker.trouble is None
+
+        await eventually(well)
 
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from nats.errors import ConnectionClosedError, Error
 
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.pulls import PullRefused, Pulls
+from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
 
 _REPLY = "$JS.ACK.stream.consumer.1.7.7.0.0"
 
@@ -117,21 +117,29 @@ async def test_while_nats_permits_no_answers_an_empty_request_says_so(monkeypatc
     pulls = _pulls(client)
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now, raising=False)
 
-    async def nothing() -> list[Any]:
-        task = await _asked(pulls, pulls.ready(1))
+    async def nothing() -> Any:
+        task = await _asked(pulls, pulls.next(1))
         for token in list(pulls._waiting):
-            pulls._on_message(f"inbox.{token}", "", b"", b"NATS/1.0 404 No Messages\r\n\r\n")
-        found: list[Any] = await task
-        return found
+            pulls._on_message(f"inbox.{token}", "", b"", b"NATS/1.0 408 Request Timeout\r\n\r\n")
+        return await task
 
-    assert await nothing() == []
+    assert await nothing() is None
     client.last_error = Error(f"nats: 'Permissions Violation for Publish to \"{_REPLY}\"'")
     for later in (1.0, 59.0):
         now = later
         with pytest.raises(ConfigError, match=r"\$JS\.ACK\.>"):
             await nothing()
     now = 62.0
-    assert await nothing() == [], "the right may be back: by now it has been tried again"
+    assert await nothing() is None, "the right may be back: by now it has been tried again"
+    client.last_error = Error(f"nats: 'Permissions Violation for Publish to \"{_REPLY}\"'")
+    with pytest.raises(ConfigError):
+        await nothing()
+    now = 63.0
+    await pulls.answer(Delivery("s.thread", 7, 1, _REPLY), b"+ACK")
+    for later, told in ((64.0, True), (66.0, False)):
+        now = later
+        with pytest.raises(ConfigError) if told else nullcontext():
+            assert await nothing() is None, "an answer was not refused"
 
 
 async def test_a_connection_that_is_lost_while_work_is_asked_for_leaves_nothing_unlooked_at() -> None:

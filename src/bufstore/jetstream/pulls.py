@@ -94,8 +94,9 @@ class Pulls:
         """`ack_wait_s`: after how long a delivery comes again that nobody has answered."""
         self._connection = connection
         self._consumer, self._pull_subject, self._ack_wait_s = consumer, pull_subject, ack_wait_s
-        #: The last answer to a delivery that NATS refused, and until when that counts, in the loop's time.
-        self._refused: tuple[Exception | None, float] = None, 0.0
+        #: The last answer to a delivery that NATS refused, and when that was found out, in the loop's time.
+        self._refused: tuple[Exception | None, float] = None, float("-inf")
+        self._answered_at = float("-inf")
         self._inbox = ""
         self._tokens = itertools.count()
         self._waiting: dict[str, _Waiter] = {}
@@ -105,6 +106,8 @@ class Pulls:
     async def next(self, wait_s: float) -> Delivery | None:
         """Return the next delivery, or None when none came in time. Raises LogUnavailable, ConfigError."""
         came = await self._ask(1, {"batch": 1, "expires": max(1, round(wait_s * 1e9))}, wait_s)
+        if not came:
+            self._check_answers()
         return came[0] if came else None
 
     async def ready(self, limit: int) -> list[Delivery]:
@@ -127,8 +130,6 @@ class Pulls:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s + _SLACK_S):
                         await waiter.ended
-            if not waiter.came:
-                self._check_answers()
             return waiter.came
         except asyncio.CancelledError:
             for came in waiter.came:
@@ -145,8 +146,11 @@ class Pulls:
         now = asyncio.get_running_loop().time()
         error = refused_ack(self._connection.client(), self._consumer)
         if error is not None and error is not self._refused[0]:
-            self._refused = error, now + 2 * self._ack_wait_s
-        if now < self._refused[1]:
+            self._refused = error, now
+        found_at = self._refused[1]
+        # An answer since then was not refused: NATS says so within moments.
+        answered = found_at < self._answered_at < now - _SLACK_S
+        if not answered and now < found_at + 2 * self._ack_wait_s:
             raise ConfigError(
                 "NATS does not permit this user to publish on $JS.ACK.>, where deliveries are answered: permit it"
             )
@@ -154,6 +158,7 @@ class Pulls:
     async def answer(self, delivery: Delivery | None, what: bytes) -> None:
         """Answer a delivery, without waiting for the answer to arrive: a delivery without an answer comes again."""
         if delivery is not None:
+            self._answered_at = asyncio.get_running_loop().time()
             with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
                 await self._connection.client().publish(delivery.reply, what)
 

@@ -74,8 +74,8 @@ class BufferedSaver(BaseCheckpointSaver[str]):
     """An `AsyncBufferedSaver` whose calls block, in any thread: it has an event loop in a thread of its own.
 
     Use it in place of LangGraph's ``PostgresSaver``, with `from_conn_string`, or with `open` and `close`. Its
-    asynchronous methods may be called on any event loop. A call raises CallTimeout when it takes longer than
-    `call_timeout_s` plus its own `timeout_s`, if it has one.
+    asynchronous methods may be called on any event loop; a subclass that changes a method changes both forms. A call
+    raises CallTimeout when it takes longer than `call_timeout_s` plus its own `timeout_s`, if it has one.
     """
 
     def __init__(

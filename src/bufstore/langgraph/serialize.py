@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -37,7 +36,6 @@ _KEY_BYTES = 2600
 #: How deep a value may be nested. Python's decoder goes as deep on the stack of whoever reads it, which may end sooner
 #: than the writer's.
 _DEPTH_MAX = 200
-_STRINGS, _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[\]{}]")
 
 
 #: What a config names: thread, namespace, checkpoint.
@@ -267,18 +265,19 @@ def json_of(value: Any, what: str) -> bytes:
         raise InvalidRecord(f"{what} cannot be written as JSON: {e}") from e
     if holds_nul(text):
         raise InvalidRecord(f"{what} has a NUL character, which Postgres cannot hold")
-    if text.count(b"[") + text.count(b"{") > _DEPTH_MAX and _depth(text) > _DEPTH_MAX:
+    if text.count(b"[") + text.count(b"{") > _DEPTH_MAX and _is_too_deep(value):
         raise InvalidRecord(f"{what} is nested deeper than {_DEPTH_MAX}")
     return text
 
 
-def _depth(text: bytes) -> int:
-    """Return how deep the arrays and objects of a JSON text are nested."""
-    deepest = depth = 0
-    for bracket in _BRACKETS.findall(_STRINGS.sub(b"", text)):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEPTH_MAX + 1):
+        level = [each for each in level if isinstance(each, dict | list | tuple)]
+        if not level:
+            return False
+        level = [each for held in level for each in (held.values() if isinstance(held, dict) else held)]
+    return True
 
 
 def _surely_fit(texts: Sequence[str]) -> bool:

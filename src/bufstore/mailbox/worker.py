@@ -16,7 +16,16 @@ from contextlib import suppress
 from typing import Self
 
 from bufstore import elapsed
-from bufstore.errors import BufstoreError, ClaimInterrupted, LogFull, Rejected, StaleClaim, StepUnknown, Unavailable
+from bufstore.errors import (
+    BufstoreError,
+    ClaimInterrupted,
+    ConfigError,
+    LogFull,
+    StaleClaim,
+    StepUnknown,
+    StoreMisconfigured,
+    Unavailable,
+)
 from bufstore.holding import Holding, while_held
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
@@ -31,6 +40,10 @@ _TURN_S = 0.2
 _AWAY_S = 5.0
 #: How often a worker looks whether it still holds its claims.
 _WATCH_S = 0.5
+#: For how long a failed step counts as a worker's trouble. Its thread may go on with another worker.
+_STEP_TROUBLE_S = 30.0
+#: Errors of a step that any other step of the worker may meet, too.
+_EVERYBODYS = (Unavailable, StepUnknown, ConfigError, StoreMisconfigured, LogFull)
 _STOPPED = "the worker was stopped"
 
 #: Does the work of a claimed dispatch. Returning acks it; raising hands it back, to be retried.
@@ -58,14 +71,17 @@ class Worker:
         self._claims: dict[int, tuple[Dispatch, asyncio.Task[None]]] = {}
         self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
         self._closing = self._stopped = False
-        #: Why the last pull of signals failed, and why the last step of a claim did; None when it did not.
+        #: Why the last pull of signals failed; None when it did not.
         self._pull_trouble: str | None = None
-        self._step_trouble: str | None = None
+        #: Why a step of a claim failed, and until when that counts.
+        self._step_trouble: tuple[str, float] | None = None
 
     @property
     def trouble(self) -> str | None:
-        """Why this worker cannot fetch signals, or claim, ack or nack a dispatch; None while nothing is wrong."""
-        return self._pull_trouble or self._step_trouble
+        """Why this worker cannot fetch signals, or lately could not claim, ack or nack; None while nothing is wrong."""
+        if self._pull_trouble is not None:
+            return self._pull_trouble
+        return self._step_trouble[0] if self._step_trouble and elapsed.now_s() < self._step_trouble[1] else None
 
     async def __aenter__(self) -> Self:
         self._pulling = spawn(self._pull(), name="bufstore-mailbox-worker")
@@ -126,7 +142,7 @@ class Worker:
         c = self._config
         began, longest_s = time.monotonic(), c.signal_nack_max_delay_s
         try:
-            while not self._closing and (claim := await self._claimed(signal.thread_id)) is not None:
+            while not self._closing and (claim := await self._mailbox.claim(signal.thread_id, self._name)) is not None:
                 await self._work(claim, signal)
                 if self._closing or (self._room.locked() and time.monotonic() > began + _TURN_S):
                     await self._mailbox.wake(signal.thread_id)
@@ -146,11 +162,6 @@ class Worker:
         delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, longest_s)
         with suppress(BufstoreError):  # an unanswered signal comes again by itself
             await signal.nack(0 if self._closing else delay)
-
-    async def _claimed(self, thread_id: str) -> Dispatch | None:
-        claim = await self._mailbox.claim(thread_id, self._name)
-        self._step_trouble = None
-        return claim
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = spawn(self._called(claim))
@@ -179,16 +190,17 @@ class Worker:
                     except BufstoreError as e:
                         self._note_step(e)
                         raise
+                    self._step_trouble = None
         except StaleClaim as e:
             _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
 
     def _note_step(self, error: BufstoreError) -> None:
-        """Note why a step failed, unless the mailbox has only said that there is nothing to do."""
-        if isinstance(error, Rejected) and not isinstance(error, LogFull):
+        """Note why a step failed, unless it is the thread's own."""
+        if not isinstance(error, _EVERYBODYS):
             return
-        if self._step_trouble is None:
+        if self.trouble is None:
             _log.warning("a step failed; will try again: %s", error, extra={"action": "mailbox_step_failed"})
-        self._step_trouble = str(error)
+        self._step_trouble = str(error), elapsed.now_s() + _STEP_TROUBLE_S
 
     async def _called(self, claim: Dispatch) -> None:
         await self._handler(claim)  # here, because a handler may also fail before it returns its awaitable

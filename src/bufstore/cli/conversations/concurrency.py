@@ -80,9 +80,15 @@ async def read_ahead(
 
     # Here, and not in the thread: a coroutine made for a loop that ends meanwhile would never be awaited.
     def begin(item: T, done: Future[None]) -> None:
-        spawn(put(item), among=putting).add_done_callback(
-            lambda task: done.cancel() if task.cancelled() else done.set_result(task.result())
-        )
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                done.cancel()
+            elif error := task.exception():
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        spawn(put(item), among=putting).add_done_callback(ended)
 
     def work() -> None:
         error: BaseException | None = None
