@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bufstore.config import NatsConfig
-from bufstore.errors import Closed, ConfigError, LogFull, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.home import Home
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
@@ -814,3 +814,14 @@ async def test_a_client_whose_connection_was_aborted_leaves_no_task_behind() -> 
     await close_client(client)
     await asyncio.wait(tasks, timeout=5)
     assert all(task.cancelled() for task in tasks)
+
+
+async def test_messages_for_a_connection_that_is_not_there_are_certainly_not_sent() -> None:
+    """Several at once were told as maybe stored, and one alone as not."""
+    connection = Connection(NatsConfig(), "x")
+    told: dict[int, Any] = {}
+    with pytest.raises(BufstoreError) as refused:
+        await connection.write_each([Outgoing("a", b""), Outgoing("b", b"")], 1.0, told.__setitem__)
+    assert not told
+    await connection.write_each([Outgoing("a", b"")], 1.0, told.__setitem__)
+    assert type(told[0]) is type(refused.value)

@@ -18,13 +18,20 @@ from bufstore import (
     MemoryThreadStore,
     OutcomeUnknown,
     Receipt,
+    StoreUnavailable,
 )
 from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.groups.forgetting import Forgetting
+from bufstore.buffer.groups.group import Group, Record
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.places import first_place
+from bufstore.buffer.read.store_watch import StoreWatch
 from bufstore.config import NatsConfig
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.memory import MemoryNats
+from bufstore.nats.same_log import SameLog
 from helpers import run_of
 from unit.fake_log import FakeLog, JumpingLoop
 from unit.test_client import Recorder
@@ -278,3 +285,81 @@ async def _connected() -> tuple[asyncio.Server, Connection]:
     connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
     await connection.open()
     return server, connection
+
+
+def test_who_looks_whether_the_store_is_back_looks_on_after_an_interrupt() -> None:
+    class Away:
+        up = False
+
+        async def state(self, thread_id: str) -> str:
+            return "state"
+
+        async def answers(self) -> None:
+            if not self.up:
+                raise StoreUnavailable("away")
+
+    async def watching() -> StoreWatch[Any]:
+        return StoreWatch(reader, 5.0)  # type: ignore[type-var, arg-type]
+
+    it, reader = Interrupted(JumpingLoop()), Away()
+    watch = it.run(watching())
+    it.run(watch._is_down())
+    it.run(asyncio.sleep(0.1))
+    for _ in range(2):
+        it.interrupt("bufstore-store-probe")
+        it.run(asyncio.sleep(1))
+        assert watch.down == "away"
+    reader.up = True
+    it.run(asyncio.sleep(1))
+    assert watch.down is None
+    it.run(watch.aclose())
+    it.end()
+
+
+def test_a_refused_log_is_looked_at_again_after_an_interrupt() -> None:
+    stands = False
+
+    async def stands_again() -> bool:
+        return stands
+
+    async def refuse() -> None:
+        same.refuse("an old end", stands_again)
+
+    it, same = Interrupted(JumpingLoop()), SameLog("LOG", "withdrawn", True)
+    it.run(refuse())
+    it.run(asyncio.sleep(0.1))
+    it.interrupt("bufstore-log-refused")
+    it.run(asyncio.sleep(10))
+    assert same.refused
+    stands = True
+    it.run(asyncio.sleep(2))
+    assert same.refused is None
+    it.run(same.aclose())
+    it.end()
+
+
+def test_what_a_process_may_forget_is_asked_for_again_after_an_interrupt() -> None:
+    async def forgetting() -> Forgetting:
+        return Forgetting(heads, lambda: None, settled, lambda: False)
+
+    async def settled() -> int:
+        return first_place(heads.seen)
+
+    async def write(first: int) -> None:
+        for seq in range(first, first + 20):
+            records = [Record(seq.to_bytes(8) + bytes([i]) * 8, 0, 0, 0) for i in range(100)]
+            heads.observe(Group(seq, seq, seq - 1, seq - 1, 0, 0, records))
+            forgets.look_soon()
+
+    it, heads = Interrupted(JumpingLoop()), Heads()
+    heads.start(0, 0, 0)
+    forgets = it.run(forgetting())
+    it.run(write(1))
+    it.run(asyncio.sleep(1))
+    it.interrupt("bufstore-forgetting")
+    for number in range(1, 20):
+        it.run(write(1 + 20 * number))
+        it.run(asyncio.sleep(6))
+    assert heads.entries < 5000, "of 40 000"
+    it.run(forgets.aclose())
+    it.end()

@@ -14,9 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore.buffer.groups.group import Draft
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.last_seen import LastSeen, Seen
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogRolledBack, LogUnavailable
-from bufstore.jetstream.messages import HEADER, Outgoing
+from bufstore.jetstream.messages import HEADER, Outgoing, StoredMessage
+from bufstore.jetstream.stream import Shown
 from bufstore.nats.log import NatsLog
 from bufstore.nats.same_log import GONE_S, SameLog, Unproven
 from bufstore.nats.setup import out_of_service
@@ -236,6 +240,76 @@ def test_a_single_server_may_come_past_what_was_seen_too() -> None:
         assert log.refused is not None
         connection.end = 2
         assert await accepted(log)
+        await log.aclose()
+
+    run(main())
+
+
+class Purged(NatsLog):
+    """A replicated log that others wrote on and purged, whose reads are answered from a dict of its messages."""
+
+    def __init__(self) -> None:
+        connection: Any = SimpleNamespace(on_connect=lambda _: None, client=lambda: None)
+        super().__init__(connection, "$JS.API", CONFIG)
+        self.there: dict[int, StoredMessage] = {}
+        self.last_seq = 0
+
+    @property
+    def groups(self) -> str:
+        return self._subjects.groups
+
+    def add(self, before: int) -> None:
+        seq = self.last_seq + 1
+        header = Draft(1000 + seq, []).header(1000 + before if before else 0, before, 0)
+        self.there[seq] = StoredMessage(self.groups, seq, header, b"")
+        self.last_seq = seq
+
+    async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        return {"state": {"last_seq": self.last_seq, "first_seq": min(self.there)}, "config": {}}
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        return self.there.get(seq)
+
+    async def last(self, subjects: Any, timeout_s: float) -> dict[str, StoredMessage]:
+        newest = max(m.seq for m in self.there.values() if m.subject == self.groups)
+        return {self.groups: self.there[newest]}
+
+    async def ends(self, filters: Any, timeout_s: float) -> list[int]:
+        return [max((m.seq for m in self.there.values() if m.subject == f), default=0) for f in filters]
+
+    async def shown(self, subjects: Any, start: int, timeout_s: float) -> Shown:
+        last = (max((m for m in self.there.values() if m.subject == s), key=lambda m: m.seq) for s in subjects)
+        return Shown([*last], 0, self.last_seq)
+
+    async def barrier(self, timeout_s: float) -> int:
+        return await self._stored(Outgoing(self._subjects.proof, b""))
+
+    async def _stored(self, message: Outgoing) -> int:
+        self.last_seq += 1
+        self.there[self.last_seq] = StoredMessage(message.subject, self.last_seq, None, b"")
+        return self.last_seq
+
+
+def test_a_log_that_others_purged_while_it_was_refused_is_accepted_again() -> None:
+    """Regression: the proof for it was refused for ever, because the log was."""
+
+    async def main() -> None:
+        log = Purged()
+        log.add(0)
+        log.add(1)
+        last = LastSeen(log, log.groups, Heads(), 5.0)
+        last.begin(Seen(2, 1002), 0)
+        log._same.note(2)
+        log.vouched_by(last.mismatch)
+        log.refuse("Postgres was another one for a while")
+        with pytest.raises(LogRolledBack):
+            await log.fresh_end(5.0)
+        for _ in range(3):
+            log.add(log.last_seq)
+        del log.there[1], log.there[2]
+        await asyncio.sleep(10)
+        assert log.refused is None
+        assert await log.fresh_end(5.0) == 5
         await log.aclose()
 
     run(main())

@@ -107,7 +107,7 @@ class Domain(Protocol[C, S, M]):
         """Return about how many bytes `state` takes if it is kept for the next read; 0: a read needs more than it."""
 
     def observe(self, memory: M, entry: StoredEntry) -> None:
-        """Bring the memory up to date with an entry that another writer appended."""
+        """Bring the memory up to date with an entry that another writer appended, maybe not for the first time."""
 
 
 class Applies(Protocol[C_contra]):

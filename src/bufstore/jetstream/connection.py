@@ -234,7 +234,7 @@ class Connection:
         if len(messages) <= 1 or not frames.supported:
             await asyncio.gather(*(self._write_one(i, m, timeout_s, ended, doubt) for i, m in enumerate(messages)))
             return
-        messages = self._addressed(messages)
+        client, messages = self.client(), self._addressed(messages)
         side_by_side = SideBySide(len(messages), ended, doubt)
 
         def heard(number: int, outcome: bytes | Exception) -> bool:
@@ -247,7 +247,6 @@ class Connection:
         ]
         error: Exception = AppendUnknown("given up")
         try:
-            client = self.client()
             async with asyncio.timeout(timeout_s) as limit:
                 self._pace.begin(tokens[0], limit, timeout_s)
                 watch = Watch(self._pace, client)

@@ -205,6 +205,8 @@ class NatsLog(NatsStream):
         """Return where the groups end, as of a moment after the call; 0 on a single server, which always knows."""
         if not self.replicated:
             return 0
+        # Here, and not in the call that all share: whoever looks whether the log stands again may ask.
+        self._same.check()
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fresh()
@@ -222,10 +224,8 @@ class NatsLog(NatsStream):
     async def store_proof(self, expected: int | None = None) -> int:
         """Store a message, on condition that the groups end at `expected` if given; return the message's position.
 
-        Raises Conflict when they end elsewhere, or one is being written; LogFull; LogRolledBack while the log is
-        refused; LogUnavailable.
+        Raises Conflict when they end elsewhere, or one is being written; LogFull; LogUnavailable.
         """
-        self._same.check()
         expected_of = self._subjects.groups if expected is not None else None
         message = Outgoing(self._subjects.proof, b"", expected=expected, expected_of=expected_of)
         try:
@@ -246,6 +246,8 @@ class NatsLog(NatsStream):
         pause = _NO_LEADER_PAUSE_S
         while True:
             left = deadline - loop.time()
+            if left <= 0:  # the loop stood still
+                raise LogUnavailable("no node proves that it leads the log")
             try:
                 return self._seq(await self._connection.write([message], "", left, again=True))
             except AppendUnknown:

@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.connection import AGAIN_S
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, interrupted, spawn
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,15 @@ class SameLog:
         if self.refused is None:
             self.refused = reason
             _log.error("refusing the log; nothing is appended or flushed: %s", reason, extra={"action": "log_refused"})
-            self._look = spawn(self._look_again(stands_again), name="bufstore-log-refused")
+            self._begin_looking(stands_again)
+
+    def _begin_looking(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
+        def ended(look: asyncio.Task[None]) -> None:
+            if interrupted(look):
+                self._begin_looking(stands_again)
+
+        self._look = spawn(self._look_again(stands_again), name="bufstore-log-refused")
+        self._look.add_done_callback(ended)
 
     async def aclose(self) -> None:
         """Stop looking."""

@@ -71,19 +71,23 @@ class Forgetting:
             self._task = spawn(self._look(), name="bufstore-forgetting")
 
     async def _look(self) -> None:
-        while self._heads.much:
-            self._asked = False
-            await asyncio.sleep(_FORGET_EVERY_S)
-            if self._asked or self._refused():
-                continue
-            try:
-                self.forget(await self._settled())
-            except BufstoreError as e:
-                text = "cannot find out what this process may forget about the log: %s"
-                _log.info(text, e, extra={"action": "floors_unavailable"})
-            except Exception:
-                _log.exception("could not forget what is no longer needed", extra={"action": "forget_failed"})
-        self._task = None
+        try:
+            while self._heads.much:
+                self._asked = False
+                await asyncio.sleep(_FORGET_EVERY_S)
+                if not self._asked and not self._refused():
+                    await self._forget_settled()
+        finally:
+            self._task = None  # also when Ctrl-C ends this task, and not the program
+
+    async def _forget_settled(self) -> None:
+        try:
+            self.forget(await self._settled())
+        except BufstoreError as e:
+            text = "cannot find out what this process may forget about the log: %s"
+            _log.info(text, e, extra={"action": "floors_unavailable"})
+        except Exception:
+            _log.exception("could not forget what is no longer needed", extra={"action": "forget_failed"})
 
     async def aclose(self) -> None:
         """Ask no more."""

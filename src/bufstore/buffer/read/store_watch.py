@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
-from bufstore.tasks import end, spawn, unless_closed
+from bufstore.tasks import end, interrupted, spawn, unless_closed
 
 T = TypeVar("T")
 
@@ -144,7 +144,15 @@ class StoreWatch(Generic[S]):
                 reason,
                 extra={"action": "store_down"},
             )
-            self._probe = spawn(self._look_for_store(), name="bufstore-store-probe")
+            self._begin_looking()
+
+    def _begin_looking(self) -> None:
+        def ended(probe: asyncio.Task[None]) -> None:
+            if interrupted(probe):
+                self._begin_looking()
+
+        self._probe = spawn(self._look_for_store(), name="bufstore-store-probe")
+        self._probe.add_done_callback(ended)
 
     async def _look_for_store(self) -> None:
         while self.down is not None:
