@@ -158,7 +158,10 @@ def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 async def rows_looked_at(place: Place, statement: str, *parameters: Any) -> dict[str, int]:
-    """Return how many rows of each table a statement looks at, those that it then drops included; tables of none go."""
+    """Return how many rows of each table (or WITH query) a statement looks at, those that it then drops included.
+
+    Tables of none are left out.
+    """
     names = {f"p{number}": value for number, value in enumerate(parameters, 1)}
     for number in range(len(parameters), 0, -1):
         statement = statement.replace(f"${number}", f"%(p{number})s")
@@ -169,7 +172,7 @@ async def rows_looked_at(place: Place, statement: str, *parameters: Any) -> dict
     nodes = [plans[0]["Plan"]]
     for node in nodes:
         nodes += node.get("Plans", ())
-        if "Relation Name" in node:
+        if (name := node.get("Relation Name") or node.get("CTE Name")) is not None:
             dropped = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
-            seen[node["Relation Name"]] += round((node["Actual Rows"] + dropped) * node["Actual Loops"])
+            seen[name] += round((node["Actual Rows"] + dropped) * node["Actual Loops"])
     return dict(+seen)

@@ -1,4 +1,4 @@
-"""What a saver reads of a long thread, on tables without statistics, too: blobs and checkpoints through their keys."""
+"""What a saver looks at in long threads: only what it reads, on tables without statistics, too, or drops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bufstore.embedded import Servers
-from helpers import fresh
+from helpers import fresh, query
 from langgraph_savers import META, Place, checkpoint, config, rows_looked_at
 
 _STEPS = 300
@@ -54,3 +54,25 @@ async def test_only_the_rows_that_are_asked_for_are_looked_at(
     seen = await rows_looked_at(place, statements[name], *parameters[name])
     assert {table: seen.get(table) for table in expected} == expected
     assert seen.get("checkpoint_writes", 0) <= _STEPS, "they are gone through once at most"
+
+
+async def test_dropping_many_checkpoints_of_a_thread_looks_at_each_a_few_times(servers: Servers) -> None:
+    """Regression: a prune of one long thread went through all that it drops for each; no flush of it ever ended."""
+    place, many = Place(servers), 2000
+    async with place.saver() as saver:
+        statements = saver.engine._store._sql.texts  # type: ignore[attr-defined]
+    for id_, count in (("'heavy'", many), ("'t' || n", 50_000)):
+        await query(
+            place.dsn,
+            f"INSERT INTO {place.schema}.checkpoints "
+            "(thread_id, checkpoint_ns, checkpoint_id, parent_checkpoint_id, checkpoint, metadata) "
+            f"SELECT {id_}, '', lpad(n::text, 9, '0'), lpad((n - 1)::text, 9, '0'), '{{}}', '{{}}' "
+            f"FROM generate_series(1, {count}) AS n",
+        )
+    await query(place.dsn, f"ANALYZE {place.schema}.checkpoints")
+    ids = [f"{n:09}" for n in range(1, many)]
+    dropped = ["heavy"] * len(ids), [""] * len(ids), ids
+    seen = await rows_looked_at(place, statements["drop_checkpoints"], *dropped)
+    assert seen["gone"] < 20 * many, seen
+    left = f"SELECT checkpoint_id, parent_checkpoint_id FROM {place.schema}.checkpoints WHERE thread_id = 'heavy'"
+    assert await query(place.dsn, left) == [(f"{many:09}", None)]

@@ -250,6 +250,36 @@ def test_an_entry_that_is_too_much_alone_delays_its_own_thread_only() -> None:
     bench(main)
 
 
+def test_many_entries_that_are_each_too_much_alone_leave_the_others_their_time() -> None:
+    """They were tried one after the other, each for as long as a statement may take: together, without a pause."""
+
+    async def main(it: Bench) -> None:
+        loop, flush = asyncio.get_running_loop(), it.ledger.flush
+        large = {f"large-{n}" for n in range(8)}
+
+        async def slow(held: Any, threads: Any, decide: Any, **options: Any) -> Any:
+            if large & set(threads):
+                await asyncio.sleep(30)
+                raise refused("57014")
+            return await flush(held, threads, decide, **options)
+
+        it.ledger.flush = slow  # type: ignore[method-assign]
+        await write(it, [*sorted(large), GOOD[0]])
+        await it.start()
+        await asyncio.sleep(2500)
+        waited = []
+        for _ in range(200):
+            began = loop.time()
+            await write(it, [GOOD[0]])
+            assert await it.flushed(GOOD[0], within_s=5000.0)
+            waited.append(loop.time() - began)
+            await asyncio.sleep(5)
+        assert max(waited) < 70, "two tries"
+        assert sum(w for w in waited if w > 5) < 0.5 * (sum(waited) + 5 * len(waited)), "of all that time"
+
+    bench(main)
+
+
 @pytest.mark.long
 def test_an_entry_that_is_too_much_alone_is_tried_seldom_also_when_more_is_written_behind_it() -> None:
     async def main(it: Bench) -> None:

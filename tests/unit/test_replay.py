@@ -19,7 +19,7 @@ from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry, plan_replay
 from bufstore.buffer.ports.ledger import FlushFailed
-from bufstore.errors import NotFound
+from bufstore.errors import NotFound, StoreUnavailable
 from bufstore.memory.quarantine import MemoryParked
 from bufstore.threads.domain import THREADS
 from bufstore.threads.model import Run, decode_message, encode_messages, encode_run
@@ -179,6 +179,22 @@ def test_what_the_store_still_refuses_is_found_and_the_rest_is_applied(whole: li
         assert list(bench.parked.entries) == [n for n, outcome in wanted if outcome is not Outcome.APPLIED]
 
     asyncio.run(main())
+
+
+async def test_a_discard_that_fails_half_way_tells_the_writers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each position is a transaction of its own. A writer that is not told goes on building on what is parked."""
+    flushed = Flushed()
+    flushed.watermark = ROW
+    flushed.parked = [Parked(waits(11, 101, 100).item, "c", 100)]
+    bench = Bench(flushed)
+
+    async def half(_: Sequence[int]) -> int:
+        raise StoreUnavailable("Postgres went away")
+
+    monkeypatch.setattr(bench.quarantine._ledger.parked, "discard", half)
+    with pytest.raises(StoreUnavailable):
+        await bench.quarantine.discard([11, 12])
+    assert bench.told == ["t"]
 
 
 async def test_discarding_all_that_waits_makes_a_thread_whole_again() -> None:

@@ -82,6 +82,12 @@ class Waiting:
             if wait.cause == cause and wait.until <= now and thread_id not in besides:
                 wait.until = until
 
+    def postpone_alone(self, until: float) -> None:
+        """Make all threads that are tried alone wait at least until then, without counting a try."""
+        for wait in self._waits.values():
+            if wait.alone:
+                wait.until = max(wait.until, until)
+
     def hurry(self, cause: str, now: float) -> None:
         """Make the threads with this cause due."""
         self._not_before = min(self._not_before, now)

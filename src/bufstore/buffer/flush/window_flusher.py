@@ -105,9 +105,10 @@ class WindowFlusher:
             self._blame.settled(gone)
         waiting = [t for t in due if t in in_memory or t in self.queues]
         try:
-            for thread_id in [t for t in waiting if self.waiting.alone(t)]:
-                waiting.remove(thread_id)
-                await self._try([thread_id], in_memory, first_only=True)
+            alone = [t for t in waiting if self.waiting.alone(t)]
+            waiting = [t for t in waiting if not self.waiting.alone(t)]
+            if alone:
+                await self._try_alone(alone[0], in_memory)
             for cause in {self.waiting.cause(t) for t in waiting}:
                 if self._is_everybodys(cause) or cause in self._locks:
                     concerned = [t for t in waiting if self.waiting.cause(t) == cause]
@@ -116,6 +117,16 @@ class WindowFlusher:
             await self._try(waiting, in_memory)
         finally:
             self.queues.let_go()
+
+    async def _try_alone(self, thread_id: str | None, in_memory: Threads) -> None:
+        """Try the first entry of a thread that may hold everybody up. They take a third of the time together.
+
+        Each of them may take as long as a flush may; one after the other they would leave no time for anybody else.
+        """
+        began = self._loop.time()
+        await self._try([thread_id], in_memory, first_only=True)
+        now = self._loop.time()
+        self.waiting.postpone_alone(now + min(2 * (now - began), _ALONE_MAX_S))
 
     async def _try_some(self, cause: str, concerned: Sequence[str | None], in_memory: Threads) -> None:
         """Find out whether the cause has passed, by trying the first entry of some of the threads."""

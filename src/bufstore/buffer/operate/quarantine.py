@@ -100,9 +100,11 @@ class Quarantine:
             raise InvalidQuery(f"seqs must be several positions, not {seqs!r}")
         seqs = [s for s in seqs if 0 <= _whole(s, "a position") <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
-        count = await self._ledger.parked.discard(seqs)
-        reach(Failpoint.DISCARD_COMMITTED)
-        await self._tell_all(threads)
+        try:
+            count = await self._ledger.parked.discard(seqs)
+            reach(Failpoint.DISCARD_COMMITTED)
+        finally:  # each position is a transaction of its own: after an error some are gone
+            await self._tell_all(threads)
         return count
 
     async def _replay(self, thread_id: str, start: int) -> list[Replayed]:

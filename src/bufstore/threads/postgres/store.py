@@ -248,6 +248,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         with arrays.unstorable():
             runs = columns.run_columns(changes)
             async with connection.pipeline():
+                no_copy = await self._sql.send(connection, "takes_no_copy", self.schema) if new else None
                 if deleted:
                     await self._sql.send(connection, "lock_removals", arrays.texts(deleted))
                     await self._sql.send(connection, "apply_removals", arrays.texts(deleted))
@@ -261,7 +262,10 @@ class PostgresThreadStore(ListedStore, EditedStore):
                         await self._sql.send(connection, name, *messages)
                 for records in runs:
                     await self._sql.send(connection, "apply_runs", *records)
-            if new:
+            if no_copy is not None and (await no_copy.fetchone()) == (True,):
+                for messages in columns.message_columns(new):
+                    await self._sql.send(connection, "apply_messages", *messages)
+            elif new:
                 await copy(connection, self._sql.texts["copy_messages"], copied(new))
 
     # -- reads -------------------------------------------------------------------------------------------------

@@ -81,6 +81,12 @@ LEFT JOIN LATERAL (
 WHERE there.payload IS DISTINCT FROM s.payload
 ON CONFLICT (thread_id, seq) DO UPDATE SET payload = excluded.payload, id_hash = excluded.id_hash;
 
+-- name: takes_no_copy
+-- Whether row level security is active for messages: then Postgres takes no COPY, whatever the policies say.
+SELECT row_security_active(c.oid)
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = $1 AND c.relname = 'messages';
+
 -- name: copy_messages
 -- Many messages that cannot be there yet. This costs a third of an INSERT, which looks for each of them
 -- (docs/adr/0017).
