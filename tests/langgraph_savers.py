@@ -158,10 +158,16 @@ def asked_of(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 async def rows_looked_at(place: Place, statement: str, *parameters: Any) -> dict[str, int]:
-    """Return how many rows of each table (or WITH query) a statement looks at, those that it then drops included.
+    """Return how many rows of each table a statement looks at, those that it then drops included; tables of none go."""
+    return await _rows_of("Relation Name", place, statement, *parameters)
 
-    Tables of none are left out.
-    """
+
+async def rows_of_queries(place: Place, statement: str, *parameters: Any) -> dict[str, int]:
+    """Return the same for the statement's WITH queries."""
+    return await _rows_of("CTE Name", place, statement, *parameters)
+
+
+async def _rows_of(kind: str, place: Place, statement: str, *parameters: Any) -> dict[str, int]:
     names = {f"p{number}": value for number, value in enumerate(parameters, 1)}
     for number in range(len(parameters), 0, -1):
         statement = statement.replace(f"${number}", f"%(p{number})s")
@@ -172,7 +178,7 @@ async def rows_looked_at(place: Place, statement: str, *parameters: Any) -> dict
     nodes = [plans[0]["Plan"]]
     for node in nodes:
         nodes += node.get("Plans", ())
-        if (name := node.get("Relation Name") or node.get("CTE Name")) is not None:
+        if kind in node:
             dropped = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
-            seen[name] += round((node["Actual Rows"] + dropped) * node["Actual Loops"])
+            seen[node[kind]] += round((node["Actual Rows"] + dropped) * node["Actual Loops"])
     return dict(+seen)

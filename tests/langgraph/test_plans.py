@@ -8,7 +8,7 @@ import pytest
 
 from bufstore.embedded import Servers
 from helpers import fresh, query
-from langgraph_savers import META, Place, checkpoint, config, rows_looked_at
+from langgraph_savers import META, Place, checkpoint, config, rows_looked_at, rows_of_queries
 
 _STEPS = 300
 
@@ -72,7 +72,7 @@ async def test_dropping_many_checkpoints_of_a_thread_looks_at_each_a_few_times(s
     await query(place.dsn, f"ANALYZE {place.schema}.checkpoints")
     ids = [f"{n:09}" for n in range(1, many)]
     dropped = ["heavy"] * len(ids), [""] * len(ids), ids
-    seen = await rows_looked_at(place, statements["drop_checkpoints"], *dropped)
+    seen = await rows_of_queries(place, statements["drop_checkpoints"], *dropped)
     assert seen["gone"] < 20 * many, seen
     left = f"SELECT checkpoint_id, parent_checkpoint_id FROM {place.schema}.checkpoints WHERE thread_id = 'heavy'"
     assert await query(place.dsn, left) == [(f"{many:09}", None)]
