@@ -7,13 +7,15 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bufstore import ConfigError, elapsed
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
-from bufstore.tokens import Holder, Locks
+from bufstore.tokens import Locks
+from bufstore.tokens.fence import Seen
 from helpers import cancel_as_anyio, eventually
 
 
@@ -62,12 +64,12 @@ async def test_a_release_by_force_takes_the_lock_from_the_holder_that_it_returns
     locks: Locks, meanwhile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: who acquired the lock after the look at its holder lost it."""
-    lock, who = await locks.acquire("a"), locks.who
+    lock, seen = await locks.acquire("a"), locks._register.seen
     last = lock
 
-    async def late(key: str) -> Holder | None:
+    async def late(*which: dict[str, Any]) -> list[Seen]:
         nonlocal last
-        found = await who(key)
+        found = await seen(*which)
         if meanwhile == "extended":
             await lock.extend()
         elif meanwhile == "another holder":
@@ -75,7 +77,7 @@ async def test_a_release_by_force_takes_the_lock_from_the_holder_that_it_returns
             last = await locks.acquire("a")
         return found
 
-    monkeypatch.setattr(locks, "who", late)
+    monkeypatch.setattr(locks._register, "seen", late)
     released = await locks.release("a", force=True)
     assert released is not None and released.token == lock.token
     if meanwhile == "another holder":
@@ -118,6 +120,38 @@ async def test_who_is_cancelled_again_and_again_releases_the_lock(servers: Serve
     assert holding.cancelled()
     await other.aclose()
     await (await locks.acquire("a")).release()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_release_without_an_answer_may_be_repeated(
+    locks: Locks, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the second call sent nothing, and the lock was held until its time was over."""
+    lock, delete = await locks.acquire("a", ttl_s=600), locks._stream.delete
+
+    async def unanswered(seq: int) -> None:
+        if stored:
+            await delete(seq)
+        raise LogUnavailable("no answer")
+
+    monkeypatch.setattr(locks._stream, "delete", unanswered)
+    with pytest.raises(LogUnavailable):
+        await lock.release()
+    with pytest.raises(TokenLost, match="may be"):
+        lock.check()
+    monkeypatch.setattr(locks._stream, "delete", delete)
+    await lock.release()
+    await (await locks.acquire("a")).release()
+    await lock.release()
+
+
+async def test_locks_that_are_closed_under_a_block_hide_no_error_of_it(servers: Servers, locks: Locks) -> None:
+    """Regression: Closed took the place of the block's own error, and of its cancellation."""
+    other = await Locks.open(servers.nats.url, name=locks._stream.name.removesuffix("-locks"))
+    with pytest.raises(ValueError, match="the block's"):
+        async with await other.acquire("a"):
+            await other.aclose()
+            raise ValueError("the block's")
 
 
 async def test_free_after_its_time_and_too_late_is_too_late(locks: Locks) -> None:

@@ -26,8 +26,9 @@ from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.pulls import Delivery
-from bufstore.tokens import Holder, Policy, Task
+from bufstore.tokens import Policy, Task
 from bufstore.tokens import work as work_module
+from bufstore.tokens.fence import Seen
 from helpers import cancel_as_anyio, eventually
 from token_instances import Open, nothing_left, stall, took, working
 
@@ -127,23 +128,101 @@ async def test_a_release_by_force_takes_the_key_from_nobody_else(opened: Open, m
     work = await opened()
     for payload in (b"1", b"2"):
         await work.submit("key", payload)
-    first, who = await took(work), work.who
+    first, seen = await took(work), work._register.seen
     second: Task | None = None
 
-    async def late(key: str) -> Holder | None:
+    async def late(*which: dict[str, Any]) -> list[Seen]:
         nonlocal second
-        found = await who(key)
+        found = await seen(*which)
+        monkeypatch.undo()
         await first.done()
         second = await took(work)
         return found
 
-    monkeypatch.setattr(work, "who", late)
+    monkeypatch.setattr(work._register, "seen", late)
     released = await work.release("key", force=True)
     assert released is not None and released.token == first.token
     assert second is not None and second.payload == b"2"
     second.check()
     await second.done()
     await eventually(lambda: nothing_left(work))
+
+
+async def test_a_release_without_force_takes_the_key_from_nobody(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: whoever took the key after the look, and before the release was written, lost it."""
+    work = await opened()
+    await work.submit("key")
+    await (await took(work)).release()
+    waiting = work._waiting
+    task: Task | None = None
+
+    async def late(name: str, limit: int) -> list[Any]:
+        nonlocal task
+        found = await waiting(name, limit)
+        monkeypatch.undo()
+        task = await took(work)
+        return found
+
+    monkeypatch.setattr(work, "_waiting", late)
+    assert await work.release("key") is None
+    assert task is not None
+    await task.done()
+    await eventually(lambda: nothing_left(work))
+
+
+async def test_a_release_by_force_that_meets_a_renewal_is_repeated(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it returned the holder, who kept the key."""
+    work = await opened()
+    await work.submit("key")
+    task, write = await took(work), work._register.write
+
+    async def late(*arguments: Any) -> int:
+        monkeypatch.undo()
+        await task.extend()
+        return await write(*arguments)
+
+    monkeypatch.setattr(work._register, "write", late)
+    released = await work.release("key", force=True)
+    assert released is not None and released.token == task.token
+    with pytest.raises(TokenLost):
+        await task.done()
+    async with await took(work) as again:
+        await again.done()
+
+
+async def test_what_was_given_back_is_not_taken_back_by_a_renewal(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a heartbeat between the two writes of a `retry` held the key for its whole time."""
+    work = await opened(policy=Policy.REPLACE, ttl_s=3600)
+    await work.submit("key")
+    task, is_replaced = await took(work), work._is_replaced
+
+    async def late(given_back: Task) -> bool:
+        with pytest.raises(TokenLost):
+            await given_back.extend()
+        await work.submit("key", b"newer")
+        return await is_replaced(given_back)
+
+    monkeypatch.setattr(task, "_afterwards", task._afterwards._replace(is_replaced=late))
+    await task.retry(3000)
+    async with await took(work) as newer:
+        assert newer.payload == b"newer"
+        await newer.done()
+
+
+async def test_what_was_found_and_given_back_is_told_of(opened: Open) -> None:
+    """Regression: without a delivery of its own it was found again only after `ttl_s`."""
+    work = await opened(ttl_s=3600)
+    await work.submit("key")
+    task = await took(work)
+    await work._drop(task.delivery)  # as if the delivery had been lost, and the item found
+    task.delivery = None
+    await task.release()
+    async with await took(work) as again:
+        await again.done()
 
 
 @pytest.mark.parametrize("error", [LogUnavailable, LogFull, ConfigError])

@@ -284,14 +284,19 @@ class Keyed:
 
         The item that was worked on goes to another holder. Raises TokenBusy without `force`, LogFull, LogUnavailable.
         """
-        found = await self.who(key)
-        if found is not None and not force:
-            raise TokenBusy(key, found.name)
-        await self._free(self._subject(key), found)
-        return found
+        subject = self._subject(key)
+        (seen,) = await self._register.seen({"last_by_subj": subject})
+        seq, record, holder = seen.seq, seen.record, seen.holder
+        if holder is not None and not force:
+            raise TokenBusy(key, holder.name)
+        while not await self._free(subject, seq, record):
+            seq, record = await self._register.read(subject)
+            if holder is None or not is_holder(holder, seq, record):
+                break  # somebody has taken it since, who is not the one that was meant
+        return holder
 
-    async def _free(self, subject: str, holder: Holder | None) -> None:
-        """Free the key whose record has this subject, and which `holder` had."""
+    async def _free(self, subject: str, seq: int, record: Record) -> bool:
+        """Free the key if this is its record still; False: look again whether that has freed it."""
         raise NotImplementedError
 
     def _subject(self, key: str) -> str:

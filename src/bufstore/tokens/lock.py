@@ -13,14 +13,14 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from bufstore import elapsed
 from bufstore.config import SECONDS_MAX, ToNats, as_nats_config, as_seconds, check_name, check_timeout
-from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
+from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost, Unavailable
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.fence import Hold, Keyed, Lease, Register, holder_name, is_holder
-from bufstore.tokens.model import NAMED, Holder, Record, Storage, locks_config
+from bufstore.tokens.fence import Hold, Keyed, Lease, Register, holder_name
+from bufstore.tokens.model import NAMED, Record, Storage, locks_config
 
 
 class Locks(Keyed):
@@ -72,13 +72,10 @@ class Locks(Keyed):
         """Return how many locks are held. Raises LogUnavailable."""
         return int((await self._stream.info())["state"]["messages"])
 
-    async def _free(self, subject: str, holder: Holder | None) -> None:
-        # Without a holder, or with another than the one that was meant, somebody has taken the lock since.
-        while holder is not None:
-            seq, record = await self._register.read(subject)
-            if not is_holder(holder, seq, record):
-                return
-            await self._stream.purge(subject, seq)  # a renewal may come in between: then once more
+    async def _free(self, subject: str, seq: int, record: Record) -> bool:
+        if record.holder:
+            await self._stream.purge(subject, seq)
+        return not record.holder  # a renewal may have come in between
 
     async def _hand_back(self, held: Lock) -> None:
         await held.release()
@@ -109,21 +106,24 @@ class Lock(Lease):
         believed = not self.lost.is_set()
         try:
             await self.release()
-        except (TokenLost, LogUnavailable, ConfigError) as e:
+        except (TokenLost, Unavailable, ConfigError) as e:
             if error[0] is None and not (believed and isinstance(e, LogUnavailable)):
                 raise  # the block must learn that it may not have held the lock to its end
 
     async def release(self) -> None:
         """Give the lock up, also when cancelled meanwhile.
 
-        Raises TokenLost when it was lost before, and LogUnavailable when that is not known.
+        Raises TokenLost when it was lost before, and LogUnavailable when that is not known: then call it again, or the
+        lock may be held until its time is over.
         """
         if not self._over:
             await self._takes.to_the_end(self._release())
 
     async def _release(self) -> None:
+        self._home.check()
         # End the renewals first: a later one would take the lock again.
         await self._holding.aclose()
+        again = self._ending
         try:
             async with self._changing:
                 self._ending = True
@@ -133,8 +133,11 @@ class Lock(Lease):
                         self._over = True
                     except MessageMissing:
                         await self._found_again()
-        finally:
+        except TokenLost:
             self._over = True
+            if not again:  # else an earlier call has released it, or has said that this is not known
+                raise
+        finally:
             self._holding.stop()
-            self._reason = self._reason or "released"
+            self._reason = self._reason or ("released" if self._over else "it was to be released, and may be")
             self.lost.set()

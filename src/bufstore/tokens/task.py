@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 from msgspec.structs import replace
 
 from bufstore.errors import InvalidRecord, TokenLost, Unavailable
+from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.pulls import Delivery, Pulls
 from bufstore.tokens.fence import REFUSED, Hold, Lease
 from bufstore.tokens.model import RECORD_AGE_S
@@ -116,14 +117,16 @@ class Task(Lease):
         # The record gets another mark: from here on this holder cannot complete the item.
         free = replace(self._record, holder="", mark=secrets.token_hex(8), attempt=attempt, lease_s=delay_s)
         await self._change(free, ends=True)
+        self._over = True
+        self._holding.stop()
         replaced = False
         try:
             if (replaced := await self._afterwards.is_replaced(self)) and delay_s:
-                await self._change(replace(free, lease_s=0.0), ends=True)  # the delay was for the older item
-        except (TokenLost, Unavailable, *REFUSED) as e:
+                # The delay was for the older item.
+                free = replace(free, number=self._record.number, lease_s=0.0)
+                await self._register.write(self._subject, free, self._seq)
+        except (Conflict, Unavailable, *REFUSED) as e:
             _log.debug("cannot make way for a newer item: %s", e, extra={"action": "token_replaced"})
-        self._over = True
-        self._holding.stop()
         await self._pulls.hand_back(self.delivery, delay_s)
-        if replaced:  # its own delivery was put off until the end of our time
+        if replaced or (self.delivery is None and not delay_s):  # its own delivery comes late, or never
             await self._afterwards.give_turn(self)

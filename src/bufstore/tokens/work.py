@@ -45,8 +45,8 @@ from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
 from bufstore.tasks import end, outlasted, own_cancels_only, spawn
 from bufstore.tokens import model
-from bufstore.tokens.fence import REFUSED, Hold, Keyed, Register, holder_name, is_holder
-from bufstore.tokens.model import WORKERS, Holder, Policy, Record, Statistics, TokensConfig
+from bufstore.tokens.fence import REFUSED, Hold, Keyed, Register, holder_name
+from bufstore.tokens.model import WORKERS, Policy, Record, Statistics, TokensConfig
 from bufstore.tokens.task import Afterwards, Task
 from bufstore.types import check_id
 
@@ -175,17 +175,17 @@ class ExclusiveWork(Keyed):
 
     # For people.
 
-    async def _free(self, subject: str, holder: Holder | None) -> None:
+    async def _free(self, subject: str, seq: int, record: Record) -> bool:
         name = subject.rpartition(".")[2]
-        if holder is None and not await self._waiting(name, 1):
-            return  # if an item does wait, it may wait for its next attempt: go on then
-        seq, record = await self._register.read(subject)
-        if holder is not None and not is_holder(holder, seq, record):
-            return  # another has it since, and is not the one that was meant
-        free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
-        with contextlib.suppress(Conflict):  # another holds the key meanwhile
-            await self._register.write(subject, free, seq)
-        await self._give_turn(name)
+        # Without a holder, an item that waits may wait for its next attempt: go on then.
+        if record.holder or await self._waiting(name, 1):
+            free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
+            try:
+                await self._register.write(subject, free, seq)
+            except Conflict:
+                return False
+            await self._give_turn(name)
+        return True
 
     async def statistics(self) -> Statistics:
         """Return how much there is to do, as the server counts it. Raises LogUnavailable."""
