@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import nats
 import pytest
@@ -24,6 +24,7 @@ from bufstore.embedded import NatsServer, PostgresServer, RedisServer, Servers
 from bufstore.errors import NotifyUnavailable, StoreMisconfigured, Unavailable
 from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier, wait_for_work
 from bufstore.notify.nats_hints import HintStore
+from bufstore.notify.postgres import PostgresBroker
 from bufstore.notify.redis import RedisBroker
 from helpers import eventually, query
 from thorough import seldom
@@ -477,6 +478,32 @@ async def test_a_pool_of_the_apps_own(servers: Servers, prefix: str, caplog: pyt
                 rows = await (await connection.execute("SELECT count(*) FROM pg_listening_channels()")).fetchone()
                 assert (rows, connection.autocommit) == ((0,), False)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_a_listening_connection_whose_return_is_cancelled_goes_back_closed(
+    servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the app got it with autocommit, and its rollback took nothing back."""
+    returning = asyncio.Event()
+    async with AsyncConnectionPool(servers.postgres.dsn, min_size=1, max_size=1, open=False) as pool:
+        async with await PostgresNotifier.open(pool, prefix=prefix, timeout_s=10) as notifier:
+            source = await cast(PostgresBroker, notifier._broker)._attach()
+            connection = source._connection
+
+            async def slow(_: str) -> None:
+                returning.set()
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(connection, "execute", slow)
+            closing = asyncio.create_task(source.aclose())
+            await returning.wait()
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert connection.closed
+            async with pool.connection() as other:
+                rows = await (await other.execute("SELECT count(*) FROM pg_listening_channels()")).fetchone()
+                assert (rows, other.autocommit) == ((0,), False)
 
 
 async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Servers, prefix: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,7 @@ from bufstore.notify import MemoryBroker, MemoryNotifier, Notifier, wait_for_wor
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import _BIAS, granted
 from bufstore.notify.payload import channel, check_prefix, hint_key, pack, unpack
-from bufstore.notify.protocol import Event
+from bufstore.notify.protocol import Event, Unlisten
 from bufstore.notify.subscription import HealingBroker
 from helpers import eventually
 from unit.fake_log import run
@@ -303,6 +304,53 @@ async def test_waiting_ends_when_stopping() -> None:
         stopping.set()
         async with asyncio.timeout(5):
             assert not await waiting
+
+
+@pytest.mark.parametrize("how", ["stopped", "cancelled"])
+async def test_who_was_called_ends_well_when_the_notifier_is_closed(how: str) -> None:
+    """Regression: Closed came out of it, in place of its result or its cancellation."""
+    stopping, notifier = asyncio.Event(), MemoryNotifier()
+    waiting = asyncio.create_task(wait_for_work(notifier, ["k"], _never, stopping=stopping))
+    await eventually(lambda: _listening(notifier, 1))
+    await notifier.notify_scheduled("k")
+    if how == "stopped":
+        stopping.set()
+    else:
+        waiting.cancel()
+    await notifier.aclose()
+    (ended,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert ended is False if how == "stopped" else isinstance(ended, asyncio.CancelledError)
+
+
+async def test_who_is_cancelled_while_it_begins_to_listen_passes_the_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a call that had come already was passed on to nobody."""
+    async with MemoryNotifier() as notifier:
+        listen = notifier.listen_scheduled
+
+        async def late(*arguments: Any) -> Unlisten:
+            unlisten = await listen(*arguments)
+            await notifier.notify_scheduled("k")
+            await asyncio.Event().wait()
+            return unlisten
+
+        monkeypatch.setattr(notifier, "listen_scheduled", late)
+        first = asyncio.create_task(wait_for_work(notifier, ["k"], _never))
+        await eventually(lambda: _listening(notifier, 1))
+        monkeypatch.undo()
+        second = asyncio.create_task(wait_for_work(notifier, ["k"], _never))
+        await eventually(lambda: _listening(notifier, 2))
+        first.cancel()
+        async with asyncio.timeout(5):
+            assert await second
+        await asyncio.gather(first, return_exceptions=True)
+
+
+@pytest.mark.parametrize("poll_s", [-1, 0, math.nan, "1"])
+async def test_a_poll_interval_is_a_time(poll_s: Any) -> None:
+    """Regression: it looked without a pause, or never."""
+    async with MemoryNotifier() as notifier:
+        with pytest.raises(ConfigError, match="poll_s"):
+            await wait_for_work(notifier, ["k"], _never, poll_s=poll_s)
 
 
 async def test_who_is_called_and_cancelled_passes_the_call_on() -> None:

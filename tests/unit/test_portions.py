@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 from hypothesis import example, given
@@ -19,6 +20,6 @@ def test_each_part_fits_and_nothing_is_left_out(subjects: list[str], bytes_max: 
     assert [subject for part in parts for subject in part] == subjects
     for part in parts:
         assert 1 <= len(part) <= SUBJECTS_MAX
-        assert len(part) == 1 or sum(len(s) + 3 for s in part) <= bytes_max
+        assert len(part) == 1 or len(json.dumps([*part])) - len("[]") <= bytes_max
     for part, after in pairwise(parts):  # none is smaller than it has to be
-        assert len(part) == SUBJECTS_MAX or sum(len(s) + 3 for s in [*part, after[0]]) > bytes_max
+        assert len(part) == SUBJECTS_MAX or len(json.dumps([*part, after[0]])) + 4 > bytes_max

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 #: A server looks up 1024 subjects for a direct get.
 SUBJECTS_MAX = 1000
-#: What a subject takes in a request besides its characters: quotation marks and a comma.
-_BESIDE = 3
+#: What a subject takes in a request besides its characters: quotation marks, a comma and a space.
+_BESIDE = 4
 
 
 def portions(subjects: Sequence[str], bytes_max: int) -> Iterator[Sequence[str]]:

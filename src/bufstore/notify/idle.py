@@ -7,10 +7,12 @@ wrong with the notifier, the look is repeated after `poll_s`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 
+from bufstore.config import check_timeout
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, Unavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
@@ -75,8 +77,9 @@ async def wait_for_work(
 
     `kinds` are kinds of work; a str is one. `due_in_s` looks and returns in how many seconds work is due: 0: now; None:
     never, as far as it knows. Its errors are raised here. A worker that is called takes work until there is none, and
-    only then waits again.
+    only then waits again. Raises ConfigError unless `poll_s` is a number of seconds above 0, and Closed.
     """
+    check_timeout(poll_s, "poll_s")
     called = asyncio.Event()
     scheduled: list[str] = []
 
@@ -85,8 +88,8 @@ async def wait_for_work(
         called.set()
 
     idle, worth = WhileIdle(notifier, kinds, call), False
-    await idle.begin()
     try:
+        await idle.begin()
         due = await due_in_s()
         if due is None or due > 0:
             pause = poll_s if due is None else min(due, poll_s)
@@ -107,8 +110,9 @@ async def wait_for_work(
 
 async def _tell(notifier: Notifier, kinds: Iterable[str]) -> None:
     """Tell another worker of calls that went to this one only, which stops or is cancelled."""
-    for kind in kinds:
-        await notifier.notify_scheduled(kind)
+    with contextlib.suppress(Closed):  # then nobody can be told: others poll
+        for kind in kinds:
+            await notifier.notify_scheduled(kind)
 
 
 async def _first(events: list[asyncio.Event], pause_s: float) -> None:

@@ -161,17 +161,19 @@ class _Source:
         with suppress(psycopg.Error, OSError, RuntimeError):
             if self._notes is not None:
                 await self._notes.aclose()
+        clean = False
         try:
             # The pool lends the connection to others: it goes back as it was before, or closed.
             async with in_time(self._connection, _GRACE_S):
                 await self._connection.execute("UNLISTEN *")
                 await self._connection.set_autocommit(self._autocommit)
+            clean = True
         except (psycopg.Error, OSError):
-            await self._connection.close()
-        finally:
-            if self._pool is None:
+            pass
+        finally:  # also when cancelled: an app's transaction must not be one without a rollback
+            if self._pool is None or not clean:
                 await self._connection.close()
-            else:
+            if self._pool is not None:
                 await self._pool.putconn(self._connection)
 
     async def _check(self) -> None:
