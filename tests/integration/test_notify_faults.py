@@ -485,25 +485,27 @@ async def test_a_listening_connection_whose_return_is_cancelled_goes_back_closed
 ) -> None:
     """Regression: the app got it with autocommit, and its rollback took nothing back."""
     returning = asyncio.Event()
-    async with AsyncConnectionPool(servers.postgres.dsn, min_size=1, max_size=1, open=False) as pool:
-        async with await PostgresNotifier.open(pool, prefix=prefix, timeout_s=10) as notifier:
-            source = await cast(PostgresBroker, notifier._broker)._attach()
-            connection = source._connection
+    async with (
+        AsyncConnectionPool(servers.postgres.dsn, min_size=1, max_size=1, open=False) as pool,
+        await PostgresNotifier.open(pool, prefix=prefix, timeout_s=10) as notifier,
+    ):
+        source = await cast(PostgresBroker, notifier._broker)._attach()
+        connection = source._connection
 
-            async def slow(_: str) -> None:
-                returning.set()
-                await asyncio.Event().wait()
+        async def slow(_: str) -> None:
+            returning.set()
+            await asyncio.Event().wait()
 
-            monkeypatch.setattr(connection, "execute", slow)
-            closing = asyncio.create_task(source.aclose())
-            await returning.wait()
-            closing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await closing
-            assert connection.closed
-            async with pool.connection() as other:
-                rows = await (await other.execute("SELECT count(*) FROM pg_listening_channels()")).fetchone()
-                assert (rows, other.autocommit) == ((0,), False)
+        monkeypatch.setattr(connection, "execute", slow)
+        closing = asyncio.create_task(source.aclose())
+        await returning.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert connection.closed
+        async with pool.connection() as other:
+            rows = await (await other.execute("SELECT count(*) FROM pg_listening_channels()")).fetchone()
+            assert (rows, other.autocommit) == ((0,), False)
 
 
 async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Servers, prefix: str) -> None:
