@@ -464,6 +464,37 @@ async def test_the_blocking_saver_has_the_asynchronous_methods_too() -> None:
         await asyncio.to_thread(saver.close)
 
 
+async def test_a_list_of_the_blocking_saver_shows_what_stands_before_an_error() -> None:
+    """Regression: up to 49 good checkpoints before one that could not be read were not shown."""
+
+    class Lacks(JsonPlusSerializer):
+        def loads_typed(self, data: tuple[str, bytes]) -> Any:
+            value = super().loads_typed(data)
+            if value == [1]:
+                raise ValueError("the class is gone")
+            return value
+
+    saver = await asyncio.to_thread(BufferedSaver.open, MemoryCheckpointStore(), nats=MemoryNats(), serde=Lacks())
+    try:
+        at: Any = config("t")
+        for n in range(5):
+            at = await saver.aput(at, checkpoint({"a": str(n)}, {"a": [n]}), META, {"a": str(n)})
+
+        def shown() -> None:
+            for item in saver.list(config("t")):
+                found.append(item.checkpoint["channel_values"]["a"])
+
+        found = list[Any]()
+        with pytest.raises(ValueError, match="class is gone"):
+            await asyncio.to_thread(shown)
+        with pytest.raises(ValueError, match="class is gone"):
+            async for item in saver.alist(config("t")):
+                found.append(item.checkpoint["channel_values"]["a"])
+        assert found == [[4], [3], [2]] * 2
+    finally:
+        await asyncio.to_thread(saver.close)
+
+
 async def test_a_cancel_ends_what_an_asynchronous_call_of_the_blocking_saver_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -19,8 +20,9 @@ from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, Postgr
 from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import thin
-from bufstore.langgraph.model import CheckpointRow, Put
-from bufstore.langgraph.outlines import all_but_latest
+from bufstore.langgraph.model import BlobKey, CheckpointRow, Put
+from bufstore.langgraph.outlines import all_but_latest, drop_of, within
+from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import Outline
 from bufstore.memory import MemoryNats
 from langgraph_savers import META, checkpoint, config
@@ -192,6 +194,79 @@ def test_what_was_put_last_keeps_its_values_though_it_is_not_the_newest(history:
         await saver.aclose()
 
     run(main())
+
+
+@pytest.mark.parametrize("between", ["a copy", "the same again"])
+@pytest.mark.parametrize("history", ["run", "latest"])
+def test_what_was_put_last_keeps_its_values_whatever_stands_beside_it(history: str, between: str) -> None:
+    """Regression: a flush left its values out, and the next checkpoint, which did not bring them again, lacked them."""
+
+    async def main() -> None:
+        store = MemoryCheckpointStore(history=history)  # type: ignore[arg-type]
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=CONFIG)
+        await saver.aput(config("source"), checkpoint({"a": "9"}, {"a": [9]}, "2a"), META, {"a": "9"})
+        await saver.force_flush()
+        mine = checkpoint({"a": "1"}, {"a": [1]}, "1a")
+        at = await saver.aput(config("t"), mine, META, {"a": "1"})
+        if between == "a copy":
+            await saver.acopy_thread("source", "t")
+        else:
+            await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}, "1b"), META, {"a": "2"})
+            await saver.aput(config("t"), mine, META, {"a": "1"})
+        await saver.force_flush()
+        await saver.aput(at, checkpoint({"a": "1", "b": "1"}, {"a": [1], "b": [1]}, "3c"), META, {"b": "1"})
+        await saver.force_flush()
+        found = await saver.aget_tuple(config("t"))
+        assert found is not None
+        assert found.checkpoint["channel_values"] == {"a": [1], "b": [1]}
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_drop_that_is_too_large_for_an_entry_is_made_in_parts() -> None:
+    """Regression: the thread was never pruned, nor were idle threads behind it."""
+
+    async def main() -> None:
+        config_ = replace(CONFIG, log=replace(CONFIG.log, max_entry_bytes=4 << 10))
+        store = MemoryCheckpointStore()
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=config_)
+        at: Any = config("t")
+        for n in range(120):
+            version = f"{n:032}"
+            # One channel changes with every checkpoint, the other one with every tenth.
+            values, new = {"a": [n], "b": [n // 10]}, {"a": version} | ({"b": version} if n % 10 == 0 else {})
+            versions = {"a": version, "b": f"{n // 10 * 10:032}"}
+            at = await saver.aput(at, checkpoint(versions, values), META, new)
+        before = await saver.aget_tuple(config("t"))
+        await saver.aprune(["t"])
+        assert await saver.aget_tuple(config("t")) == before._replace(parent_config=None)  # type: ignore[union-attr]
+        await saver.force_flush()
+        tables = store._threads["t"]
+        assert (len(tables.checkpoints), len(tables.blobs)) == (1, 2)
+        await saver.aclose()
+
+    run(main())
+
+
+@given(st.data())
+def test_the_parts_of_a_drop_are_the_drop(data: st.DataObject) -> None:
+    ids = [f"{n:03}" for n in range(data.draw(st.integers(1, 30)))]
+    blobs = st.frozensets(st.tuples(st.just(""), st.sampled_from("abc"), st.sampled_from("123")))
+    there = {i: Outline("", i, None, data.draw(blobs), None, False, False, "") for i in ids}
+    gone = data.draw(st.sets(st.sampled_from(ids), min_size=1))
+    whole = drop_of([there[i] for i in gone], list(there.values()))
+    assert whole is not None
+    bytes_max, freed = data.draw(st.integers(20, 400)), set[BlobKey]()
+    while drop := drop_of([o for i, o in there.items() if i in gone], list(there.values())):
+        part = within(drop, list(there.values()), bytes_max)
+        assert len(encode_payload(part)) <= bytes_max or len(part.checkpoints) == 1
+        assert part.checkpoints
+        for _, i in part.checkpoints:
+            del there[i]
+        freed |= set(part.blobs)
+        assert not freed & {key for o in there.values() for key in o.blobs}
+    assert sorted(freed) == whole.blobs
 
 
 def test_where_a_run_ended_is_kept_though_no_run_says_its_id() -> None:

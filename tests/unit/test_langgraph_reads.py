@@ -448,6 +448,67 @@ def test_a_thread_that_was_assumed_to_be_new_is_not_read_without_values_that_it_
     run(main())
 
 
+def test_in_an_outage_a_checkpoint_without_a_parent_is_not_taken_for_the_newest() -> None:
+    """Regression: a newer one was only in Postgres, and a run went on from the older one until Postgres was back."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one = await _opened(store, nats)
+        newer, older = checkpoint({"a": "9"}, {"a": [9]}, "9"), checkpoint({"a": "5"}, {"a": [5]}, "5")
+        await one.aput(config("t"), newer, META, {"a": "9"})
+        await one.force_flush()
+        while await _in_log(one, "t"):
+            for n in range(10):
+                await one.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+            await asyncio.sleep(10)
+        await one.aput(config("t"), older, META, {"a": "5"})
+        await one.force_flush()
+        other = await _opened(store, nats)
+        store.down = True
+        with pytest.raises((StoreUnavailable, ReadNotFresh)):
+            await _values(other)
+        store.down = False
+        assert await _values(one) == {"a": [9]}
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+def test_in_an_outage_many_outdated_reads_do_not_hide_the_newest_checkpoint() -> None:
+    """Regression: each of four tries forgot one of them, and the caller was told that a flush had interrupted it."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats), await _opened(store, nats, flusher=False)
+        at: Any = config("t")
+
+        async def put(n: int) -> None:
+            nonlocal at
+            new = {"a": str(n)} | ({"b": "0"} if not n else {})  # only Postgres knows `b` in the end
+            at = await one.aput(at, checkpoint({"a": str(n), "b": "0"}, {"a": [n], "b": ["b"]}), META, new)
+            await one.force_flush()
+
+        for n in range(10):
+            await put(n)
+            assert await other.aget_tuple(at) is not None
+        while await _in_log(one, "t"):
+            for n in range(10):
+                await one.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+            await asyncio.sleep(10)
+        for n in range(10, 13):
+            await put(n)
+        assert await _values(other) == {"a": [12], "b": ["b"]}
+        await put(13)
+        store.down = True
+        assert await _values(other) == {"a": [13], "b": ["b"]}
+        store.down = False
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("followed", [True, False])
 @pytest.mark.parametrize("writer", ["nobody", "another", *seldom("this process", "another, which was read")])

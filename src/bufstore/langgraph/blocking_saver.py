@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar, Unpack
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
@@ -155,8 +155,12 @@ class BufferedSaver(BaseCheckpointSaver[str]):
     ) -> Iterator[CheckpointTuple]:
         """See `AsyncBufferedSaver.alist`."""
         found = self._inner.alist(config, filter=filter, before=before, limit=limit)
-        while some := self._thread.run(lambda: _some(found)):
+        more = True
+        while more:
+            some, more, error = self._thread.run(lambda: _some(found))
             yield from some
+            if error is not None:
+                raise error
 
     def get_next_version(self, current: str | None, channel: None) -> str:
         """See `AsyncBufferedSaver.get_next_version`."""
@@ -193,16 +197,30 @@ class BufferedSaver(BaseCheckpointSaver[str]):
     ) -> AsyncIterator[CheckpointTuple]:
         """See `list`."""
         found = self._inner.alist(config, filter=filter, before=before, limit=limit)
-        while some := await self._thread.run_elsewhere(lambda: _some(found)):
+        more = True
+        while more:
+            some, more, error = await self._thread.run_elsewhere(lambda: _some(found))
             for item in some:
                 yield item
+            if error is not None:
+                raise error
 
 
-async def _some(found: AsyncIterator[CheckpointTuple]) -> builtins.list[CheckpointTuple]:
-    """Return the next items; an empty list: there are no more."""
+class _Some(NamedTuple):
+    """The next items of a list, whether there may be more, and the error that came behind them."""
+
+    items: builtins.list[CheckpointTuple]
+    more: bool
+    error: Exception | None
+
+
+async def _some(found: AsyncIterator[CheckpointTuple]) -> _Some:
     some: builtins.list[CheckpointTuple] = []
-    async for item in found:
-        some.append(item)
-        if len(some) == _LIST:
-            break
-    return some
+    try:
+        async for item in found:
+            some.append(item)
+            if len(some) == _LIST:
+                return _Some(some, True, None)
+    except Exception as e:
+        return _Some(some, False, e)
+    return _Some(some, False, None)

@@ -62,8 +62,8 @@ def _kept(folded: Folded, history: History) -> set[CheckpointKey]:
     rows = folded.rows.checkpoints
     kept, newest = set(folded.copied), dict[tuple[str, Any], str]()
     # What was put last need not be the newest by its id (two workers, or clocks): its writer goes on from it, and
-    # does not put again the values that it names.
-    kept |= set({ns: (ns, id_) for ns, id_ in rows}.values())
+    # does not put again the values that it names. A copy is nobody's to go on from.
+    kept |= set({key[0]: key for key in rows if key not in folded.copied}.values())
     if history == "run":
         kept |= {key[:2] for key, write in folded.rows.writes.items() if write.channel in _STOPS}
     for (ns, id_), row in rows.items():

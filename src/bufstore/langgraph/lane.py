@@ -21,6 +21,7 @@ from bufstore.langgraph.ancestors import Walk
 from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import CheckpointKey, CheckpointRow, Delete, Drop, Operation, Put, Tables
+from bufstore.langgraph.outlines import within
 from bufstore.langgraph.payload import encode_payload, saves_of
 from bufstore.langgraph.protocol import CheckpointStore, Outline
 from bufstore.langgraph.read_cache import ReadCache
@@ -267,21 +268,32 @@ class CheckpointLane:
     async def drop(self, thread_id: str, choose: Callable[[list[Outline]], Drop | None]) -> bool:
         """Append the drop that `choose` makes of the thread's checkpoints. Returns whether it chose any.
 
+        One that is too large for an entry is made in parts, each chosen anew once the one before is flushed.
+
         The drop stands directly behind what was seen: a checkpoint between them might name values that are to go.
         Raises ConcurrentWriter if others write all the time, ThreadQuarantined.
         """
-        for _ in range(_DROP_TRIES):
+        bytes_max = self.buffer.config.log.entry_bytes_max
+        tries, dropped = 0, False
+        while tries < _DROP_TRIES:
             await self.flush(thread_id)
             last, outlines = await self._end_and_outlines(thread_id)
             if last is None:
+                tries += 1
                 continue
             drop = choose(outlines)
             if drop is None:
                 await self.check_not_parked(thread_id)
-                return False
-            with contextlib.suppress(ConcurrentWriter):
-                await self.append(thread_id, drop, only_behind=last)
+                return dropped
+            part = within(drop, outlines, bytes_max)
+            try:
+                await self.append(thread_id, part, only_behind=last)
+            except ConcurrentWriter:
+                tries += 1
+                continue
+            if part is drop:
                 return True
+            dropped = True
         raise ConcurrentWriter(thread_id)
 
     async def delete_idle(self, thread_id: str, before: str) -> None:

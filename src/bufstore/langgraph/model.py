@@ -194,9 +194,9 @@ class Tables:
                 self._drop(operation)
 
     def _put(self, row: CheckpointRow) -> None:
-        # A checkpoint that is there already keeps its parent.
+        # A checkpoint that is there already keeps its parent. It is the last one from now on.
         key = row.key
-        before = self.checkpoints.get(key)
+        before = self.checkpoints.pop(key, None)
         self.checkpoints[key] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
 
     def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:

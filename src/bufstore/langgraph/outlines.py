@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import msgspec
 
 from bufstore.langgraph.model import BlobKey, CheckpointRow, Drop, takes_sends, versions_of
+from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import Outline
 
 
@@ -82,3 +83,16 @@ def drop_of(gone: Iterable[Outline], all_: Iterable[Outline], namespaces: Iterab
     freed = {key for o in lost.values() for key in o.blobs} - needed
     names = sorted(namespaces)
     return Drop(sorted(lost), names, sorted(freed)) if lost or names else None
+
+
+def within(drop: Drop, all_: Collection[Outline], bytes_max: int) -> Drop:
+    """Return the drop, or the first part of it that takes no more bytes of the log. A part is a drop of its own: it has
+    the blobs that none of the checkpoints names which stay for now.
+    """
+    part: Drop | None = drop
+    count = len(drop.checkpoints) + len(drop.namespaces)
+    while part is not None and count > 1 and len(encode_payload(part)) > bytes_max:
+        count //= 2
+        first = set(drop.checkpoints[:count])
+        part = drop_of([o for o in all_ if (o.ns, o.id) in first], all_, drop.namespaces[:count])
+    return part or drop

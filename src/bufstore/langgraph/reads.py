@@ -219,16 +219,16 @@ class CheckpointReads:
                 tables.apply(operation)
                 # The writer of a self-contained entry knew that there was nothing before it, or was told to take it so.
                 whole = whole or isinstance(operation, Delete) or (item.entry.self_contained and not last)
-                if isinstance(operation, Put) and (operation.checkpoint.parent or "") < operation.checkpoint.id:
+                if isinstance(operation, Put) and "" < (operation.checkpoint.parent or "") < operation.checkpoint.id:
                     saved.add(operation.checkpoint.key)
             except ValueError:
                 tables, whole = Tables(), False
             last = item.entry.id
         row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
+        younger = since in tables.checkpoints  # the log shows all of the namespace
         if row is None:
-            began = checkpoint_id is None and since in tables.checkpoints
-            return (last, None) if began else None
-        newest = checkpoint_id is not None or whole or row.key in saved
+            return (last, None) if checkpoint_id is None and younger else None
+        newest = checkpoint_id is not None or whole or younger or row.key in saved
         complete = newest and versions_of(row) <= tables.known | tables.untold and not takes_sends(row)
         return (last, (tables, row)) if complete else None
 
@@ -360,7 +360,8 @@ class CheckpointReads:
 
     async def _read(self, thread_id: str, asked: Asked, level: Consistency) -> tuple[Part, Tail]:
         """Return rows, and a tail that begins at or below their watermark."""
-        for _ in range(_TRIES):
+        tries = 0
+        while tries < _TRIES:
             at = elapsed.now_s()
             rows = spawn(self._rows(thread_id, asked)) if self._buffer.reads.store.down is None else None
             try:
@@ -374,6 +375,7 @@ class CheckpointReads:
             finally:
                 await end(rows)
             if part is None:
+                tries += state.base != CACHE  # else something outdated was forgotten, and of that there is an end
                 continue
             broken = state.watermark.broken_since or (part.watermark.broken_since if state.base == STORE else None)
             if broken and level is not Consistency.EVENTUAL:

@@ -98,10 +98,12 @@ class _Thread:
     def _keep_newest(self) -> None:
         """Forget rows that the newest checkpoints do not need."""
         before, self.tables, self.partial = self.tables, Tables(), set()
-        first: dict[str, str] = {}
-        for ns in self.namespaces:
-            newest = before.latest(ns)
-            first[ns] = newest.id if newest is not None else ""
+        first = dict.fromkeys(self.namespaces, "")
+        for ns, id_ in before.checkpoints:
+            if ns in first:
+                first[ns] = max(first[ns], id_)
+        for ns, id_ in first.items():
+            newest = before.checkpoints.get((ns, id_))
             if newest is None:
                 continue
             named = versions_of(newest)

@@ -41,7 +41,7 @@ async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
     nats, schema, buffer_schema, stream, bucket, subject, lanes = (
         os.environ.get(name) or default for name, default in _DEFAULTS.items()
     )
-    if not (lanes.isdecimal() and len(lanes) < 4):
+    if not (lanes.isascii() and lanes.isdecimal() and len(lanes) < 4):
         raise ConfigError(f"BUFSTORE_LANGGRAPH_LANES must be a number, not {lanes[:9]!r}")
     log = replace(DEFAULT_LOG, stream=stream, bucket=bucket, subject=subject, lanes=int(lanes))
     async with AsyncBufferedSaver.from_conn_string(
