@@ -19,7 +19,7 @@ from bufstore.spark.source import log_scan
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from conftest import Deployment
 from helpers import eventually, fresh
-from spark.jobs import prepared, read_options, write
+from spark.jobs import prepared, purge, read_options, write
 
 
 def planned(deployment: Deployment, **more: Any) -> tuple[Any, list[Any]]:
@@ -102,6 +102,26 @@ async def test_a_stream_that_is_made_anew_while_it_is_read_is_noticed(
     with pytest.raises(DataLoss, match="replaced by a new one"):
         await asyncio.to_thread(work)
     await client.close()
+
+
+async def test_a_message_that_is_no_group_hides_no_loss_before_it(deployment: Deployment) -> None:
+    """Regression: retention removed unread entries up to such a message, and a job went on without a word."""
+    deployment.verified = False
+    thread = fresh()
+    await write(deployment, [thread], range(3))
+    client = await nats.connect(deployment.servers.nats.url)
+    strange = await client.jetstream(timeout=10).publish(f"{deployment.name}.groups.0", b"\xff")
+    await client.close()
+    await write(deployment, [thread], range(3, 5))
+    reader, (part,) = await asyncio.to_thread(planned, deployment, numPartitions=1)
+    stream = _stream(read_options(deployment, startingPosition="earliest"))
+    start = await asyncio.to_thread(stream.initialOffset)
+    await purge(deployment, strange.seq)
+    with pytest.raises(DataLoss, match="was purged before it was read"):
+        await asyncio.to_thread(lambda: list(reader.read(part)))
+    with pytest.raises(DataLoss, match="the log begins at message"):
+        await asyncio.to_thread(_latest, stream, start)
+    assert [row["thread_id"] for row in await read(deployment)] == [None, thread, thread], "what is there is read"
 
 
 def _stream(options: dict[str, str], **more: str) -> Any:

@@ -29,11 +29,16 @@ def test_a_range_is_divided_by_its_size_unless_it_is_said() -> None:
 
 @given(st.data())
 def test_what_is_lost_is_told_from_what_has_gone(data: st.DataObject) -> None:
-    """Groups, parts and proofs; some groups were erased, old proofs removed, and the front of the log purged."""
-    kinds: list[str] = data.draw(st.lists(st.sampled_from(["group", "part", "proof"]), min_size=1, max_size=20))
+    """Groups, parts, proofs and garbage; some were erased, old proofs removed, and the front of the log purged.
+
+    Regression: a message among the groups that is none, behind unread ones that were purged, hid their loss.
+    """
+    kind_of = st.sampled_from(["group", "part", "proof", "garbage"])
+    kinds: list[str] = data.draw(st.lists(kind_of, min_size=1, max_size=20))
     log = dict(enumerate(kinds, 1))
-    groups = [n for n, kind in log.items() if kind == "group"]
-    before = {n: max((g for g in groups if g < n), default=0) for n in groups}
+    groups = [n for n, kind in log.items() if kind in ("group", "garbage")]
+    # A group names whatever stands before it among the groups; garbage names nothing.
+    before = {n: max((g for g in groups if g < n), default=0) if log[n] == "group" else None for n in groups}
     start = data.draw(st.integers(1, len(log) + 1))
     end = data.draw(st.integers(start, len(log) + 1))
     gone = {n for n, kind in log.items() if kind == "proof" and data.draw(st.booleans())}

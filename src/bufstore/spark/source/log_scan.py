@@ -63,12 +63,12 @@ async def _lost(reader: LogReader, log: LogState, holes: Holes, end: int) -> int
     return holes.lost(await reader.erased(holes.found[0][0]), (await reader.look()).first)
 
 
-def _before(message: StoredMessage) -> int:
-    """Return the group before this one; 0 for a message that is no group, which does not tell."""
+def _before(message: StoredMessage) -> int | None:
+    """Return the group before this one; None for a message that is no group, which does not tell."""
     try:
         return decode_header(message).before
     except MalformedEntry:
-        return 0
+        return None
 
 
 async def at_time(options: ReadOptions, log: LogState, time_us: int) -> int:

@@ -127,8 +127,10 @@ class Holes:
             self._open.append((self._at, sequence))
         self._at = max(self._at, sequence + 1)
 
-    def group(self, sequence: int, before: int) -> None:
-        """Note a group behind all that `passed`, and which group it names as the one before it."""
+    def group(self, sequence: int, before: int | None) -> None:
+        """Note a group behind all that `passed`, and which group it names as the one before it; None: it names none."""
+        if before is None:
+            return
         if before > self._group:
             self._found(before)
             self._missing.add(before)
@@ -136,7 +138,7 @@ class Holes:
         self._group = sequence
 
     def ended(self, end: int, before: int | None) -> None:
-        """Note that the range ends, and which group the first one behind it names; None: there is none behind it."""
+        """Note that the range ends, and which group the first one behind it names; None: none does."""
         if before is not None and before < end:
             self.group(end, before)
         else:
