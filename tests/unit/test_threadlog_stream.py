@@ -1,4 +1,7 @@
-"""What a streaming query of the log answers while the log is away, without Spark."""
+"""What a streaming query of the log answers: while the log is away, to its end, and while it waits for rows.
+
+Without Spark and servers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ from typing import Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
+from bufstore.buffer.target import Target
+from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, NoLog
+from bufstore.nats.ranges import LogState
 from bufstore.spark.source import threadlog_format
 from bufstore.spark.source.options import read_options
 from bufstore.spark.source.threadlog_format import _Stream
 
+ALL = ReadAllAvailable()
 START: dict[str, Any] = {"created": "then", "position": 5}
 
 
@@ -36,7 +43,43 @@ def test_a_log_that_is_away_or_not_there_yet_is_nothing_new_for_a_while(clock: l
     assert stream.reportLatestOffset() is None
     for at in (100.0, 159.0):
         clock[0] = at
-        assert stream.latestOffset(START, ReadAllAvailable()) == START
+        assert stream.latestOffset(START, ALL) == START
     clock[0] = 160.0
     with pytest.raises(type(error)):
-        stream.latestOffset(START, ReadAllAvailable())
+        stream.latestOffset(START, ALL)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[LogState]:
+    """The log as it is now, which tests replace. Every message is one row."""
+    now = [log_at(5)]
+
+    async def look(*_: Any) -> LogState:
+        return now[0]
+
+    async def rows_between(_: Any, log: LogState, start: int, end: int) -> int:
+        return max(0, end - max(start, log.first))
+
+    monkeypatch.setattr(threadlog_format.log_scan, "look", look)
+    monkeypatch.setattr(threadlog_format.log_scan, "rows_between", rows_between)
+    return now
+
+
+def log_at(end: int, first: int = 1, created: str = "then") -> LogState:
+    return LogState(LogConfig(), created, 1, first, end, 0, Target("threads", "postgres", "there"))
+
+
+def stream_of(**more: str) -> _Stream:
+    return _Stream(read_options({"nats": "nats://h", "failOnDataLoss": "false"} | more))
+
+
+def test_a_query_that_ends_by_itself_reads_a_stream_that_was_made_anew_to_its_end(log: list[LogState]) -> None:
+    """Regression: it went to the old stream's end, so the next query left out what the new stream had below that."""
+    log[0] = log_at(60)
+    stream = stream_of()
+    stream.prepareForTriggerAvailableNow()
+    log[0] = log_at(9, created="anew")
+    end = stream.latestOffset(START, ALL)
+    assert end == {"created": "anew", "position": 9}
+    log[0] = log_at(20, created="anew")
+    assert stream.latestOffset(end, ALL) == end, "what is written while it runs does not keep it going"

@@ -105,7 +105,8 @@ class _Batch(_Reads, DataSourceReader):
 
 
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    _target: int | None = None
+    #: The log to whose end a query with availableNow reads.
+    _target: LogState | None = None
     #: The sequence up to which micro-batches were planned.
     _reached = 0
     _waiting: _Waiting | None = None
@@ -120,7 +121,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._patiently(found).as_dict()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = self._patiently(self._look).end
+        self._target = self._patiently(self._look)
 
     def getDefaultReadLimit(self) -> ReadLimit:
         # Spark takes one limit; `latestOffset` keeps to both, unless Spark wants everything in one batch.
@@ -149,7 +150,9 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         if options.fail_on_data_loss:
             await _check(options, log, before)
         begin = _begin(log, before)
-        end = max(log.end if self._target is None else self._target, begin)
+        if self._target is not None and self._target.created != log.created:
+            self._target = log  # the other stream is gone, and its end says nothing of this one
+        end = max((self._target or log).end, begin)
         self._reached = begin
         if await self._waits(log, begin, end):
             return start
