@@ -83,3 +83,28 @@ def test_a_query_that_ends_by_itself_reads_a_stream_that_was_made_anew_to_its_en
     assert end == {"created": "anew", "position": 9}
     log[0] = log_at(20, created="anew")
     assert stream.latestOffset(end, ALL) == end, "what is written while it runs does not keep it going"
+
+
+def test_a_micro_batch_waits_no_longer_when_retention_moves_on(clock: list[float], log: list[LogState]) -> None:
+    """Regression: the wait began anew whenever unread messages were purged, so a batch waited for ever."""
+    stream = stream_of(minMessagesPerTrigger="100", maxTriggerDelay="60s")
+    log[0] = log_at(6)
+    start = stream.latestOffset(START, ALL)
+    assert start["position"] == 6, "what a query finds when it starts does not wait"
+    for at in (0.0, 59.0):
+        clock[0] = 100.0 + at
+        log[0] = log_at(20 + int(at), first=10 + int(at))
+        assert stream.latestOffset(start, ALL) == start
+    clock[0] = 160.0
+    assert stream.latestOffset(start, ALL) == {"created": "then", "position": 79}
+
+
+def test_a_query_that_starts_with_nothing_to_read_waits_for_rows(clock: list[float], log: list[LogState]) -> None:
+    """Regression: its first micro-batch had one row, whatever minMessagesPerTrigger said."""
+    stream = stream_of(minMessagesPerTrigger="3", maxTriggerDelay="60s")
+    assert stream.latestOffset(START, ALL) == START, "nothing is there"
+    clock[0] = 1000.0
+    log[0] = log_at(6)
+    assert stream.latestOffset(START, ALL) == START, "the wait begins when something is"
+    log[0] = log_at(8)
+    assert stream.latestOffset(START, ALL) == {"created": "then", "position": 8}

@@ -109,6 +109,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     _target: LogState | None = None
     #: The sequence up to which micro-batches were planned.
     _reached = 0
+    #: Whether no micro-batch was asked for yet, and the one that waits for rows.
+    _first = True
     _waiting: _Waiting | None = None
     #: Since when the log cannot be read (by the monotonic clock, and in Unix time), and the last report about the log.
     _away: tuple[float, float] | None = None
@@ -154,7 +156,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._target = log  # the other stream is gone, and its end says nothing of this one
         end = max((self._target or log).end, begin)
         self._reached = begin
-        if await self._waits(log, begin, end):
+        if await self._waits(log, before, begin, end):
             return start
         if not isinstance(limit, ReadAllAvailable) and begin < end:
             end = await log_scan.within(options, log, begin, end)
@@ -163,17 +165,15 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             return start
         return Offset(created=log.created, position=end).as_dict()
 
-    async def _waits(self, log: LogState, begin: int, end: int) -> bool:
+    async def _waits(self, log: LogState, start: Offset, begin: int, end: int) -> bool:
         """Return whether the micro-batch still waits for rows."""
         wanted = self.options.min_messages
-        if wanted is None or self._target is not None or begin == end:
+        first, self._first = self._first, False  # rows that a query finds when it starts do not wait
+        if first or wanted is None or self._target is not None or begin == end:
             return False
-        waiting = self._waiting
-        if waiting is None or waiting.begin != begin:
-            first = waiting is None
-            waiting = self._waiting = _Waiting(begin)
-            if first:  # rows that a query finds when it starts do not wait
-                return False
+        waiting, after = self._waiting, (log.created, start)
+        if waiting is None or waiting.after != after:
+            waiting = self._waiting = _Waiting(after, begin)
         waiting.rows += await log_scan.rows_between(self.options, log, waiting.counted, end)
         waiting.counted = end
         return waiting.rows < wanted and time.monotonic() - waiting.since < self.options.max_trigger_delay_s
@@ -210,10 +210,11 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class _Waiting:
-    """A micro-batch that waits for rows, and the sequence at which it begins."""
+    """A micro-batch that waits for rows."""
 
-    def __init__(self, begin: int) -> None:
-        self.begin = begin
+    def __init__(self, after: tuple[str, Offset], begin: int) -> None:
+        #: The stream, and where the micro-batch before it ended: retention may move its beginning on meanwhile.
+        self.after = after
         self.since = time.monotonic()
         #: The sequence up to which its rows were counted.
         self.counted = begin
