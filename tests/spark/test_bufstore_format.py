@@ -95,7 +95,7 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
         ({"surprise": "1"}, "surprise"),
         ({"badRows": "maybe"}, "bad_rows"),
         ({"outageTimeout": "an hour"}, "outageTimeout must be a number of seconds"),
-        ({"outageTimeout": "-1"}, "outage_timeout_s"),
+        ({"outageTimeout": "-1"}, "outageTimeout must be a number of seconds, at least 0"),
         ({"postgres": "host=h"}, "one of the options postgres and postgresUrl"),
     ):
         with pytest.raises(ConfigError, match=match):  # as Spark calls it

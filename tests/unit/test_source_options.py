@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from urllib.parse import quote
 
@@ -49,6 +50,10 @@ from bufstore.spark.source.options import read_options
         {"maxTriggerDelay": "late"},
         {"minMessagesPerTrigger": "-1"},
         {"outageTimeout": "an hour"},
+        {"outageTimeout": "nan"},
+        {"outageTimeout": "-1"},
+        {"startingPosition": "9" * 5000},
+        {"numPartitions": str(2**63)},
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(given: dict[str, str]) -> None:
@@ -75,6 +80,7 @@ def test_names_and_times_as_those_of_kafkas_source() -> None:
         {"nats": "nats://a:4222", "maxOffsetsPerTrigger": "9", "minoffsetspertrigger": "4", "maxTriggerDelay": "2m"}
     )
     assert (found.max_messages, found.min_messages, found.max_trigger_delay_s) == (9, 4, 120)
+    assert read_options({"nats": "nats://a:4222", "maxTriggerDelay": "9" * 5000 + "d"}).max_trigger_delay_s == math.inf
 
 
 WORD = st.text("abc,@:%/é", min_size=1)

@@ -104,6 +104,9 @@ def words(found: Mapping[str, str], name: str) -> list[str]:
 def seconds(found: Mapping[str, str], name: str, default: float) -> float:
     """Raises ConfigError."""
     try:
-        return float(found.get(name, default))
+        value = float(found.get(name, default))
     except ValueError:
-        raise ConfigError(f"option {name} must be a number of seconds") from None
+        value = float("nan")
+    if not value >= 0:
+        raise ConfigError(f"option {name} must be a number of seconds, at least 0")
+    return value

@@ -10,11 +10,14 @@ import msgspec
 from bufstore.errors import ConfigError
 from bufstore.unix_time import us_of
 
+_LARGEST = 2**63 - 1
+
 
 def number(name: str, text: str) -> int:
-    """Return the number, which is at least 0."""
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"option {name}: {text!r} is not a number of at least 0")
+    """Return the number, which is at least 0 and fits into 64 bits."""
+    # Python does not parse thousands of digits.
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST)) and int(text) <= _LARGEST):
+        raise ConfigError(f"option {name}: {text[:40]!r} is not a number from 0 to {_LARGEST}")
     return int(text)
 
 

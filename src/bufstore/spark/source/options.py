@@ -124,7 +124,7 @@ def _delay(found: Mapping[str, str], name: str, default: float) -> float:
     said = re.fullmatch(r"([0-9]+)(ms|s|m|h|d)", found[name].replace(" ", ""))
     if said is None:
         raise ConfigError(f"option {name} must be a time like 90s or 15m")
-    return int(said[1]) * _UNITS[said[2]]
+    return float(said[1]) * _UNITS[said[2]]
 
 
 def _truth(found: Mapping[str, str], name: str, *, default: bool) -> bool:
