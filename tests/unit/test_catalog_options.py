@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bufstore import ConfigError
 from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
-from bufstore.spark.connection_options import named
+from bufstore.spark.connection_options import connection, named
 from bufstore.spark.sink.bufstore_format import NAMES as SINK_NAMES
 from bufstore.spark.source.log_columns import types_of
 from bufstore.spark.source.options import NAMES as LOG_NAMES
@@ -102,3 +102,23 @@ def test_servers_that_nobody_names_are_the_environments(monkeypatch: pytest.Monk
     # A login is not given to a server that was named elsewhere.
     elsewhere = {"nats": "nats://elsewhere", "postgres": "host=elsewhere"}
     assert named(elsewhere, TABLE_NAMES) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("given", "environment"),
+    [
+        ({"credentialsFile": "/a.creds"}, {}),
+        ({"token": "hush"}, {}),
+        ({"user": "app"}, {"password": "hush"}),
+        ({"user": "app", "password": "mine"}, {}),
+    ],
+)
+def test_another_way_to_sign_in_replaces_that_of_the_environment(
+    given: dict[str, str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a table with a credentialsFile could not be read where the environment had a user and password."""
+    for variable, value in {"": "nats://a", "_USER": "me", "_PASSWORD": "hush"}.items():
+        monkeypatch.setenv(f"BUFSTORE_NATS{variable}", value)
+    found = named(given, LOG_NAMES)
+    assert found == {"natsUrl": "nats://a"} | given | environment
+    connection(found)

@@ -47,6 +47,8 @@ _LOGIN_VARIABLES = {
     "password": "BUFSTORE_NATS_PASSWORD",
     "token": "BUFSTORE_NATS_TOKEN",
 }
+#: The ways to sign in; only one of them may be used.
+_WAYS = (("credentialsFile",), ("user", "password"), ("token",))
 
 
 def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +62,9 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
             raise ConfigError(f"there is no option {name}; the options are {', '.join((*CONNECTION, *names))}")
     found = {known[name.lower()]: value for name, value in given.items() if known[name.lower()] not in _SPARKS}
     if NATS_VARIABLE in os.environ and not found.keys() & {"nats", "natsUrl"}:
-        logins = {name: os.environ[variable] for name, variable in _LOGIN_VARIABLES.items() if variable in os.environ}
+        ways = [way for way in _WAYS if found.keys() & set(way)] or _WAYS
+        variables = {name: _LOGIN_VARIABLES[name] for way in ways for name in way}
+        logins = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
         found = {"natsUrl": os.environ[NATS_VARIABLE]} | logins | found
     if POSTGRES_VARIABLE in os.environ and "postgres" in names and not found.keys() & {"postgres", "postgresUrl"}:
         found["postgresUrl"] = os.environ[POSTGRES_VARIABLE]
