@@ -9,6 +9,7 @@ docs/adr/0016 says why Spark does not merge the entries itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,6 +30,8 @@ from bufstore.threads.buffered import BufferedThreadStore
 if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import SparkSession
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 #: The number of tasks on Connect, which does not tell how many cores there are.
@@ -86,8 +89,8 @@ def bulk_drain(
     """Return once everything that is in the log now is in Postgres, flushed by `tasks` tasks (default: Spark's cores).
 
     More tasks than partitions of the log are of no use. `on_lag` is called now and then with the number of positions
-    that are left. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so), ConfigError when there is
-    no log.
+    that are left; its errors are logged. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so),
+    ConfigError when there is no log.
     """
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
@@ -121,8 +124,11 @@ def bulk_drain(
 
 async def _watch(store: BufferedThreadStore, on_lag: Callable[[int], None]) -> None:
     while True:
-        with suppress(BufstoreError):  # the figure is only shown
-            on_lag(sum((await store.lag()).values()))
+        try:
+            with suppress(BufstoreError):  # the figure is only shown
+                on_lag(sum((await store.lag()).values()))
+        except Exception:
+            _log.exception("on_lag of a drain failed", extra={"action": "spark_on_lag"})
         await asyncio.sleep(_LOOK_S)
 
 

@@ -11,6 +11,7 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from bufstore.spark.sink.batch import report_of
 from bufstore.spark.sink.row_writer import RowCounts
+from bufstore.spark.source.offsets import Offset
 
 __all__ = ["ProgressListener", "QueryProgress"]
 
@@ -87,14 +88,14 @@ def lag_of(offsets: list[tuple[str | None, str | None]]) -> int | None:
     for read, newest in offsets:
         try:
             behind = _position(newest) - _position(read)
-        except (msgspec.MsgspecError, KeyError, TypeError):
+        except msgspec.MsgspecError:
             continue
         total = (total or 0) + max(0, behind)
     return total
 
 
 def _position(offset: str | None) -> int:
-    return int(msgspec.json.decode(offset or "null", type=dict[str, Any])["position"])
+    return msgspec.json.decode(offset or "null", type=Offset).position
 
 
 def _log_of(newest: str | None) -> Mapping[str, Any] | None:
