@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from bufstore import BufferedThreadStore, FlushTimeout, NoLog
 from bufstore.buffer.entry import Base
+from bufstore.buffer.places import place
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import (
     ArchiveOvertaken,
@@ -242,6 +244,16 @@ async def test_analytics_of_a_log(spark: Any, deployment: Deployment) -> None:
     found = await query(deployment.servers.postgres.dsn, cursors)
     flushed = spark.createDataFrame(found, "partition int, position bigint")
     assert await asyncio.to_thread(lag(entries, flushed).collect) == []
+
+
+async def test_what_belongs_to_no_partition_is_no_lag(spark: Any) -> None:
+    """Regression: a message that is no group, which nobody flushes, stood among what Postgres lacks for good."""
+    now = datetime.now(UTC)
+    rows = [(place(2, 0), now, -1), (place(3, 0), now, 0), (place(4, 0), now, 0)]
+    entries = spark.createDataFrame(rows, "position long, stored_at timestamp, partition int")
+    flushed = spark.createDataFrame([(0, place(3, 0))], "partition int, position long")
+    found = await asyncio.to_thread(lag(entries, flushed).collect)
+    assert [(r.partition, r.entries) for r in found] == [(0, 1)]
 
 
 @pytest.mark.long  # fifteen seconds

@@ -23,7 +23,7 @@ from bufstore.mailbox import MemoryMailboxStore
 from bufstore.memory import MemoryNats
 from bufstore.notify import NatsNotifier
 from bufstore.spark import restore
-from bufstore.spark.analytics import lag
+from bufstore.spark.analytics import coalescing, lag
 from bufstore.spark.config import SinkConfig
 from bufstore.tokens import Policy, TokensConfig
 from bufstore.types import Quarantined, check_choice
@@ -115,6 +115,8 @@ def test_jobs_refuse_what_they_do_not_know() -> None:
         restore(cast(Any, None), "path", cast(Any, None), into=MISTYPED)
     with pytest.raises(ConfigError, match="by must be 'partition'"):
         lag(cast(Any, None), cast(Any, None), MISTYPED)
+    with pytest.raises(ConfigError, match="window_s must be positive"):
+        coalescing(cast(Any, None), 0)
 
 
 def test_ids_are_a_list_and_not_the_letters_of_one() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from bufstore.config import check_timeout
 from bufstore.errors import ConfigError
 from bufstore.spark.log_archive.entry_table import APPLIED
 from bufstore.spark.log_archive.tables_job import entries
@@ -137,9 +138,13 @@ def hot_threads(entries: DataFrame, limit: int = 20) -> DataFrame:
 
 
 def coalescing(entries: DataFrame, window_s: float = 0.5) -> DataFrame:
-    """Return, per hour, how many entries a flush with this window folds into one change: the work Postgres is saved."""
+    """Return, per hour, how many entries a flush with this window folds into one change: the work Postgres is saved.
+
+    Raises ConfigError unless `window_s` is positive.
+    """
     from pyspark.sql import functions as F
 
+    check_timeout(window_s, "window_s")
     window = (F.unix_micros("stored_at") / F.lit(window_s * 1e6)).cast("long")
     changes = entries.groupBy(F.date_trunc("hour", "stored_at").alias("hour"), window.alias("window"), "thread_id")
     counted = changes.agg(F.count("*").alias("entries")).groupBy("hour")
@@ -158,14 +163,14 @@ def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> Data
     """Return what Postgres lacks, per partition, agent, thread or hour: how many entries, and the oldest's age in s.
 
     `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``).
-    Entries that wait in `buffer_waiting` are not counted. `entries` must have the column partition, too. `agent_id` is
-    null for an entry without a run.
+    Entries that wait in `buffer_waiting` are not counted, nor is what belongs to no partition. `entries` must have the
+    column partition, too. `agent_id` is null for an entry without a run.
     """
     from pyspark.sql import functions as F
 
     check_choice(by, LagBy, "by", ConfigError)
     behind = entries.join(flushed.withColumnRenamed("position", "cursor"), "partition", "left").where(
-        F.col("position") > F.coalesce("cursor", F.lit(0))
+        (F.col("partition") >= 0) & (F.col("position") > F.coalesce("cursor", F.lit(0)))
     )
     if by == "agent_id":
         behind = behind.withColumn("agent_id", _agent(behind))
