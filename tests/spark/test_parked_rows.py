@@ -21,7 +21,7 @@ from bufstore.spark.sink.row_writer import Pass, RowCounts, write_rows
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from bufstore.threads.postgres.tables import grants
 from conftest import Deployment
-from helpers import fresh, query, run_of
+from helpers import eventually, fresh, query, run_of
 from integration.test_operator_cli import cli
 from spark.jobs import held, prepared, rows_of, settings_of
 
@@ -81,20 +81,8 @@ async def test_rows_come_back_once(deployment: Deployment) -> None:
         await store.checkpoint(parent, [], run_of(parent))
     # A replay died between its write and the row's removal. The orphan's second row is replayed first.
     async with ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside, deployment.store() as store:
-        before = await query(
-            deployment.servers.postgres.dsn,
-            f'SELECT id, app_id, batch_id, thread_id, rank, row, cause, key FROM "{deployment.name}".spark_quarantine '
-            "WHERE id = %s",
-            ids[orphan, 1],
-        )
-        assert [r.refused for r in await inside.replay(store, orphan, [ids[orphan, 1]])] == [None]
-        await query(
-            deployment.servers.postgres.dsn,
-            f'INSERT INTO "{deployment.name}".spark_quarantine '
-            "(id, app_id, batch_id, thread_id, rank, row, cause, key, replay) OVERRIDING SYSTEM VALUE "
-            f'SELECT %s, %s, %s, %s, %s, %s, %s, %s, last_value FROM "{deployment.name}".spark_replays',
-            *before[0],
-        )
+        with pytest.raises(LogUnavailable):
+            await inside.replay(Unanswered(store), orphan, [ids[orphan, 1]])  # type: ignore[arg-type]
     again = await cli(deployment, "spark", "quarantine", "replay", "--thread", orphan, "--json")
     assert (again.code, again.json) == (0, {"written": 2, "left": []})
     right = json.dumps(rows_of([thread], range(1, 2))[0])
@@ -178,6 +166,53 @@ async def test_a_row_that_counts_as_written_because_the_clock_went_back_stays(
         assert await store.load_messages(thread) == [{"id": "a"}]
 
 
+async def test_a_row_whose_first_replay_failed_while_the_clock_was_back_is_written_nowhere_and_stays(
+    deployment: Deployment,
+) -> None:
+    """Regression: the next replay took its number, which was below the thread's highest, for a written one."""
+    thread, number = fresh(), time.time_ns() // 1000 + 3_600_000_000
+    await parked(deployment, [])
+    await set_aside(deployment, thread, 0, {"id": "b"})
+    async with deployment.store() as store, ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside:
+        await store.checkpoint(thread, [{"id": "a"}], run_of(thread), producer=ProducerSequence(PRODUCER, number))
+        with pytest.raises(LogUnavailable):
+            await inside.replay(Interrupted(store, 1), thread, None)  # type: ignore[arg-type]
+        (replay,) = await inside.replay(store, thread, None)
+        assert "the clock went back" in (replay.refused or "")
+        assert await inside.count() == 1
+        assert await store.load_messages(thread) == [{"id": "a"}]
+
+
+async def test_a_row_that_is_corrected_to_another_thread_meanwhile_is_not_numbered_with_its_old_one(
+    deployment: Deployment,
+) -> None:
+    """Regression: it got a number below one that its new thread had already, and was dropped as written."""
+    old, new = fresh("old"), fresh("new")
+    await parked(deployment, [])
+    await set_aside(deployment, old, 0, {"id": "corrected"})
+    await set_aside(deployment, new, 0, {"id": "first"})
+    corrected = json.dumps({"thread_id": new, "run_id": f"run-{new}", "delta": ['{"id": "corrected"}']})
+    dsn, table = deployment.servers.postgres.dsn, f'"{deployment.name}".spark_quarantine'
+    async with deployment.store() as store, ParkedRows(dsn, deployment.name) as inside:
+        (row,) = await inside.page(thread_id=old)
+        async with await psycopg.AsyncConnection.connect(dsn) as correcting:
+            await correcting.execute(
+                f"UPDATE {table} SET row = %s, thread_id = %s WHERE id = %s", (corrected, new, row.id)
+            )
+            replaying = asyncio.create_task(inside.replay(store, old, None))
+
+            async def waits() -> bool:
+                blocked = "SELECT pid FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+                return bool(await query(dsn, blocked, correcting.info.backend_pid))
+
+            await eventually(waits)
+            assert [r.refused for r in await inside.replay(store, new, None)] == [None]
+            await correcting.commit()
+            assert await replaying == []
+        assert [r.refused for r in await inside.replay(store, new, None)] == [None]
+        assert await store.load_messages(new) == [{"id": "first"}, {"id": "corrected"}]
+
+
 async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
     await parked(deployment, [{"thread_id": "t", "run_id": "r", "delta": ["{"], "position": 0}])
     dsn, role = deployment.servers.postgres.dsn, fresh("role")
@@ -187,6 +222,20 @@ async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
             await connection.execute(statement)
     may = "SELECT has_sequence_privilege(%s, %s, 'USAGE')"
     assert await query(dsn, may, role, f'"{deployment.name}".spark_replays') == [(True,)]
+
+
+class Unanswered:
+    """A store whose log goes away behind each append."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def checkpoint_append(self, *arguments: Any, **options: Any) -> Any:
+        await self._store.checkpoint_append(*arguments, **options)
+        raise LogUnavailable("no answer")
 
 
 class Interrupted:

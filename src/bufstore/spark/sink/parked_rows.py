@@ -7,17 +7,18 @@ next replay of its thread, which knows the number, finishes it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from bufstore.buffer import producers
 from bufstore.errors import InvalidRecord, LogFull, NotFound, Rejected
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import queries
 from bufstore.postgres.connection.pool import Pool, new_pool
-from bufstore.spark.sink.checkpoint_rows import COLUMNS, row_of_json, wanted_of
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, CheckpointRow, row_of_json, wanted_of
 from bufstore.spark.sink.spark_ledger import FOLDER, shown_thread
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.edits import WantedEdit
@@ -114,14 +115,14 @@ class ParkedRows:
         async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
             await self._execute(connection, "lock_replays", self._schema, thread_id)
             wanted = arrays.longs(ids) if ids is not None else None
-            new = {id_ for (id_,) in await self._execute(connection, "number", thread_id, wanted, self._schema)}
+            await self._execute(connection, "number", thread_id, wanted, self._schema)
         done: list[RowReplay] = []
-        while (one := await self._replay_one(store, thread_id, new)) is not None:
+        while (one := await self._replay_one(store, thread_id)) is not None:
             done.append(one)
         return done
 
-    async def _replay_one(self, store: BufferedThreadStore, thread_id: str, new: Container[int]) -> RowReplay | None:
-        """Write the thread's first row that has a number; None: there is none. `new`: rows that had none before.
+    async def _replay_one(self, store: BufferedThreadStore, thread_id: str) -> RowReplay | None:
+        """Write the thread's first row that has a number; None: there is none.
 
         A refusal must be durable before a higher number is written: after that, the refused row's number, which was
         never written, would be taken for a written one.
@@ -133,8 +134,9 @@ class ParkedRows:
                 return None
             ((id_, row, number),) = found
             try:
-                repeated = await _write(store, row, ProducerSequence(PRODUCER, number))
-                if repeated and id_ in new:
+                wanted = wanted_of(row_of_json(row))
+                repeated = await _write(store, wanted, ProducerSequence(PRODUCER, number))
+                if repeated and await _has_higher(store, wanted.thread_id, number):
                     raise Rejected(
                         "a replay with a higher number was already written to its thread (the clock went back): replay "
                         "this row later"
@@ -155,12 +157,22 @@ class ParkedRows:
         return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
-async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> bool:
-    """Write the row. Returns whether it was written before."""
-    wanted = wanted_of(row_of_json(row))
+async def _write(
+    store: BufferedThreadStore, wanted: CheckpointRow | WantedEdit | LineageChange, number: ProducerSequence
+) -> bool:
+    """Write what a row asks for. Returns whether the thread has its number or a higher one already."""
     if isinstance(wanted, WantedEdit):
         return (await store.bulk.edit(wanted, number)).repeated
     if isinstance(wanted, LineageChange):
         return bool(await store.bulk.delete(wanted, number))  # a thread that is not there is as it should be
     write = store.checkpoint if wanted.whole else store.checkpoint_append
     return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated
+
+
+async def _has_higher(store: BufferedThreadStore, thread_id: str, number: int) -> bool:
+    """Return whether a replay with a higher number was written to the thread.
+
+    Then the one with this number was not: a thread's next replay begins when the one before it is through.
+    """
+    state, _ = await store.lanes.of(thread_id).reads.joined(thread_id)
+    return producers.holds(state.watermark.producers, producers.item(PRODUCER, number + 1))

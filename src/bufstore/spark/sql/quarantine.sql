@@ -46,7 +46,8 @@ SELECT pg_advisory_xact_lock(hashtextextended('bufstore spark replay ' || $1::te
 -- name: number
 -- Numbers rows of a thread for their replay, in the order in which they were set aside. The numbers come from the
 -- clock: threads remember the highest number, and a sequence falls back when Postgres is restored from a backup. They
--- are also no lower than the sequence, because earlier releases took their numbers from it.
+-- are also no lower than the sequence, because earlier releases took their numbers from it. The row's thread is asked
+-- for twice, because somebody may give the row another one while this waits for them.
 UPDATE {schema}.spark_quarantine q SET replay = n.replay
 FROM (
     SELECT id, greatest(
@@ -56,8 +57,7 @@ FROM (
     FROM {schema}.spark_quarantine
     WHERE thread_id = $1::text AND replay IS NULL AND ($2::bigint[] IS NULL OR id = ANY ($2::bigint[]))
 ) n
-WHERE q.id = n.id
-RETURNING q.id;
+WHERE q.id = n.id AND q.thread_id = $1::text AND q.replay IS NULL;
 
 -- name: numbered
 -- The row of a thread that is replayed next: the one with the lowest number.
