@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,26 @@ async def test_rows_that_differ_only_in_what_text_cannot_hold_are_kept_each(depl
     await parked(deployment, rows, times=2)
     found = await query(deployment.servers.postgres.dsn, f'SELECT row FROM "{deployment.name}".spark_quarantine')
     assert sorted(json.loads(row)["thread_id"] or "" for (row,) in found) == sorted(i or "" for i in ids)
+
+
+async def test_a_row_whose_thread_id_is_longer_than_an_index_takes_is_set_aside_whole(deployment: Deployment) -> None:
+    """Regression: Postgres refused it in each attempt of the batch, and the query did not go on."""
+    start, good = secrets.token_urlsafe(3000), fresh("z")
+    ids = sorted(start + end for end in "12")
+    bad = [{"thread_id": i, "run_id": "r", "delta": ['{"n": 7}'], "position": 0} for i in ids]
+    await parked(deployment, [*bad, *rows_of([good], range(1))])
+    assert await held(deployment, [good]) == {good: [0]}
+    async with deployment.store() as store, ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside:
+        rows = await inside.page()
+        assert [json.loads(row.row)["thread_id"] for row in rows] == ids
+        assert len({row.thread_id for row in rows}) == 2, "each has a name of its own"
+        for row in rows:
+            assert await inside.page(thread_id=row.thread_id) == [row]
+            (replay,) = await inside.replay(store, row.thread_id, None)
+            assert "the limit is" in (replay.refused or "")
+        await inside.correct(rows[0].id, json.dumps(bad[0] | {"thread_id": good}))
+        assert [r.refused for r in await inside.replay(store, good, None)] == [None]
+    assert await held(deployment, [good]) == {good: [0, 7]}
 
 
 @pytest.mark.parametrize("depth", [101, 900, 5000])

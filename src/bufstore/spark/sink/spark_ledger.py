@@ -17,9 +17,12 @@ from bufstore.spark.sink.checkpoint_rows import UNREADABLE
 from bufstore.spark.sink.lines import shown
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import THREAD
+from bufstore.types import MAX_ID_BYTES
 
 FOLDER = files("bufstore.spark") / "sql"
 _TIMEOUT_S = 30.0
+#: How much is shown of an id that is too long for a thread.
+_SHOWN_BYTES = 64
 
 
 class Query(NamedTuple):
@@ -143,5 +146,12 @@ def row_key(app_id: str, batch_id: int | None, row: Mapping[str, Any], rank: int
 
 
 def shown_thread(thread_id: str | None) -> str:
-    """Return a thread's id for a text column, which cannot hold NUL. Spark may have null in place of an id."""
-    return (thread_id or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
+    """Return a thread's id for a text column with an index, which holds no NUL, and no id that no thread can have.
+
+    Spark may have null in place of an id.
+    """
+    text = (thread_id or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
+    whole = text.encode()
+    if len(whole) <= MAX_ID_BYTES:
+        return text
+    return f"{whole[:_SHOWN_BYTES].decode(errors='ignore')}…{blake2b(whole, digest_size=8).hexdigest()}"
