@@ -79,6 +79,15 @@ def test_a_row_that_says_nothing_clear_is_refused(fields: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
+    "fields", [{"edit": '{"metadata": {"titel": "new"}}'}, {"delta": ["1"], "run": '{"step": 3}'}], ids=["edit", "run"]
+)
+def test_a_field_that_nothing_has_is_refused(fields: dict[str, Any]) -> None:
+    """Regression: an edit with a misspelt title took a thread's title, owner and custom metadata away."""
+    with pytest.raises(InvalidRecord, match=r"titel|step"):
+        wanted_of({"thread_id": "t", "run_id": "r"} | fields)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"edit": {"metadata": {"title": "x"}}},

@@ -88,11 +88,15 @@ class CheckpointRow(msgspec.Struct, frozen=True, gc=False):
     run: Run
 
 
+class _Metadata(ThreadMetadata, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """As `ThreadMetadata`, which passes over what it does not know, because a later release may have written it."""
+
+
 class EditRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The column ``edit``: exactly one of these fields."""
 
     #: The thread's new metadata. The thread is made if it does not exist.
-    metadata: ThreadMetadata | None = None
+    metadata: _Metadata | None = None
     #: The ids of messages to delete.
     delete_messages: list[str] | None = None
     #: Deletes the thread, if it exists; the value says what happens to its children.
@@ -160,6 +164,8 @@ def _run_of(
     run_id: Any, thread_id: Any, agent_id: str | None, status: str | None, parent: str | None, rest: str | None
 ) -> Run:
     fields = msgspec.json.decode(rest, type=dict[str, Any]) if rest is not None else {}
+    if unknown := fields.keys() - Run.__struct_fields__:
+        raise ValueError(f"a run has no field {min(unknown)!r}")
     if agent_id is not None:
         fields["agent_id"] = agent_id
     if parent is not None:
