@@ -116,14 +116,10 @@ def in_passes(rows: Rows, now: Pass) -> Written:
             raise _changed()
         whole.add(found)
         if not found.deferred:
-            # The last pass found the rows of deferred threads that earlier passes wrote, and counted them as repeated.
-            whole.counts.written += whole.ahead
-            whole.counts.repeated -= whole.ahead
             return whole
         if now.judging:
             raise _changed()
-        stuck = found.ahead == 0 and now.only is not None and len(found.deferred) == len(now.only)
-        now = replace(now, only=found.deferred, judging=stuck)
+        now = replace(now, only=found.deferred, judging=found.deferred == now.only)
 
 
 def _changed() -> ConfigError:

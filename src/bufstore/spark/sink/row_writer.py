@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,10 +70,8 @@ class Written:
     """What a task did."""
 
     counts: RowCounts = field(default_factory=RowCounts)
-    #: Threads whose rows wait for a parent that another task may write. `counts` leaves these threads' rows out.
-    deferred: set[str] = field(default_factory=set)
-    #: How many rows of the deferred threads this task wrote.
-    ahead: int = 0
+    #: Threads whose rows wait for a parent that another task may write, each with the place of its first such row.
+    deferred: dict[str, int] = field(default_factory=dict)
     #: Bad rows that fail the batch, and those behind them.
     left: list[RowKey] = field(default_factory=list)
     #: For each part that has rows, a sum over them.
@@ -85,7 +83,6 @@ class Written:
         """Add what another task, or another pass, did."""
         self.counts.add(other.counts)
         self.deferred |= other.deferred
-        self.ahead += other.ahead
         self.left += other.left
         self.sums |= other.sums
 
@@ -97,8 +94,8 @@ class Pass:
     #: The rows that an earlier try has written; if there are any, all rows have the columns of
     #: `bufstore.spark.sink.settled`.
     settled: Settled = field(default_factory=Settled)
-    #: The threads to write; None: all.
-    only: Collection[str] | None = None
+    #: The threads to write, each from this place on, because an earlier pass has dealt with the rows before; None: all.
+    only: Mapping[str, int] | None = None
     #: Whether a row is bad when its thread cannot have the parent that it names; else the thread is deferred.
     judging: bool = True
     #: Whether a part is noted before its first row is written.
@@ -127,8 +124,7 @@ def write_rows(
     """
     task = _Task(config, batch_id, now, part)
     for rows in portions:
-        if rows:
-            loop().run(task.write(rows))
+        loop().run(task.write(rows))
     loop().run(task.finish())
     return task.outcome()
 
@@ -218,11 +214,14 @@ class _Task:
             place = places[last]
             if (before := place.before) is not None:
                 new = [row for row in some if not before.holds(key_of(row))]
-                self._written.counts.repeated += len(some) - len(new)
+                if only is None:
+                    self._written.counts.repeated += len(some) - len(new)
                 some = new
-            if some:
-                threads.setdefault(last, []).extend(line(rank, row) for rank, row in enumerate(some, place.next_rank))
-                place.next_rank += len(some)
+            done = max(only[last] - place.next_rank, 0) if only is not None else 0
+            if some[done:]:
+                lines = (line(rank, row) for rank, row in enumerate(some[done:], place.next_rank + done))
+                threads.setdefault(last, []).extend(lines)
+            place.next_rank += len(some)
         self._places = {last: places[last]} if last in places else {}
         return threads
 
@@ -251,8 +250,9 @@ class _Task:
             self._kept |= todo
             return
         # The parents of these threads may be among the rows of other parts and tasks.
-        self._written.deferred |= todo.keys()
-        self._written.ahead += sum(found.counts.written for found in todo.values())
+        for thread_id, found in todo.items():
+            self._written.deferred[thread_id] = found.lines[0].rank
+            self._written.counts.add(found.counts)
 
     async def _write_round(self, opened: OpenSink, round_: _Round) -> None:
         """Write what can be written now. Raises the outage for which the rest waits."""
