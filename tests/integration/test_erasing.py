@@ -11,7 +11,7 @@ import pytest
 from bufstore import Consistency, PostgresThreadStore
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
-from bufstore.spark.sink.spark_ledger import SparkLedger
+from bufstore.spark.sink.spark_ledger import SparkLedger, row_key
 from conftest import Deployment
 from helpers import fresh, query, run_of
 from integration.test_operator_cli import cli
@@ -53,7 +53,8 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
     try:
         await ledger.setup()
         for thread_id in (gone, other):
-            await ledger.quarantine("app", 0, 1, {"thread_id": thread_id, "messages": f"{mark}-{thread_id}"}, "no")
+            row = {"thread_id": thread_id, "messages": f"{mark}-{thread_id}"}
+            await ledger.quarantine("app", 0, 1, row, "no", row_key("app", 0, row, 1))
     finally:
         await ledger.aclose()
     inner = Picky(servers.postgres.dsn, schema=deployment.name, pool_size=4)

@@ -13,13 +13,15 @@ import psycopg
 import pytest
 
 from bufstore import ProducerSequence
-from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.errors import ConfigError, LogUnavailable, StoreUnavailable
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.migrate import queries
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.parked_rows import PRODUCER, ParkedRows
 from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import Pass, RowCounts, write_rows
-from bufstore.spark.sink.spark_ledger import Query, SparkLedger
+from bufstore.spark.sink.spark_ledger import FOLDER, Query, SparkLedger, row_key
 from bufstore.threads.postgres.tables import grants
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of
@@ -222,11 +224,7 @@ async def test_a_row_that_is_corrected_to_another_thread_meanwhile_is_not_number
             )
             replaying = asyncio.create_task(inside.replay(store, old, None))
 
-            async def waits() -> bool:
-                blocked = "SELECT pid FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
-                return bool(await query(dsn, blocked, correcting.info.backend_pid))
-
-            await eventually(waits)
+            await someone_waits_for(deployment, correcting)
             assert [r.refused for r in await inside.replay(store, new, None)] == [None]
             await correcting.commit()
             assert await replaying == []
@@ -243,6 +241,14 @@ async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
             await connection.execute(statement)
     may = "SELECT has_sequence_privilege(%s, %s, 'USAGE')"
     assert await query(dsn, may, role, f'"{deployment.name}".spark_replays') == [(True,)]
+
+
+async def someone_waits_for(deployment: Deployment, connection: psycopg.AsyncConnection[Any]) -> None:
+    async def waits() -> bool:
+        blocked = "SELECT pid FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+        return bool(await query(deployment.servers.postgres.dsn, blocked, connection.info.backend_pid))
+
+    await eventually(waits)
 
 
 class Unanswered:
@@ -281,7 +287,7 @@ async def set_aside(deployment: Deployment, thread_id: str, batch_id: int, *mess
     try:
         for rank, message in enumerate(messages):
             row = {"thread_id": thread_id, "run_id": f"run-{thread_id}", "delta": [json.dumps(message)]}
-            await ledger.quarantine("app", batch_id, rank, row, "as it was")
+            await ledger.quarantine("app", batch_id, rank, row, "as it was", row_key("app", batch_id, row, rank))
     finally:
         await ledger.aclose()
 
@@ -321,6 +327,70 @@ async def test_a_replay_that_is_interrupted_takes_no_refused_row_for_written(
         assert ["id of new message" in (row.refused or "") for row in done].count(True) == 1
         assert await store.load_messages(thread_id) == [messages[0], *messages[2 : 5 if restored else 4]]
         assert [json.loads(json.loads(row.row)["delta"][0]) for row in await rows.page()] == [messages[1]]
+
+
+async def test_a_row_without_a_number_is_set_aside_once_though_the_answer_is_lost(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each try gave it a new key, so it was there twice, and a replay wrote both."""
+    await prepared(deployment)
+    config = SinkConfig(app_id="batch", bad_rows="quarantine", **settings_of(deployment))
+    await asyncio.to_thread(AppId(config).setup)
+    orphan, answers = fresh(), []
+    rows = [row | {"parent_thread_id": "nobody"} for row in rows_of([orphan], range(3))]
+    fetch = SparkLedger._fetch
+
+    async def lost(ledger: SparkLedger, name: str, *parameters: Any, **options: Any) -> Any:
+        found = await fetch(ledger, name, *parameters, **options)
+        if name == "quarantine":
+            answers.append(parameters)
+            if len(answers) == 1:
+                raise StoreUnavailable("the answer was lost")
+        return found
+
+    monkeypatch.setattr(SparkLedger, "_fetch", lost)
+    found = await asyncio.to_thread(write_rows, config, None, [rows[:1], rows[1:]])
+    assert (found.counts.bad, len(answers)) == (3, 4)
+    kept = await query(deployment.servers.postgres.dsn, f'SELECT row FROM "{deployment.name}".spark_quarantine')
+    assert sorted(json.loads(row)["position"] for (row,) in kept) == [0, 1, 2]
+
+
+async def test_a_task_that_outlives_its_batch_sets_nothing_aside(deployment: Deployment) -> None:
+    """Regression: it set a row aside that its batch had set aside and somebody had replayed: it was written twice."""
+    await parked(deployment, [])
+    config = SinkConfig(app_id="app", bad_rows="quarantine", **settings_of(deployment))
+    app, thread_id, of = AppId(config), fresh(), Query("query", "run")
+    await asyncio.to_thread(app.begin, of, 0)
+    await set_aside(deployment, thread_id, 0, {"id": "a"})
+    async with deployment.store() as store, ParkedRows(deployment.servers.postgres.dsn, deployment.name) as rows:
+        assert [row.refused for row in await rows.replay(store, thread_id, None)] == [None]
+        await set_aside(deployment, thread_id, 0, {"id": "a"})
+        assert await rows.count() == 0, "the batch may still come again"
+        await asyncio.to_thread(app.begin, of, 1)
+        with pytest.raises(ConfigError, match="a later batch was begun"):
+            await set_aside(deployment, thread_id, 0, {"id": "a"})
+        assert await rows.count() == 0
+
+
+async def test_a_task_that_sets_a_row_aside_while_the_next_batch_begins_waits_for_it(deployment: Deployment) -> None:
+    """Else it would note anew what that batch forgets, and the row would come again."""
+    await parked(deployment, [])
+    dsn, schema, thread_id = deployment.servers.postgres.dsn, deployment.name, fresh()
+    app = AppId(SinkConfig(app_id="app", **settings_of(deployment)))
+    of = Query("query", "run")
+    await asyncio.to_thread(app.begin, of, 0)
+    await set_aside(deployment, thread_id, 0, {"id": "a"})
+    await query(dsn, f'DELETE FROM "{schema}".spark_quarantine')
+    async with await psycopg.AsyncConnection.connect(dsn) as beginning:
+        begin = queries(FOLDER, schema)["begin"]
+        await arrays.rows_of(beginning, begin, ("app", *of, 1))
+        late = asyncio.create_task(set_aside(deployment, thread_id, 0, {"id": "a"}))
+
+        await someone_waits_for(deployment, beginning)
+        await beginning.commit()
+        with pytest.raises(ConfigError, match="a later batch was begun"):
+            await late
+    assert await query(dsn, f'SELECT count(*) FROM "{schema}".spark_quarantine') == [(0,)]
 
 
 async def test_a_discarded_row_is_gone(deployment: Deployment) -> None:

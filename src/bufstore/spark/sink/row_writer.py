@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class _Task:
         self._written = Written(sums={part.number: part.planned} if part is not None else {})
         self._config = config
         self._batch_id = batch_id
+        #: What stands for the batch in the keys of its rows.
+        self._batch: int | bytes = batch_id if batch_id is not None else os.urandom(16)
         self._now = now
         #: The part that is still to be noted; None: it was noted, or need not be.
         self._to_note = part if now.noting or now.again else None
@@ -206,7 +209,8 @@ class _Task:
                 continue
             some: Sequence[Row] = list(found)
             if last in self._kept:
-                self._kept[last].lines += [line_of(0, row) for row in some]
+                kept = self._kept[last].lines
+                kept += [line_of(rank, row) for rank, row in enumerate(some, kept[-1].rank + 1)]
                 continue
             if last not in places:
                 settled = self._now.settled.of(some[0][THREAD]) if self._now.settled else None
@@ -226,10 +230,13 @@ class _Task:
         return threads
 
     def _line(self, rank: int, row: Row) -> Line:
-        if row_key(self._config.app_id, self._batch_id, row, rank) in self._set_aside:
+        if self._key(rank, row) in self._set_aside:
             # A replay may have written the row by now, or the row has become good meanwhile and is replayed later.
             return Line(rank, row, SetAside("an earlier try of the batch has set this row aside"))
         return line_of(rank, row)
+
+    def _key(self, rank: int, row: Row) -> bytes:
+        return row_key(self._config.app_id, self._batch, row, rank)
 
     async def finish(self) -> None:
         """Write the rows that waited for a parent, and judge those that still wait."""
@@ -380,8 +387,8 @@ class _Task:
             self._leave([line])
         else:
             try:
-                name = self._config.app_id
-                await opened.ledger.quarantine(name, self._batch_id, line.rank, line.row, str(error))
+                name, key = self._config.app_id, self._key(line.rank, line.row)
+                await opened.ledger.quarantine(name, self._batch_id, line.rank, line.row, str(error), key)
             except StoreUnavailable as e:
                 return e
         todo.lines = todo.lines[1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from importlib.resources import files
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bufstore.errors import ConfigError
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
@@ -105,28 +105,19 @@ class SparkLedger:
         await self._fetch("stop", app_id, *query, batch_id, settled)
 
     async def quarantine(
-        self, app_id: str, batch_id: int | None, rank: int, row: Mapping[str, Any], cause: str
+        self, app_id: str, batch_id: int | None, rank: int, row: Mapping[str, Any], cause: str, key: bytes
     ) -> None:
         """Keep a row that cannot become a checkpoint: once, however often it comes, and whatever became of it.
 
-        `batch_id`: None for a batch without a number, whose rows cannot be told from those of another batch.
+        `batch_id`: None for a batch without a number, of which no later attempt knows what became of its rows. `key`:
+        see `row_key`. Raises ConfigError when a later batch was begun: people have dealt with the row by then.
         """
-        key = row_key(app_id, batch_id, row, rank) if batch_id is not None else os.urandom(16)
         row = shown(row)
         text = msgspec.json.encode(row, enc_hook=str).decode()
-        thread_id = row["thread_id"]
-        numbered = batch_id is not None
-        await self._fetch(
-            "quarantine",
-            app_id,
-            batch_id or 0,
-            shown_thread(thread_id),
-            rank,
-            text,
-            cause.replace("\0", ""),
-            key,
-            numbered,
-        )
+        of = (app_id, batch_id or 0, shown_thread(row["thread_id"]), rank, text, cause.replace("\0", ""), key)
+        ((late,),) = await self._fetch("quarantine", *of, batch_id is not None)
+        if late:
+            raise ConfigError(f"a later batch was begun than batch {batch_id} of app id {app_id!r}: it was done before")
 
     async def set_aside(self, app_id: str, batch_id: int, timeout_s: float) -> set[bytes]:
         """Return the keys (`row_key`) of a batch's rows that were set aside, even if they have left quarantine."""
@@ -137,9 +128,12 @@ class SparkLedger:
             return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
-def row_key(app_id: str, batch_id: int | None, row: Mapping[str, Any], rank: int) -> bytes:
-    """Return a row's key, made of its place among its thread's rows in the batch: the same for each try."""
-    of: tuple[Any, ...] = (app_id, batch_id, row["thread_id"], rank)
+def row_key(app_id: str, batch: int | bytes, row: Mapping[str, Any], rank: int) -> bytes:
+    """Return a row's key, made of its place among its thread's rows in the batch: the same for each try.
+
+    `batch`: its number; of a batch without one, bytes that no other has.
+    """
+    of: tuple[Any, ...] = (app_id, batch, row["thread_id"], rank)
     if UNREADABLE in row:  # what is shown of its bytes may be another thread's id
         of += (row.get(THREAD),)
     return blake2b(msgspec.json.encode(of), digest_size=16).digest()

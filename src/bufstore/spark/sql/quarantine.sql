@@ -1,20 +1,28 @@
 -- name: quarantine
 -- Sets aside a row that cannot become a checkpoint. Does nothing if the row was set aside before, even if it has been
--- replayed or discarded since. Fails if its number is taken, as where the sequence was left behind (logical replication
+-- replayed or discarded since, or if a later batch was begun, which has forgotten that: returns whether one was. None
+-- begins while this runs. Fails if its number is taken, as where the sequence was left behind (logical replication
 -- copies none): else the row would be nowhere.
-WITH noted AS (
+WITH latest AS MATERIALIZED (
+    SELECT batch_id FROM {schema}.spark_sources WHERE app_id = $1::text AND $8::boolean FOR SHARE
+), late AS MATERIALIZED (
+    SELECT FROM latest WHERE batch_id > $2::bigint
+), noted AS (
     INSERT INTO {schema}.spark_set_aside (app_id, batch_id, key)
-    SELECT $1::text, $2::bigint, $7::bytea WHERE $8::boolean
+    SELECT $1::text, $2::bigint, $7::bytea WHERE $8::boolean AND NOT EXISTS (SELECT FROM late)
     ON CONFLICT DO NOTHING
     RETURNING key
+), kept AS (
+    INSERT INTO {schema}.spark_quarantine (app_id, batch_id, thread_id, rank, row, cause, key)
+    SELECT $1::text, $2::bigint, $3::text, $4::bigint, $5::text, $6::text, $7::bytea
+    WHERE NOT $8::boolean OR EXISTS (SELECT FROM noted) AND NOT EXISTS (
+        SELECT FROM {schema}.spark_quarantine
+        WHERE thread_id = $3::text AND app_id = $1::text AND batch_id = $2::bigint AND rank = $4::bigint
+            AND row = $5::text
+    )
+    ON CONFLICT (key) DO NOTHING
 )
-INSERT INTO {schema}.spark_quarantine (app_id, batch_id, thread_id, rank, row, cause, key)
-SELECT $1::text, $2::bigint, $3::text, $4::bigint, $5::text, $6::text, $7::bytea
-WHERE NOT $8::boolean OR EXISTS (SELECT FROM noted) AND NOT EXISTS (
-    SELECT FROM {schema}.spark_quarantine
-    WHERE thread_id = $3::text AND app_id = $1::text AND batch_id = $2::bigint AND rank = $4::bigint AND row = $5::text
-)
-ON CONFLICT (key) DO NOTHING;
+SELECT EXISTS (SELECT FROM late);
 
 -- name: set_aside
 -- The keys of a batch's rows that were set aside, even if they have left quarantine.
