@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyspark import TaskContext
 from bufstore import LogFull, LogUnavailable, OutcomeUnknown, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
+from bufstore.spark.job_description import context_of
 from bufstore.spark.progress import ProgressListener, QueryProgress
 from bufstore.spark.sink import app_id, foreach_batch
 from bufstore.spark.sink.app_id import AppId
@@ -348,6 +350,34 @@ async def test_a_query_that_waits_for_postgres_can_be_stopped(
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", write))
     assert write.last is not None
     assert await held(deployment, threads) == {threads[0]: [0, 1]}
+
+
+async def test_a_query_of_another_session_is_seen_to_stop(spark: Any, tmp_path: Path) -> None:
+    """Regression: a sink that waited for a server went on waiting, for up to an hour. Notebooks share a context so."""
+    began, enough, seen = threading.Event(), threading.Event(), []
+
+    def wait(df: Any, _: int) -> None:
+        stopped = foreach_batch._stopped(df, Query.of(context_of(df)))
+        seen.append(stopped())
+        began.set()
+        while not stopped() and not enough.wait(0.05):
+            pass
+        seen.append(stopped())
+
+    read = spark.newSession().readStream.format("rate").load()
+    query = read.writeStream.foreachBatch(wait).option("checkpointLocation", str(tmp_path / "ck")).start()
+    assert await asyncio.to_thread(began.wait, 60)
+    stopping = asyncio.create_task(asyncio.to_thread(query.stop))
+
+    async def noticed() -> bool:
+        return len(seen) > 1
+
+    try:
+        await eventually(noticed, 15)
+    finally:
+        enough.set()
+        await stopping
+    assert seen == [False, True]
 
 
 @pytest.mark.long  # Postgres stops and starts

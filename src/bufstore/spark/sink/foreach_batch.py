@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import SinkConfig
@@ -152,16 +152,17 @@ def _order(df: DataFrame) -> list[str]:
 
 def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:
     """Return a function that says whether somebody has stopped the query, so that it waits for the batch no longer."""
-    from pyspark.sql import SparkSession
-
     if not query.query_id:
         return lambda: False
-    # The session of a batch is a copy that knows no queries. The session with which the program began knows them.
-    began = SparkSession.builder.getOrCreate()
+    # The session of a batch is a copy that knows no queries, and does not know whose copy it is. What all sessions of a
+    # context share knows the queries of each.
+    session: Any = df.sparkSession
+    running = session._jsparkSession.sharedState().activeStreamingQueries()
+    id_ = session._jvm.java.util.UUID.fromString(query.query_id)
 
     def stopped() -> bool:
-        found = began.streams.get(query.query_id)
-        return found is not None and not found.isActive
+        found = running.get(id_)
+        return found is not None and not found.isActive()
 
     return stopped
 
