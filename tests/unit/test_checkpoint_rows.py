@@ -110,6 +110,12 @@ def test_a_row_of_json_that_has_not_the_types_of_a_table_is_refused(fields: dict
         asyncio.run(correct())
 
 
+def test_a_row_of_json_with_bytes_that_are_no_text_is_refused() -> None:
+    """Regression: a corrected row with such a byte on the command line ended in a traceback."""
+    with pytest.raises(InvalidRecord):
+        row_of_json('{"thread_id": "t", "run_id": "\udcff"}')
+
+
 def test_numbers_grow_with_batches_and_places() -> None:
     numbers = [number_of(batch, rank) for batch in range(3) for rank in (0, 1, 2**24 - 1)]
     assert numbers == sorted(set(numbers))

@@ -68,7 +68,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
 def row_of_json(row: str) -> dict[str, Any]:
     """Return the row of a JSON object. Raises InvalidRecord, naming the column, when a type is not as in COLUMNS."""
     found: Any = None
-    with suppress(msgspec.MsgspecError, RecursionError):
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         found = msgspec.json.decode(row)
     if not isinstance(found, dict) or "thread_id" not in found or "run_id" not in found:
         raise InvalidRecord("a row is a JSON object with thread_id, run_id, and messages, delta or edit")
