@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pyarrow
 import pytest
+from pyspark.sql.types import ArrayType, StringType, StructType
 
 from bufstore import ConfigError
+from bufstore.spark import SinkConfig
+from bufstore.spark.sink.bufstore_format import _BatchWriter
 from conftest import Deployment
 from helpers import fresh, query
 from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, uncommit, write_options
@@ -46,6 +52,24 @@ async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployme
         save(df, write_options(deployment, appId="nightly", batchId=6))
     save(df, write_options(deployment))
     assert (await held(deployment, threads))[threads[0]] == [*range(5), *range(5)], "without a number it is new"
+
+
+@pytest.mark.parametrize("batch_id", [3, None])
+async def test_a_numbered_batch_that_comes_again_without_rows_is_refused(
+    config: SinkConfig, deployment: Deployment, batch_id: int | None
+) -> None:
+    """Regression: a source that cannot be replayed was not noticed when it gave no rows at all."""
+    await prepared(deployment)
+    schema = StructType().add("thread_id", "string").add("run_id", "string").add("delta", ArrayType(StringType()))
+    writer, thread = _BatchWriter(config, schema, batch_id), fresh()
+
+    async def committed(*rows: dict[str, Any]) -> None:
+        await asyncio.to_thread(writer.commit, [writer.write(pyarrow.RecordBatch.from_pylist([row]) for row in rows)])
+
+    await committed({"thread_id": thread, "run_id": f"run-{thread}", "delta": ['{"n": 0}']})
+    with pytest.raises(ConfigError, match="with other rows") if batch_id is not None else nullcontext():
+        await committed()
+    assert await held(deployment, [thread]) == {thread: [0]}
 
 
 @pytest.mark.long  # half a minute

@@ -152,8 +152,6 @@ class _Writes:
     def _commit(self, messages: Sequence[WriterCommitMessage | None], batch_id: int | None) -> None:
         tasks = [m for m in messages if isinstance(m, _Rows)]
         rows = [row for task in tasks for part in task.packed for row in _unpacked(part)]
-        if not rows:
-            return
         rows.sort(key=_order)
         app = AppId(self.config)
         if batch_id is None:
