@@ -16,14 +16,14 @@ from bufstore import ConfigError, StoreMisconfigured
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.embedded import Servers
 from bufstore.mailbox import PostgresMailboxStore
-from bufstore.postgres.connection.migrate import migrate, newest, waiting
+from bufstore.postgres.connection.migrate import applied_migrations, migrate, newest, waiting
 from bufstore.postgres.connection.pool import new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from bufstore.testing.ledger import decides, moved, parked
-from command_line import Result, bufstore_cli
+from command_line import Result, bufstore_cli, where
 from conftest import Deployment
-from helpers import fresh, run_of, said
+from helpers import fresh, query, run_of, said
 from unit.counters import CounterStore
 
 #: Changes that a later release may make to tables in use: new tables, and columns with a default.
@@ -139,6 +139,44 @@ async def test_tables_that_this_release_cannot_work_with_are_refused(
     with pytest.raises(ConfigError, match=f"version {version}, made by a newer release .* up to {version - 1}"):
         async with deployment.store() as store:
             await store.force_flush_all()
+
+
+LOOKS = [("status",), ("verify",), ("quarantine", "list"), ("repair",)]
+
+
+@pytest.mark.parametrize("command", LOOKS, ids=" ".join)
+async def test_a_command_that_only_looks_leaves_the_tables_of_an_older_release_as_they_are(
+    deployment: Deployment, servers: Servers, command: tuple[str, ...]
+) -> None:
+    """Regression: it migrated them, in a running app of the older release."""
+    async with deployment.store(flusher=False):
+        pass
+    async with new_pool(servers.postgres.dsn, size=1) as pool, pool.lend(120) as connection:
+        await connection.execute(f"DROP SCHEMA {deployment.name} CASCADE")  # type: ignore[arg-type]
+        earlier: Any = Earlier("buffer", newest(FOLDERS["buffer"]) - 1)
+        made = await migrate(connection, deployment.name, earlier, "buffer")
+        for arguments in (command, ("repair", "--apply")):
+            looked = await asyncio.to_thread(bufstore_cli, *arguments, **where(deployment))
+            there = set((await applied_migrations(connection, deployment.name))["buffer"])
+            if arguments == command:
+                assert (there, looked.code) == (set(made), 2), looked
+                assert "made by an older release" in looked.err
+    assert there > set(made), "a command that changes something migrates"
+
+
+async def test_a_command_that_only_looks_makes_no_tables(deployment: Deployment, servers: Servers) -> None:
+    """Regression: `repair` without --apply made a schema with eight tables, also for a log that never was."""
+    elsewhere, there = fresh("look").replace("-", "_"), "SELECT oid FROM pg_namespace WHERE nspname = %s"
+    for made in (False, True):
+        for command in LOOKS:
+            options = where(deployment) | {"BUFSTORE_SCHEMA": elsewhere}
+            looked = await asyncio.to_thread(bufstore_cli, *command, **options)
+            # An empty database has nothing of the log that is flushed into another one.
+            expected = 2 if command != ("repair",) else 1 if made else 0
+            assert looked.code == expected, (command, looked)
+            assert await query(servers.postgres.dsn, there, elsewhere) == []
+        async with deployment.store(flusher=False) as store:
+            await store.checkpoint(t := fresh(), [said(0)], run_of(t))
 
 
 async def test_who_waited_for_another_ones_migration_finds_it_done(servers: Servers) -> None:

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
 from bufstore.buffer.buffer import Buffer
-from bufstore.buffer.lanes import Layout, ledger_schema
+from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.prepare import compare
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.buffer.target import Target, check_flushable
@@ -177,11 +177,11 @@ class Endpoints:
         if langgraph_schema(log.target) is None:
             self.check_threads(log)
 
-    async def lost_log(self, lane: int | None) -> LogConfig:
+    async def lost_log(self, lane: int | None, *, applies: bool = False) -> LogConfig:
         """Return what is known of a log that is not on the server. `lane`: the log's lane, if an operator says it.
 
-        Raises ConfigError when the database has ledgers of several lanes and `lane` is None: only the log could tell;
-        and when it has no ledger of this lane.
+        `applies`: see `noted`. Raises ConfigError when the database has ledgers of several lanes and `lane` is None:
+        only the log could tell; and when it has no ledger of this lane.
         """
         first = LogConfig(stream=self.stream, bucket=self.bucket)
         if lane is None and await self.has_ledger(replace(first, lanes=2, lane=1)):
@@ -194,7 +194,8 @@ class Endpoints:
         log = replace(first, bucket=f"{self.bucket}-{lane}", lanes=lane + 1, lane=lane) if lane else first
         if lane is not None and not await self.has_ledger(log):
             raise ConfigError(f"there is no ledger of lane {lane} in schema {ledger_schema(self.schema, log)!r}")
-        layout = await self._layout(log)
+        async with self._ledger_of(log, applies) as buffer:
+            layout = await buffer.ledger.layout() if buffer is not None else None
         return replace(log, lanes=layout.lanes, partitions=layout.partitions) if layout is not None else log
 
     async def check_not_lost(self) -> None:
@@ -204,8 +205,8 @@ class Endpoints:
         """
         with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
             log = await self.lost_log(None)
-            if await self.has_ledger(log):
-                async with self.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
+            async with self._ledger_of(log) as buffer:
+                if buffer is not None:
                     await buffer.shared.check()
                     why = await compare(buffer.log, buffer.ledger, log.stream, None, await buffer.ledger.epoch())
                     if why is not None:
@@ -220,18 +221,19 @@ class Endpoints:
         async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
             return part in await applied_migrations(connection, schema)
 
-    async def _layout(self, log: LogConfig) -> Layout | None:
-        """Return how many lanes and partitions the ledger notes, if it is there and does."""
-        if not await self.has_ledger(log):
-            return None
-        async with self.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
-            return await buffer.ledger.layout()
+    async def noted(self, log: LogConfig, *, applies: bool = False) -> Target | None:
+        """Return the target that the database names for its log; None: it names none. `log`: what is known of it.
 
-    async def noted(self, log: LogConfig) -> Target | None:
-        """Return the target that the database names for its log; None: it names none. `log`: what is known of it."""
-        config = BufferConfig(log=log, flusher=False)
-        async with self.buffer_of(None, config).connected() as buffer:
-            return await buffer.ledger.target()
+        `applies`: the caller is going to write into the tables, so they are made or migrated now.
+        """
+        async with self._ledger_of(log, applies) as buffer:
+            return await buffer.ledger.target() if buffer is not None else None
+
+    @asynccontextmanager
+    async def _ledger_of(self, log: LogConfig, applies: bool = False) -> AsyncIterator[AnyBuffer | None]:
+        """Give a buffer whose ledger can be read; None: the database has none. `applies`: see `noted`."""
+        async with self.buffer_of(None, BufferConfig(log=log, flusher=False)).connected() as buffer:
+            yield buffer if applies or await buffer.ledger.look() else None
 
 
 def langgraph_schema(target: Target | None) -> str | None:

@@ -210,12 +210,11 @@ async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterat
     config, named = found
     # While Postgres is away, the log's side can still be shown.
     patient = contextlib.suppress(*(() if applies else (StoreUnavailable, StoreMisconfigured)))
-    with patient:
-        if not await target.has_ledger(config):
-            raise ConfigError(f"schema {target.schema!r} of this database has no tables of a buffer")
     buffer = target.buffer_of(named, BufferConfig.fitting(config, flusher=False), timeout_s=_TIMEOUT_S)
     async with buffer.connected():
         await buffer.log.epoch(checked=False)
         with patient:
+            if not await (target.has_ledger(config) if applies else buffer.ledger.look()):
+                raise ConfigError(f"schema {target.schema!r} of this database has no tables of a buffer")
             check_same(target.stream, buffer.log.target, await buffer.ledger.target())
         yield Inspection(buffer)

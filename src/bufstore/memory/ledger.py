@@ -54,6 +54,10 @@ class MemoryLedger:
     async def setup(self, away_s: float | None = None) -> None:
         """Nothing to create."""
 
+    async def look(self) -> bool:
+        """There is nothing to create."""
+        return True
+
     async def epoch(self) -> int | None:
         return self._epoch
 

@@ -15,8 +15,10 @@ from bufstore.buffer.prepare import compare, proven_by_ledger
 from bufstore.buffer.target import check_kind, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogRolledBack
+from bufstore.memory.ledger import MemoryLedger
 from bufstore.nats.session import Nats
 from bufstore.threads.behind import buffer_of
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.protocol import WrappableStore
 
 
@@ -57,14 +59,18 @@ def repairing(config: BufferConfig) -> BufferConfig:
 
 async def repair_buffer(buffer: Buffer[Any, Any, Any], *, apply: bool) -> Repaired:
     """Do as `repair` does, with a buffer of any domain that has a configuration of `repairing` and is not connected."""
-    ledger, backing, config = buffer.ledger, buffer.backing, buffer.config
+    backing, config = buffer.backing, buffer.config
+    ledger: Ledger = buffer.ledger
     async with buffer.connected():
         await buffer.shared.check()  # if the bucket is another log's, only the name is wrong, and nothing is lost
-        await ledger.setup()
+        if apply:
+            await ledger.setup()
+        elif not await ledger.look():
+            ledger = MemoryLedger(MemoryThreadStore())  # it says what new tables would
         check_layout(config.log, await ledger.layout())
         reason = await _reason(buffer.log, ledger, config.log.stream)
         if not apply:
-            return await Repair(buffer.parts, reason).look()
+            return await Repair(replace(buffer.parts, ledger=ledger), reason).look()
         for named in (buffer.log.target, await ledger.target()):
             check_kind(f"stream {config.log.stream}", named, backing.kind)
         await backing.setup()

@@ -196,6 +196,12 @@ class Ledger(Protocol):
         One that can be reached and is busy (another process migrates) is waited for in any case.
         """
 
+    async def look(self) -> bool:
+        """Return whether there are tables. From now on none are made or migrated, whatever is called.
+
+        Raises ConfigError for tables with which this release cannot work as they are: those of an older release, too.
+        """
+
     async def epoch(self) -> int | None:
         """The generation of the stream that the rows belong to; None before the first."""
 

@@ -38,8 +38,8 @@ async def _repair(target: Endpoints, apply: bool, lane: int | None) -> tuple[Rep
     """Return what was found, and the command or call that mends it."""
     log, how = await target.find_log(), _command(target, lane)
     if log is None:
-        config = await target.lost_log(lane)
-        named = await target.noted(config)
+        config = await target.lost_log(lane, applies=apply)
+        named = await target.noted(config, applies=apply)
     else:
         config, named = log
         if lane not in (None, config.lane):

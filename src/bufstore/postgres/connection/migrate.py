@@ -133,6 +133,29 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     return applied
 
 
+async def look(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> bool:
+    """Return whether `schema` has the tables of `part`. Only reads.
+
+    For who must change nothing, and so cannot call `migrate`. Raises ConfigError when a migration is lacking, when this
+    release cannot work with the tables, or when their functions name another schema; StoreMisconfigured when row level
+    security hides rows.
+    """
+    texts = _texts(folder)
+    async with connection.transaction():
+        await check_rows_shown(connection, schema, tables_of(folder))
+        lacking = await _lacking(connection, schema, part, texts)
+    if len(lacking.versions) == len(texts):
+        return False
+    if lacking.versions:
+        raise ConfigError(
+            f"the {part} tables in schema {schema!r} were made by an older release, and who only looks does not "
+            f"migrate them (to version {max(texts)}): open the store once with this release, or run `bufstore setup`"
+        )
+    if lacking.functions:
+        raise not_ours(schema, lacking.functions, "The next store that opens makes them again")
+    return True
+
+
 async def own_functions(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> None:
     """Make again the functions of `part` that name another schema, and change nothing else.
 

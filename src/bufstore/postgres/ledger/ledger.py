@@ -91,6 +91,9 @@ class PostgresLedger:
     async def setup(self, away_s: float | None = None) -> None:
         await self._tables.setup(away_s)
 
+    async def look(self) -> bool:
+        return await self._tables.look()
+
     async def epoch(self) -> int | None:
         rows = await self._tables.run("epoch")
         return int(rows[0][0]) if rows else None
