@@ -377,6 +377,27 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
     run(main())
 
 
+def test_a_flush_that_waits_for_an_answer_of_postgres_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it named no reason, for a thread that may well have been flushed."""
+
+    async def silent(thread_id: str) -> Watermark:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner) as store:
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.force_flush(thread_id)
+        async with instance(nats, inner, flusher=False) as store:
+            with monkeypatch.context() as patched:
+                patched.setattr(store.buffer.ledger, "watermark", silent)
+                with pytest.raises(FlushTimeout, match=r"the target is \d+ \(Postgres did not say in time"):
+                    await store.buffer.waiter.thread(thread_id, 1, 0.3)
+
+    run(main())
+
+
 @pytest.mark.parametrize("error", [ReadNotFresh("Postgres is away"), StoreMisconfigured("permission denied")])
 def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed(error: BufstoreError) -> None:
     """The next change carries it out: whatever stops it after that point, its outcome is unknown."""

@@ -17,6 +17,7 @@ from bufstore.errors import BufstoreError, FlushTimeout
 from bufstore.tasks import set_within, spawn
 
 _ASK_INTERVAL_S = 0.25
+_SILENT = "Postgres did not say in time what is flushed"
 
 
 class FlushWaiter:
@@ -77,8 +78,10 @@ class FlushWaiter:
                 while True:
                     moved = self._moved
                     if look_first or all(self._progress.get(p, 0) >= t for p, t in left.items()):
+                        failed = _SILENT
                         try:
                             reached = found = await look()
+                            failed = ""
                             left = {p: t for p, t in left.items() if found.get(p, 0) < t}
                             if not left:
                                 return

@@ -15,7 +15,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.running import Failure, Finite
 from bufstore.errors import BufstoreError, FlushTimeout
-from bufstore.tasks import set_within, spawn
+from bufstore.tasks import end, set_within, spawn
 from bufstore.types import check_id
 
 _LOOK_EVERY_S = 0.25
@@ -96,24 +96,31 @@ def _show(report: FlushReport) -> None:
 async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
     """Be a flusher inside the block as soon as no other is alive; the event is set from then on.
 
-    A flusher that was killed counts as alive until its lease has run out, some seconds later.
+    A flusher that was killed counts as alive until its lease has run out, some seconds later. If the block ends with a
+    FlushTimeout and nothing could be flushed here, raises Failure, which says why.
     """
-    needed, over = asyncio.Event(), asyncio.Event()
+    needed, opened, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
         async with inspecting(target) as inspection:
             while await inspection.members():
                 await set_within(over, _LOOK_EVERY_S)
-                if over.is_set():
-                    return
         needed.set()
         async with target.opened(flush_timeout_s=_STAND_IN_S):
+            opened.set()
             await over.wait()
 
     task = spawn(work())
     try:
         yield needed
+    except FlushTimeout as e:
+        if task.done() and isinstance(why := task.exception(), BufstoreError):
+            raise Failure(f"{e}; this command cannot flush itself: {why}", FlushTimeout.__name__) from None
+        raise
     finally:
         over.set()
-        with contextlib.suppress(BufstoreError):  # the flush has already said what is wrong
-            await task
+        if not (opened.is_set() or task.done()):
+            await end(task)  # what it waits for may be away for longer than the caller waits
+        else:
+            with contextlib.suppress(BufstoreError):  # the flush has already said what is wrong
+                await task
