@@ -42,7 +42,7 @@ _PARTS = ("buffer", "threads")
 # The privileges are asked for one at a time: of several, any one would be enough for Postgres.
 _REFUSED = """
 SELECT string_agg(tablename, ', ') FROM pg_tables
-WHERE schemaname = %s AND tablename NOT IN ('bufstore_migrations', 'checkpoint_migrations') AND NOT (
+WHERE schemaname = %s AND tablename = ANY (%s::text[]) AND tablename <> 'bufstore_migrations' AND NOT (
     SELECT bool_and(has_table_privilege(quote_ident(schemaname) || '.' || quote_ident(tablename), privilege))
     FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
 )
@@ -163,12 +163,13 @@ async def _tables(
         advice = "run `bufstore setup` with their owner's rights; the next store that opens does it, too, if it may"
         notes.say("functions", Level.BAD, found, advice)
         return False
-    refused = await _value(connection, _REFUSED, schema)
+    ours = [table for part in _PARTS if part in versions for table in tables_of(folder_of(part))]
+    refused = await _value(connection, _REFUSED, schema, ours)
     called = set[str]().union(*(all_functions(folder_of(part)) for part in _PARTS))
     not_called = await _value(connection, _NOT_CALLED, schema, sorted(called))
     lacking = [f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"] if refused is not None else []
     lacking += [f"no EXECUTE on {not_called}"] if not_called is not None else []
-    may = "; ".join(lacking) or f"read and write all tables in schema {schema!r}"
+    may = "; ".join(lacking) or f"read and write bufstore's tables in schema {schema!r}"
     notes.require("permissions", not lacking, may, "grant them to bufstore's user", Level.BAD)
     if lacking:
         return False
