@@ -10,10 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
+from bufstore.cli.app import app
+from bufstore.cli.importing.import_ import _Progress
 from bufstore.cli.operate.quarantine import ShownEntry, _show_entry
 from bufstore.cli.output import new_console, new_table, say, show_fields
 from bufstore.cli.running import Failure, reporting_errors
@@ -97,6 +100,35 @@ def test_an_entry_is_shown_without_the_fields_of_other_logs(
     shown = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
     every = {"keeps", "messages", "run", "operation"}
     assert every - shown == left_out
+
+
+def test_ids_are_shown_as_commands_take_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: commas stood in the id of an entry, which then no command took."""
+    entry: dict[str, Any] = {"thread_id": "t", "cause": "c", "parked_at": datetime.now(UTC), "body": b"x"}
+    _show_entry(ShownEntry(id=12345678, entry_id=87654321, keeps=1234, **entry))
+    shown = capsys.readouterr().out.split()
+    assert {"12345678", "87654321", "1,234"} <= set(shown)
+
+
+def test_a_line_that_is_not_imported_is_named_by_its_own_id(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: an id like :bug: was shown as the picture of a beetle."""
+    _Progress().bad_line(1, "thread ':bug:' exists")
+    assert "':bug:'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["mailbox", "list", "--status", "queued"], "give --thread, too"),
+        (["setup", "--own-store", "--max-bytes", "5000000"], "takes only --lanes"),
+        (["setup", "--own-store", "--sql", "--archive"], "takes only --lanes"),
+    ],
+)
+def test_an_option_without_effect_is_refused(arguments: list[str], said: str) -> None:
+    """Regression: it was dropped without a word."""
+    addresses = {"BUFSTORE_POSTGRES": "postgresql://127.0.0.1:1/x", "BUFSTORE_NATS": "nats://127.0.0.1:1"}
+    ran = CliRunner(env=addresses).invoke(app, arguments)
+    assert (ran.exit_code, said in " ".join(ran.output.split())) == (2, True), ran.output
 
 
 def test_an_encoding_that_lacks_a_character_ends_no_command() -> None:

@@ -23,9 +23,10 @@ def show_json(report: object) -> None:
 
 
 def show_fields(report: msgspec.Struct, title: str, *, without: Collection[str] = ()) -> None:
-    """Print the report, one line for each field that is not in `without`."""
+    """Print the report, one line for each field that is not in `without`. An id is shown as a command takes it."""
     fields = ((name, value) for name, value in msgspec.structs.asdict(report).items() if name not in without)
-    table = new_table(("", "value"), ((name.replace("_", " "), _shown(value)) for name, value in fields), ("value",))
+    rows = ((name.replace("_", " "), _shown(value, counts=name.rpartition("_")[2] != "id")) for name, value in fields)
+    table = new_table(("", "value"), rows, ("value",))
     table.show_header, table.title, table.title_justify = False, title, "left"
     new_console().print(table)
 
@@ -65,8 +66,8 @@ def lasting(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, *, counts: bool) -> str:
     if value is None:
         return "unknown"
-    counts = isinstance(value, (int, float)) and not isinstance(value, bool)
+    counts = counts and isinstance(value, (int, float)) and not isinstance(value, bool)
     return f"{value:,}" if counts else str(value)

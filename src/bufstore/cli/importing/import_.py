@@ -143,7 +143,7 @@ class _Progress:
     """What an import shows on standard error: the bad lines, and a status line if that is a terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
         self._status = Status(self, console=self._console)
         self._phase = "starting"
         self._importer: Importer | None = None

@@ -110,6 +110,8 @@ def _age(seconds: float | None) -> str:
 @connects(postgres_needed=False, nats_needed=False)
 def list_(options: Options, name: str, thread: str | None, only: tuple[str, ...], limit: int) -> None:
     """List threads, or the dispatches of one, in the order of claims."""
+    if only and thread is None:
+        raise click.UsageError("--status is for the dispatches of a thread: give --thread, too.")
 
     async def look(target: Endpoints) -> MailboxList:
         async with _opened(target, name) as store:

@@ -82,6 +82,8 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     wanted = {name: value for name, value in log.items() if value is not None}
     if mailbox and (own_store or wanted):
         raise click.UsageError("--mailbox goes with neither --own-store nor what a log is to be like.")
+    if own_store and wanted.keys() - {"lanes"}:
+        raise click.UsageError("--own-store makes no log: of what a log is to be like, it takes only --lanes.")
     reporting_errors(LogConfig)(**wanted)
     if as_sql:
         if options.as_json:
