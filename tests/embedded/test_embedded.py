@@ -26,7 +26,7 @@ import psycopg
 import pytest
 
 import bufstore
-from bufstore.embedded import EmbeddedError, NatsServer, PostgresServer, Servers
+from bufstore.embedded import EmbeddedError, NatsServer, PostgresServer, Servers, _postgres
 
 psutil: Any = pytest.importorskip("psutil")
 SOURCE = Path(next(iter(bufstore.__path__))).parent
@@ -475,6 +475,25 @@ def test_a_folder_or_port_that_cannot_be_used_is_an_error_of_ours(folder: Path) 
     server = NatsServer(folder / "nats")
     server.start()
     server.stop()
+
+
+def test_servers_whose_folder_cannot_be_used_say_so(folder: Path) -> None:
+    """Regression: it was an error of the system, which the command line and apps do not take for one of the servers."""
+    (folder / "data" / "lock").mkdir(parents=True)
+    (folder / "file").write_text("")
+    for data in (folder / "data", folder / "file"):
+        with pytest.raises(EmbeddedError, match="cannot be used"):
+            Servers(data).start()
+
+
+def test_a_database_that_takes_too_long_to_make_fails_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was an error of Python's, and half a database stayed in the folder."""
+    monkeypatch.setattr(_postgres, "_INIT_SECONDS", 0.001)
+    with pytest.raises(EmbeddedError, match="initdb did not end"):
+        PostgresServer(folder).start()
+    assert not list(folder.glob("new.*"))
 
 
 def test_secrets_are_masked_and_private(shared: Servers) -> None:

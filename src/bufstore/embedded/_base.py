@@ -35,6 +35,13 @@ class FolderLock:
     """Exclusive use of a data folder; the system releases it when the process dies."""
 
     def __init__(self, folder: Path) -> None:
+        """Take it. Raises EmbeddedError."""
+        try:
+            self._take(folder)
+        except OSError as e:
+            raise EmbeddedError(f"folder {folder} cannot be used: {e.strerror}") from e
+
+    def _take(self, folder: Path) -> None:
         self._file = open(folder / "lock", "a+", opener=_private)  # noqa: SIM115 - held open as long as the lock
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,11 +111,8 @@ class Server:
         if importlib.util.find_spec("psutil") is None:
             raise EmbeddedError(f"psutil is not installed; {_wheels.INSTALL_HINT}")
         self._check_programs()
-        try:
-            make_folder(self.data)
-            self._lock = self._lock or FolderLock(self.data)
-        except OSError as e:
-            raise EmbeddedError(f"{self._name}: folder {self.data} cannot be used: {e.strerror}") from e
+        make_folder(self.data)
+        self._lock = self._lock or FolderLock(self.data)
         try:
             self._leave_guard()
             self._sweep()

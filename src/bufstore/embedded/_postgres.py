@@ -68,6 +68,17 @@ class PostgresServer(Server):
         fresh = self.data / f"new.{uuid.uuid4().hex}"
         fresh.mkdir(0o711)
         fresh.chmod(0o711)
+        try:
+            self._fill(fresh, account)
+            (fresh / "cluster").rename(self._cluster)
+        except subprocess.TimeoutExpired as e:
+            why = f"initdb did not end within {e.timeout:g} s"
+            raise EmbeddedError(f"postgres: cannot create the database in {self.data}: {why}") from e
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def _fill(self, fresh: Path, account: _wheels.Account | None) -> None:
+        """Run initdb in a folder. Raises EmbeddedError, TimeoutExpired."""
         password = fresh / "password"
         write_private(password, self._password)
         (fresh / "cluster").mkdir(0o700)
@@ -90,11 +101,8 @@ class PostgresServer(Server):
         )  # fmt: skip
         if result.returncode != 0:
             output = (result.stdout + result.stderr).decode(errors="replace").strip()
-            shutil.rmtree(fresh, ignore_errors=True)
             why = next((line for line in output.splitlines() if "error" in line), "initdb failed")
             raise EmbeddedError(f"postgres: cannot create the database in {self.data}: {why}\n{output}")
-        (fresh / "cluster").rename(self._cluster)
-        shutil.rmtree(fresh)
 
     def _command(self, port: int) -> list[str]:
         # These go on the command line, where neither the configuration file nor ALTER SYSTEM can override them.
