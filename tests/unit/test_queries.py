@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.errors import InvalidQuery
+from bufstore.threads.message_pages import check_range
 from bufstore.threads.queries import (
     MessageQuery,
     Order,
@@ -64,3 +65,10 @@ def test_what_has_a_prefix_lies_between_it_and_its_end(prefix: str, text: str) -
         assert candidate.startswith(prefix) == (candidate >= prefix and (end is None or candidate < end))
     if end is not None:
         end.encode()
+
+
+@pytest.mark.parametrize(("first", "last", "wrong"), [(-1, 5, "first"), (1, 2**31, "last")])
+def test_a_range_that_is_none_is_told_by_the_callers_own_words(first: int, last: int, wrong: str) -> None:
+    """Regression: the error named "after" or "before", which `load_message_range` does not have."""
+    with pytest.raises(InvalidQuery, match=f"^{wrong} must be a position"):
+        check_range(first, last)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from bufstore.errors import InvalidQuery
 from bufstore.threads.queries import (
     MessagePage,
     MessageQuery,
     MessageRecord,
     Order,
     check_limit,
+    check_position,
     check_query,
     new_cursor,
     read_cursor,
@@ -68,8 +68,6 @@ def of_list(messages: Sequence[bytes]) -> Fetch:
 
 def check_range(first: int, last: int) -> tuple[int, int]:
     """Return the range of positions `first` to `last`, beginning at 1 or later. Raises InvalidQuery."""
-    for name, position in (("first", first), ("last", last)):
-        if type(position) is not int:
-            raise InvalidQuery(f"{name} must be a position, not {position!r}")
-    check_query(MessageQuery(after=first, before=last))
+    check_position(first, "first")
+    check_position(last, "last")
     return max(first, 1), last

@@ -154,8 +154,8 @@ def check_query(query: Query, kind: Any = Query) -> None:
     if isinstance(query, MessageQuery):
         for name in ("after", "before"):
             value = getattr(query, name)
-            if value is not None and (type(value) is not int or not 0 <= value < 2**31):
-                raise InvalidQuery(f"{name} must be a position, not {value!r}")
+            if value is not None:
+                check_position(value, name)
         check_choice(query.order, Order, "order", InvalidQuery)
         check_choice(query.visibility, Visibility, "visibility", InvalidQuery)
     elif isinstance(query, RunQuery):
@@ -165,6 +165,12 @@ def check_query(query: Query, kind: Any = Query) -> None:
         raise InvalidQuery(f"roots must be True or False, not {query.roots!r}")
     elif query.roots and query.parent_thread_id is not None:
         raise InvalidQuery("roots have no parent: ask for roots or for the children of a thread")
+
+
+def check_position(value: int, name: str) -> None:
+    """Raise InvalidQuery unless `value` can be a position of a message, or 0."""
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise InvalidQuery(f"{name} must be a position, not {value!r}")
 
 
 def check_message_id(message_id: str) -> str:
