@@ -227,6 +227,47 @@ def test_what_is_broken_or_ahead_is_refused() -> None:
     assert ahead.entries == []
 
 
+def test_a_thread_whose_last_entry_in_the_log_cannot_be_read_is_left_alone() -> None:
+    """Regression: a restore wrote it anew over what others had written, or called all of it present."""
+    items: list[Item] = [stored(10, 1, "a", base=Base.NONE), stored(20, 2, "b", keep=1, prev_id=1)]
+    unreadable = Malformed("thread.x", 30, (), "a newer envelope", "t")
+    for held in ([0], [8, 9, 0], [1, 0]):
+        for archived in (items, [*items, unreadable]):
+            found = wanted("t", Watermark(), 0, held, archived, 50)
+            assert (found.entries, found.present, found.refused) == ([], 0, len(archived))
+            assert found.reason == "the last entry of thread 't' in the log cannot be read"
+    assert wanted("t", Watermark(), 0, [1, 0, 2], items, 50).present == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "later"),
+    [
+        (Watermark(flushed_seq=500), [1, 2, 3, 4], Watermark(flushed_seq=500)),
+        (Watermark(flushed_seq=500, applied_id=2, gone=True), [3, 4], Watermark()),
+    ],
+    ids=["nothing applied", "buried"],
+)
+def test_what_is_restored_behind_a_row_is_flushed(row: Watermark, ids: list[int], later: Watermark) -> None:
+    """Regression: entries that a restore counted as applied were superseded or parked by the flush.
+
+    The first entry of the thread had been discarded, or its tombstone was buried before the flush.
+    """
+    items: list[Item] = [
+        stored(10, 1, "a", base=Base.NONE),
+        stored(20, 2, None, prev_id=1),
+        stored(30, 3, "b", prev_id=2),
+        stored(40, 4, "c", keep=1, prev_id=3),
+    ]
+    entries = wanted("t", row, 0, [], items, 900).entries
+    assert [entry.id for entry in entries] == ids
+    for of_flush in (row, later):
+        written = [StoredEntry("t", 1000 + n, entry) for n, entry in enumerate(entries)]
+        todo, change = decide_thread("t", of_flush, written, {}, coalesce, complete=True)
+        assert ([item.entry.id for item in todo.apply], list(todo.park)) == (ids, [])
+        assert change is not None
+        assert [decode_message(m) for m in change.messages] == ["b", "c"]
+
+
 @pytest.mark.parametrize("cause", ["malformed", "hole"])
 def test_up_to_what_cannot_be_applied(cause: str) -> None:
     items = run(history([("append", 0, [n]) for n in range(4)]))[0]

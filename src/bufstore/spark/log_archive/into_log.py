@@ -15,11 +15,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bufstore.buffer import producers, recent_keys
+from bufstore.buffer.append.tip import Tip, tip_of_row
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_id, id_of, items_of
 from bufstore.buffer.lanes import lane_logs, lane_of
@@ -67,8 +68,11 @@ def wanted(
     """
     ids = [id_of(item) for item in items]
     last = held[-1] if held else row.applied_id
-    if ids[-1] in held:
+    if ids[-1] and ids[-1] in held:
         return Wanted([], present=len(items))
+    if held and not last:
+        reason = f"the last entry of thread {thread_id!r} in the log cannot be read"
+        return Wanted([], refused=len(items), reason=reason)
     if row.broken_since is not None:
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r} is in quarantine")
     if row.waits_to and not held:
@@ -90,8 +94,8 @@ def wanted(
     if held:
         # Where the archive begins behind the thread's first entry, nothing before is known to have taken effect.
         there = applicable(thread_id, Watermark(), 0, items[:at]).plan.apply or _entries(items[at - 1 : at])
-    seen = max(log_end, row.flushed_seq)
-    entries = _chained(_remembering(there, found.plan.apply), last, in_log=bool(held), seen=seen)
+    tip: Tip[Any] | None = None if held else tip_of_row(row, log_end, 0.0, None)
+    entries = _chained(_remembering(there, found.plan.apply), last, tip)
     return Wanted(entries, at, found.refused, found.reason)
 
 
@@ -116,15 +120,13 @@ def _remembering(there: Sequence[StoredEntry], wanted: Sequence[StoredEntry]) ->
     return entries[len(there) :]
 
 
-def _chained(entries: Sequence[Entry], last: int, *, in_log: bool, seen: int) -> list[Entry]:
+def _chained(entries: Sequence[Entry], last: int, tip: Tip[Any] | None) -> list[Entry]:
+    """Return the entries, each chained to the one before it; `tip`: what the first builds on if not on the log."""
     chained: list[Entry] = []
     for entry in entries:
-        if in_log:
-            link = {"prev_id": last, "base": Base.CHAINED, "seen": 0}
-        else:
-            link = {"prev_id": last, "base": Base.STORED if last else Base.NONE, "seen": seen}
-        chained.append(msgspec.structs.replace(entry, **link))
-        last, in_log = entry.id, True
+        base, seen = (tip.base, tip.seen) if tip is not None else (Base.CHAINED, 0)
+        chained.append(msgspec.structs.replace(entry, prev_id=last, base=base, seen=seen))
+        last, tip = entry.id, None
     return chained
 
 
