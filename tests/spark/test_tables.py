@@ -293,6 +293,31 @@ async def test_a_position_that_is_held_longer_than_the_log_keeps_its_tail_is_a_l
                 await read(deployment, table, **asked)
 
 
+async def test_a_postgres_from_before_its_first_flush_is_a_loss_where_the_log_is_purged(
+    deployment: Deployment,
+) -> None:
+    """Regression: the tables lacked all threads of which the log had been purged, and nobody was told."""
+    deployment.verified = False
+    await half_flushed(deployment)
+    found = {table: await everything(deployment, table) for table in TABLES}
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        last = group_of(await store.buffer.log.end(5.0))
+    # What a backup has that was made when the store was new.
+    schema = deployment.name
+    made_anew = [f"DELETE FROM {schema}.{table}" for table in ("messages", "runs", "threads", "buffer_threads")]
+    made_anew.append(f"UPDATE {schema}.buffer_partitions SET cursor_seq = 0, cursor_id = 0")
+    async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn, autocommit=True) as connection:
+        for statement in made_anew:
+            await connection.execute(statement)
+    for table in TABLES:
+        assert len(await everything(deployment, table)) == len(found[table]), "the log still has everything"
+    await purge(deployment, last)
+    for table in TABLES:
+        with pytest.raises(DataLoss, match="has flushed nothing of it"):
+            await read(deployment, table)
+
+
 async def test_planning_reads_the_tail_once_and_tasks_what_was_written_since(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import NamedTuple
 
+from bufstore.buffer.groups.group import group_in
 from bufstore.buffer.lanes import lane_logs, lane_of
 from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.buffer.target import check_flushable, check_same
 from bufstore.config import LogConfig
-from bufstore.errors import ConfigError, LogUnavailable, PositionPassed
+from bufstore.errors import ConfigError, DataLoss, LogUnavailable, PositionPassed
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark.source.log_scan import patiently, reader_of
 from bufstore.spark.source.options import ReadOptions
@@ -50,7 +52,7 @@ class LaneLogs:
 async def logs_at(options: TableOptions, moment: Moment) -> LaneLogs:
     """Return the logs as they are after the moment began, so that they lack nothing that Postgres has.
 
-    Raises ConfigError, ConfigDrift, LogUnavailable, PositionPassed, StoreUnavailable.
+    Raises ConfigError, ConfigDrift, DataLoss, LogUnavailable, PositionPassed, StoreUnavailable.
     """
     ledger = await moment.ledger(0)
     reader = await reader_of(options.log(options.stream))
@@ -74,7 +76,10 @@ async def logs_at(options: TableOptions, moment: Moment) -> LaneLogs:
         check_same(of_lane.stream, state.target, ledger.target)
         until = _until(endings[lane], state, ledger, held=options.snapshot is not None)
         mine = None if threads is None else {t for t in threads if lane_of(t, first.config) == lane}
-        tail = _span(state, _flushed(mine, state, ledger), until)
+        flushed = _flushed(mine, state, ledger)
+        if not flushed:
+            await _check_whole(reader, state)
+        tail = _span(state, flushed, until)
         found[lane] = LaneLog(of_lane, reader, state, ledger, until, tail)
     return LaneLogs(first.config, found)
 
@@ -110,9 +115,20 @@ def _flushed(threads: Collection[str] | None, log: LogState, ledger: Ledger) -> 
     return min((ledger.cursors.get(p, 0) for p in partitions), default=0)
 
 
+async def _check_whole(reader: LogReader, log: LogState) -> None:
+    """Raise DataLoss when entries are gone from a log of which Postgres has flushed nothing.
+
+    A Postgres that was restored to before its first flush has flushed nothing, whatever was purged since.
+    """
+    first = await patiently(partial(reader.first_of, log.subjects.groups, log.first))
+    group = group_in(first) if first is not None else None
+    if group is not None and group.before:
+        raise DataLoss(f"the log is purged up to message {group.seq}, and Postgres has flushed nothing of it")
+
+
 def _span(log: LogState, flushed: int, until: int) -> Span:
     """Return the span of the tail: from above `flushed` (see `_flushed`) to before position `until`."""
-    # If nothing was flushed, nothing was removed, so the log is whole from its beginning on.
+    # If nothing was flushed, nothing may have been removed (`_check_whole`): the log is whole from its beginning on.
     whole_from = group_of(flushed) + 1 if flushed else log.first
     start = max(group_of(flushed), log.first)
     return Span(log.created, start, group_of(until) + bool(number_of(until)), whole_from)
