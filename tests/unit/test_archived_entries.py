@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from base64 import b64encode
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 from zlib import crc32
 
 import msgspec
 import pyarrow
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +24,17 @@ from bufstore.buffer.groups.group import Draft, NewEntry
 from bufstore.buffer.groups.oversize import parts_of, reference
 from bufstore.buffer.places import place
 from bufstore.buffer.subjects import Subjects
+from bufstore.config import NatsConfig
+from bufstore.errors import DataLoss
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.group_entries import EntryMessage, entries_of
 from bufstore.spark.log_archive import portions as module
 from bufstore.spark.log_archive.applicable import applicable
 from bufstore.spark.log_archive.archived_entries import _entries, threads_of
 from bufstore.spark.log_archive.portions import portions, size_of
+from bufstore.spark.source.log_entries import LogEntries
+from bufstore.spark.source.offsets import Range
+from bufstore.spark.source.options import ReadOptions
 from bufstore.threads.model import RunSave, encode_run
 from bufstore.threads.payload import Payload, encode_payload
 
@@ -182,6 +190,44 @@ def test_a_restore_takes_each_entry_once_and_not_too_many_at_a_time(
             assert len(some) < 2 * entries_max + 1
             assert sum(map(size_of, some)) < 2 * (bytes_max + largest)
     assert together == held
+
+
+def test_a_reference_to_a_part_that_cannot_be_spoils_its_entry_alone() -> None:
+    """Regression: it ended every restore of the archive, and every run that made its table."""
+    messages, held = log_of([[Written("t0", b"x" * 40), Written("t1", b"y" * 40, 2), Written("t2", b"z" * 40)]])
+    group = messages[-1]
+    assert struct.pack(">QQ", 1, 2) in group["body"]
+    messages[-1] = group | {"body": group["body"].replace(struct.pack(">QQ", 1, 2), struct.pack(">QQ", 1, 1 << 63))}
+    found = restored(messages)
+    assert [found["t0"], found["t2"]] == [held["t0"], held["t2"]]
+    assert [type(item) for item in found["t1"]] == [Malformed]
+
+
+@pytest.mark.parametrize("parts", [[10**9], [0], [1, 1 << 63], [7], [3]])
+async def test_a_part_that_never_was_is_no_loss(parts: list[int]) -> None:
+    """Regression: an entry that names such a part ended all reads of tables until it was flushed."""
+
+    class Reader:
+        """A log that has nothing but message 2: message 1 was purged."""
+
+        async def message(self, sequence: int) -> StoredMessage | None:
+            assert 0 < sequence < 7
+            return StoredMessage(SUBJECTS.parts, 2, None, b"xyz") if sequence == 2 else None
+
+        async def erased(self, start: int) -> set[int]:
+            return set()
+
+    options = ReadOptions(nats=NatsConfig())
+    log: Any = SimpleNamespace(subjects=SUBJECTS)
+    reader: Any = Reader()
+    entries = LogEntries(reader, log, options, Range(start=1, end=9, created="c"))
+    body = struct.pack(">QI", 3, 0) + b"".join(struct.pack(">Q", part) for part in parts)
+    asked = entries.item(EntryMessage("t", StoredMessage(SUBJECTS.of("t"), place(7, 0), None, body), elsewhere=True))
+    if parts == [3]:
+        with pytest.raises(DataLoss):
+            await asked
+    else:
+        assert isinstance(await asked, Malformed)
 
 
 def test_of_an_archive_of_an_earlier_version_entries_in_several_pieces_are_refused_with_what_follows_them() -> None:

@@ -55,9 +55,12 @@ def parsed(reference_: bytes) -> Reference:
     """Read a reference. Raises MalformedEntry."""
     try:
         size, checksum = _WHOLE.unpack_from(reference_)
-        return Reference(size, checksum, [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])])
+        parts = [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
     except struct.error as e:
         raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+    if any(seq >> 63 for seq in parts):
+        raise MalformedEntry("a number out of range")
+    return Reference(size, checksum, parts)
 
 
 def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:

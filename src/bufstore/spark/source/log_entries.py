@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.group import Record, decode_header, hash_of
 from bufstore.buffer.groups.oversize import joined
-from bufstore.buffer.places import first_place
+from bufstore.buffer.places import first_place, group_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import DataLoss, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
@@ -84,6 +84,8 @@ class LogEntries:
         missing: list[int] = []
 
         async def part(sequence: int) -> StoredMessage | None:
+            if not 0 < sequence < group_of(message.seq):
+                return None  # parts stand in front of their group: there never was such a part
             stored = await self._reader.message(sequence)
             if stored is None:
                 missing.append(sequence)
