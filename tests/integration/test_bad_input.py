@@ -338,6 +338,7 @@ PAYLOADS = {
     "another kind": msgspec.msgpack.encode(["a kind of the future", 0, []]),
     "kept more than there is": encode_payload(Payload(5, [], RUN, saved("run"))),
     "negative keep": msgspec.msgpack.encode(["checkpoint", -1, [], RUN, ["run", "done", None]]),
+    "kept more than a number holds": encode_payload(Payload(1 << 63, [], RUN, saved("run"))),
     "no such status": msgspec.msgpack.encode(["checkpoint", 0, [], RUN, ["run", "gone", None]]),
     "not its version": encode_payload(Payload(0, [b"\x01", b"\x02"], RUN, saved("run"))),
     "a message that is none": encode_payload(Payload(0, [b"\xc1"], RUN, saved("run"))),

@@ -16,12 +16,15 @@ from msgspec.structs import replace
 from bufstore import ConfigError, Run, RunStatus
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
+from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.log_archive.entry_table import APPLIED, PARKED, SCHEMA, SUPERSEDED, Known, known_of, thread_rows
 from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, newest_us, replaced, to_merge
 from bufstore.spark.log_archive.tables_job import expire
 from bufstore.spark.source.log_columns import LogItem, entry_rows
-from bufstore.threads.model import RunSave, encode_messages, encode_run
+from bufstore.spark.tables.table_rows import TABLES, batch_of, message_row, thread_row
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.model import RunSave, Thread, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 
 THEN = datetime(2026, 11, 22, 23, 30, tzinfo=UTC)
@@ -175,20 +178,71 @@ def test_what_json_and_spark_cannot_hold_stops_nobody() -> None:
     assert entry_rows(columns, [LogItem(item, 0, 3)]).to_pylist()[0]["messages"] == [told]
 
 
-@pytest.mark.parametrize("message", [b"\xa1\xff", b"\xc7\x01\x05a", b"\xc1"])
-def test_an_entry_of_which_a_message_cannot_be_decoded_has_a_cause(message: bytes) -> None:
+def holding(message: bytes, keep: int = 0) -> bytes:
+    """A checkpoint with a message as a foreign writer may encode it."""
     run = Run(run_id="r", thread_id="t")
-    damaged = encode_payload(Payload(0, [message], encode_run(run), RunSave("r", run.status, None)))
+    return encode_payload(Payload(keep, [message], encode_run(run), RunSave("r", run.status, None)))
+
+
+def effects(*items: Item) -> tuple[list[str], list[str]]:
+    """What the table says of a new thread's entries, and what a flush makes of them."""
+    todo, _ = decide_thread("t", Watermark(), items, {}, coalesce, complete=True)
+    applied = {item.seq for item in todo.apply}
+    rows = list(thread_rows("t", 3, None, iter([(item, THEN) for item in items])))
+    pyarrow.RecordBatch.from_pylist(rows, SCHEMA)
+    return [row["effect"] for row in rows], [APPLIED if item.seq in applied else PARKED for item in items]
+
+
+@pytest.mark.parametrize(("message", "effect"), [(b"\xa1\xff", APPLIED), (b"\x81\x80\x01", APPLIED), (b"\xc1", PARKED)])
+def test_an_entry_of_which_a_message_cannot_be_decoded_has_a_cause(message: bytes, effect: str) -> None:
+    """A flush checks the frame of messages only: a text may be no text all the same."""
     items = [
-        stored(7, 1, 0, Base.NONE, damaged),
+        stored(7, 1, 0, Base.NONE, holding(message)),
         stored(8, 2, 0, Base.UNKNOWN, said("good"), self_contained=True, seen=7),
     ]
-    first, second = thread_rows("t", 3, None, iter([(item, THEN) for item in items]))
-    assert (first["effect"], first["messages"], second["effect"]) == (PARKED, None, APPLIED)
+    told, expected = effects(*items)
+    assert told == expected == [effect, APPLIED]
+    first, _ = thread_rows("t", 3, None, iter([(item, THEN) for item in items]))
+    assert first["messages"] is None
     assert "undecodable" in (first["cause"] or "")
     found = entry_rows(["position", "cause", "messages", "body"], [LogItem(item, 0, 3) for item in items]).to_pylist()
     assert [(row["position"], row["messages"]) for row in found] == [(7, None), (8, ['"good"'])]
     assert "undecodable" in found[0]["cause"]
+
+
+def test_an_entry_whose_messages_do_not_add_up_is_parked_with_what_builds_on_it() -> None:
+    """Regression: the table called entries applied that the flush parks."""
+    items = [
+        stored(7, 1, 0, Base.NONE, said("a"), version=5),
+        stored(8, 2, 1, Base.CHAINED, said("b", keep=5), version=6),
+    ]
+    told, expected = effects(*items)
+    assert told == expected == [PARKED, PARKED]
+
+
+@pytest.mark.parametrize("keep", [1 << 63, (1 << 63) - 1])
+def test_an_entry_that_keeps_more_messages_than_a_number_holds_stops_nobody(keep: int) -> None:
+    """Regression: it ended reads of the log, and every run that made the archive's table."""
+    items = [
+        stored(7, 1, 0, Base.NONE, holding(b"\x01", keep)),
+        stored(8, 2, 0, Base.UNKNOWN, said("good"), self_contained=True, seen=7),
+    ]
+    told, expected = effects(*items)
+    assert told == expected == [PARKED, APPLIED]
+    found = entry_rows(["keep", "cause"], [LogItem(item, 0, 3) for item in items]).to_pylist()
+    assert found == [{"keep": None, "cause": "keep out of range"}, {"keep": 0, "cause": None}]
+
+
+def test_a_message_or_state_that_json_lacks_stops_no_table() -> None:
+    """Regression: one such message of a foreign writer ended the reads of all threads' messages."""
+    messages = {b"\x01": "1", b"\xc7\x01\x05a": "null", b"\x81\xa1a\xc7\x01\x05a": '{"a":null}', b"\xa1\xff": None}
+    rows = [message_row("t", n, message) | {"as_of": 9, "changed_at": 0} for n, message in enumerate(messages)]
+    found = [row["message"] for row in batch_of("messages", tuple(TABLES["messages"]), rows).to_pylist()]
+    assert [(message["number"], message["json"]) for message in found] == list(enumerate(messages.values()))
+    states = [
+        thread_row(Thread(thread_id="t"), None, state, position=9, broken_since=None)["state"] for state in messages
+    ]
+    assert states == list(messages.values())
 
 
 def test_a_row_is_typed() -> None:

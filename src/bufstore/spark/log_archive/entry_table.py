@@ -85,12 +85,12 @@ def thread_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each entry, in the order of the log."""
     for item, stored_at in items:
-        payload, read = payload_of(item), LogItem(item, 0, partition)
+        payload, read, undecodable = payload_of(item), LogItem(item, 0, partition), None
         try:
             columns = _columns(read, payload)
-        except UNDECODABLE as error:
-            payload = cause_of(error)
-            columns = _columns(read, payload)
+        except UNDECODABLE as error:  # a flush does not look into messages
+            undecodable = cause_of(error)
+            columns = _columns(read, undecodable)
         effect, cause, known = _effect(known, item, payload)
         yield columns | {
             "thread_id": thread_id,
@@ -98,7 +98,7 @@ def thread_rows(
             "date": stored_at.astimezone(UTC).date(),  # `stored_at` comes in the time zone of Spark's session
             "effect": effect,
             "bytes": len(item.entry.payload) if isinstance(item, StoredEntry) else None,
-            "cause": cause,
+            "cause": cause or undecodable,
         }
 
 
@@ -116,6 +116,8 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
     if isinstance(item, StoredEntry):
         if isinstance(payload, str):
             poison[item.entry.id] = payload
+        elif payload.keep + len(payload.messages) != item.entry.version:
+            poison[item.entry.id] = "its messages do not add up to its version"
         elif payload.keep > row.version and not trusted and item.entry.prev_id == row.applied_id:
             poison[item.entry.id] = f"keeps {payload.keep} of {row.version} messages"
     found = plan(row, [item], complete=True, poison=poison)

@@ -129,7 +129,7 @@ def cause_of(error: Exception) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return a value of a message or run as JSON: bytes become base64, and numbers that JSON lacks become null.
+    """Return a value of a message or run as JSON: bytes become base64, and what JSON lacks becomes null.
 
     Keys that are not text, like null and true, become text.
     """
@@ -144,6 +144,8 @@ def _with_texts(value: Any) -> Any:
         value = msgspec.structs.asdict(value)
     if isinstance(value, dict):
         return {k if isinstance(k, str) else as_json(k).strip('"'): _with_texts(v) for k, v in value.items()}
+    if isinstance(value, msgspec.msgpack.Ext):
+        return None
     return [_with_texts(v) for v in value] if isinstance(value, list) else value
 
 

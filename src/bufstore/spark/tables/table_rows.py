@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow
 
-from bufstore.spark.source.log_columns import NUMBER, TEXT, TIME, as_json
+from bufstore.spark.source.log_columns import NUMBER, TEXT, TIME, UNDECODABLE, as_json
 from bufstore.spark.typed_columns import MESSAGE, RUN, message_columns, run_columns
 from bufstore.threads.model import Run, Thread, decode_message
 
@@ -69,10 +69,18 @@ def thread_row(
         "title": metadata.title,
         "resource_id": metadata.resource_id,
         "custom": as_json(metadata.custom),
-        "state": as_json(decode_message(state)) if state is not None else None,
+        "state": _state(state) if state is not None else None,
         "position": position or None,
         "quarantined_since": broken_since,
     }
+
+
+def _state(state: bytes) -> str | None:
+    """Return the state as JSON; None when it cannot be decoded."""
+    try:
+        return as_json(decode_message(state))
+    except UNDECODABLE:
+        return None
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -81,5 +89,9 @@ def run_row(run: Run) -> dict[str, Any]:
 
 
 def message_row(thread_id: str, number: int, payload: bytes) -> dict[str, Any]:
-    """Return a row of table messages, without `_COMMON`."""
-    return {"thread_id": thread_id, "message": message_columns(number, decode_message(payload))}
+    """Return a row of table messages, without `_COMMON`; of a message that cannot be decoded, only its number."""
+    try:
+        message = message_columns(number, decode_message(payload))
+    except UNDECODABLE:
+        message = {"number": number}
+    return {"thread_id": thread_id, "message": message}
