@@ -18,6 +18,7 @@ from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
 from bufstore import BufferedThreadStore, ConfigError, NotFound, Run, RunStatus, StoreUnavailable, ThreadMetadata
+from bufstore.buffer.entry import bytes_of
 from bufstore.buffer.lanes import lane_logs, lane_of, ledger_schema
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
@@ -25,7 +26,7 @@ from bufstore.nats.ranges import LogReader, LogState
 from bufstore.postgres.connection.migrate import newest
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
-from bufstore.spark.tables import moment, tail
+from bufstore.spark.tables import moment, table_scan, tail
 from bufstore.spark.tables.moment import Moment
 from bufstore.spark.tables.shares import Share
 from bufstore.spark.tables.table_options import table_options
@@ -392,6 +393,34 @@ async def test_a_tail_that_is_too_large_for_the_driver_is_read_once_by_each_task
             assert len(ranges) - 3 == (limit > 0), "each of three tasks, and planning until it is too much"
             assert len(set(ranges)) == 1
         assert min(pieces) > 1
+
+
+async def test_a_tail_of_large_messages_in_a_log_of_small_ones_is_read_in_pieces(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: pieces were as large as messages of the log are on average, so a task had all of such a tail."""
+    async with deployment.store(retain_after_flush_s=600.0) as store:
+        for n in range(600):  # in all partitions
+            thread_id = f"small-{n % 50}"
+            await store.checkpoint_append(thread_id, [n], run_of(thread_id))
+        await store.force_flush_all()
+    async with deployment.store(flusher=False) as store:
+        for n in range(8):
+            await store.checkpoint(f"large-{n}", [said(0, 20_000)], run_of(f"large-{n}"))
+    monkeypatch.setattr(tail, "_HANDED_BYTES", 0)
+    monkeypatch.setattr(tail, "_PIECE_BYTES", 50_000)
+    sizes: list[int] = []
+    tail_of = tail.tail_of
+
+    async def noted(*given: Any) -> AsyncGenerator[Any]:
+        async for piece, found in tail_of(*given):
+            sizes.append(sum(bytes_of(late.item) for some in found.values() for late in some))
+            yield piece, found
+
+    monkeypatch.setattr(table_scan, "tail_of", noted)
+    assert len(await read(deployment, "threads", numPartitions=1)) == 58
+    assert sum(sizes) > 8 * 20_000
+    assert max(sizes) <= 50_000
 
 
 async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: Deployment) -> None:

@@ -23,12 +23,14 @@ from bufstore.spark.tables.overlaid import Late
 from bufstore.spark.tables.shares import ALL_THREADS, HASHES, Share
 from bufstore.spark.tables.span import Span
 from bufstore.spark.tables.table_options import TableOptions
-from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces, pack, unpack
+from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces, pack, size_of, unpack
 
 #: The largest tail, in bytes, that planning takes apart: such a tail passes through the driver.
 _HANDED_BYTES = 32 << 20
 #: About how many bytes of a larger tail a task has in memory; one thread may have more.
 _PIECE_BYTES = 64 << 20
+#: Into how many buckets so many bytes of the log are divided: a piece is made of whole ones.
+_BUCKETS = 4
 
 
 class Handed(msgspec.Struct, frozen=True):
@@ -51,7 +53,7 @@ async def taken_apart(options: TableOptions, logs: LaneLogs, shares: Sequence[Sh
         async with aclosing(_entries(one, one.tail, options.narrowing.has_thread)) as entries:
             async for entry in entries:
                 found[ALL_THREADS.piece_of(entry.thread_id, len(shares))].append(entry)
-                size += len(entry.payload)
+                size += size_of(entry)
                 if size > _HANDED_BYTES:
                     return None
         for of_share, some in zip(handed, found, strict=True):
@@ -67,15 +69,15 @@ async def tail_of(
     Raises DataLoss, LogUnavailable.
     """
     rests = {lane: one.tail.behind(_span_of(handed.get(lane))) for lane, one in logs.by_lane.items()}
-    sizes = (one.state.bytes_between(rests[lane].start, rests[lane].end) for lane, one in logs.by_lane.items())
-    size = sum(sizes) * (share.high - share.low) // HASHES
-    with TailPieces(share, max(1, -(-size // _PIECE_BYTES)), _PIECE_BYTES) as pieces:
+    # Messages of the tail may be larger than the log's others: it has at most all of the log's bytes.
+    size = sum(one.state.bytes for one in logs.by_lane.values()) * (share.high - share.low) // HASHES
+    with TailPieces(share, 1 + _BUCKETS * size // _PIECE_BYTES, _PIECE_BYTES) as pieces:
         for lane, one in logs.by_lane.items():
             await _add_all(pieces, options, share, one, handed.get(lane), rests[lane])
         known = {lane: _log_entries(one, one.tail) for lane, one in logs.by_lane.items()}
-        for number, piece in enumerate(pieces.shares):
+        for piece, entries in pieces.taken():
             found: dict[str, list[Late]] = {}
-            for entry in pieces.taken(number):
+            for entry in entries:
                 lane = logs.lane_of(entry.thread_id)
                 subject = logs.by_lane[lane].state.subjects.of(entry.thread_id)
                 message = StoredMessage(subject, entry.seq, entry.header, entry.payload)
