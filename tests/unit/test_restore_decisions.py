@@ -24,6 +24,7 @@ from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Decision, FlushFailed
 from bufstore.buffer.subjects import Subjects
+from bufstore.errors import StoreUnavailable
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.ledger import MemoryLedger
@@ -593,6 +594,34 @@ async def test_of_two_threads_with_one_run_the_one_that_made_it_has_it() -> None
         "thread 'a', position 20: Postgres refuses it: run 'r' belongs to a thread other than 'a'"
     ]
     assert await database.held(threads) == {"a": ["a0"], "b": ["b0", "b1"]}
+
+
+class Picky(Refusing):
+    """A database that refuses whatever has thread "b", with a verdict."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__()
+        self._verdict = verdict
+
+    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+        if any(change.thread_id == "b" for change in batch):
+            raise FlushFailed("a trigger says no", self._verdict)
+        await super().apply(connection, batch)
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+async def test_of_threads_of_which_postgres_refuses_one_the_others_come_back(verdict: Verdict) -> None:
+    """Regression: where a trigger refused one thread, nothing was restored, and nobody was told which one it was."""
+    database = Picky(verdict)
+    threads = {t: [stored(n, n, t, thread_id=t, run_id=t, base=Base.NONE)] for n, t in enumerate("abcd", 1)}
+    if verdict in (Verdict.POISON, Verdict.ISOLATE, Verdict.SUSPECT):
+        counts = await database.restore(threads)
+        assert (counts.threads, counts.applied, counts.refused) == (4, 3, 1)
+        assert counts.reasons == ["thread 'b', position 2: Postgres refuses it: a trigger says no"]
+        assert await database.held(threads) == {"a": ["a"], "b": None, "c": ["c"], "d": ["d"]}
+    else:
+        with pytest.raises(StoreUnavailable):
+            await database.restore(threads)
 
 
 async def test_of_a_thread_only_what_a_flush_would_park_is_left_out() -> None:

@@ -20,8 +20,8 @@ from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable, without_given_up
 
 _TIMEOUT_S = 30.0
-
-
+#: Verdicts on some of the entries: the others are restored. (A missing right or table concerns all of them.)
+_OF_ENTRIES = (Verdict.POISON, Verdict.ISOLATE, Verdict.SUSPECT)
 _SECOND = LogConfig(lanes=2, lane=1)
 
 
@@ -119,7 +119,7 @@ class IntoPostgres:
         except _RollBack:
             pass
         except FlushFailed as e:
-            if e.verdict is not Verdict.POISON:
+            if e.verdict not in _OF_ENTRIES:
                 raise StoreUnavailable(f"Postgres does not accept the restore now: {e}") from e
             return await self._apply_apart(threads, e)
         return counts
