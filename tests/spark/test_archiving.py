@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, ConfigDrift, ConfigError, StoreUnavailable
+from bufstore import BufferConfig, ConfigDrift, ConfigError, LogFull, StoreUnavailable
 from bufstore.buffer.entry import Item
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.places import first_place
@@ -101,6 +101,21 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     report = await asyncio.to_thread(archive, spark, where(deployment), str(path))
     assert report.count == 2
     assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
+
+
+async def test_a_restore_into_a_log_that_is_full_says_so(
+    spark: Any, deployment: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
+) -> None:
+    """Regression: it raised an error of Spark's, with the one of ours in a traceback of several."""
+    threads, path, full = [fresh() for _ in range(4)], tmp_path / "archive", deploy(max_bytes=1 << 20)
+    full.verified = False
+    async with deployment.store(flusher=False) as store:
+        for thread in threads:
+            await store.checkpoint(thread, [said(0) | {"more": secrets.token_hex(200_000)}], run_of(thread))
+    await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    await prepared(full)
+    with pytest.raises(LogFull, match="is full"):
+        await asyncio.to_thread(restore, spark, str(path), where(full), into="log")
 
 
 async def test_what_is_purged_before_it_is_archived_is_a_loss_by_that_name(

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+from bufstore.errors import LogFull, LogUnavailable, StoreUnavailable
+
+#: What a task raises when its servers take nothing.
+_OF_SERVERS = {kind.__name__: kind for kind in (LogFull, LogUnavailable, StoreUnavailable)}
 _OURS = re.compile(r"\bbufstore\.errors\.(\w+): ([^\r\n]*)")
 
 
@@ -19,3 +25,16 @@ def told_in(error: BaseException) -> Told | None:
     """Return the last error of ours that the text of this one tells of; None if it tells of none."""
     found = _OURS.findall(str(error))
     return Told(*found[-1]) if found else None
+
+
+@contextmanager
+def of_servers() -> Iterator[None]:
+    """In the block, raise LogFull, LogUnavailable and StoreUnavailable of a task as such, not as Spark tells them."""
+    try:
+        yield
+    except Exception as e:
+        told = told_in(e)
+        kind = _OF_SERVERS.get(told.name) if told is not None else None
+        if told is None or kind is None:
+            raise
+        raise kind(told.text) from e

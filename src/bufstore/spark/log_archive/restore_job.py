@@ -34,6 +34,7 @@ from bufstore.spark.log_archive.manifests import Manifest, check_numbers, check_
 from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import outcomes
+from bufstore.spark.worker_errors import of_servers
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 from bufstore.types import check_choice, check_id, check_ids
@@ -80,7 +81,7 @@ def restore(
     Raises DataLoss when the archive has a gap, was changed, or has two streams with the same numbers, NoLog when there
     is no log to write into, ConfigError when there is no archive, when Postgres and log do not go together, or, into
     Postgres, when the log has positions that the archive has too, or the archive is of a log that the store does not
-    have; ConfigDrift when the database's ledger knows other lanes, Unavailable errors.
+    have; ConfigDrift when the database's ledger knows other lanes, LogFull, Unavailable errors.
     """
     from pyspark.sql import DataFrame
     from pyspark.sql import functions as F
@@ -113,7 +114,7 @@ def restore(
         pieces = pieces.where(F.col("subject").isin([named.of(thread_id) for thread_id in wanted]))
     owned = pieces.repartition(tasks, "subject")
     ordered = owned.sortWithinPartitions("subject", "position", "number")
-    with described(ordered, f"bufstore: restore {path} into {into}"):
+    with described(ordered, f"bufstore: restore {path} into {into}"), of_servers():
         for counts in outcomes(ordered, partial(_task, deployment, named, into, log, dry_run), RestoreCounts):
             report.add(counts)
     report.missing = len(wanted) - report.threads if wanted is not None else 0
