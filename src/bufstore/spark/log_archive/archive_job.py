@@ -22,9 +22,10 @@ from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.log_archive.manifests import (
     VERSION,
     Manifest,
+    all_manifests_of,
     check_alone,
     check_begin,
-    manifests_of,
+    counting,
     whole,
     write_manifest,
     write_range,
@@ -66,7 +67,8 @@ def archive(
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
     # Before the log: a run that ends in between has archived more of it than a look at the log before that run shows.
-    manifests = manifests_of(spark, path)
+    known = all_manifests_of(spark, path)
+    manifests = counting(known)
     log = loop().run(log_of(deployment))
     check_domain(log)
     loop().run(_check_database(deployment, log))
@@ -101,12 +103,12 @@ def archive(
             found = write_range(messages, path, found)
         except Exception as e:
             # What a faster run has archived may have been purged before this run could read it.
-            check_alone(manifests, manifests_of(spark, path), found)
+            check_alone(known, all_manifests_of(spark, path), found)
             told = told_in(e)
             if told is not None and told.name == DataLoss.__name__:
                 raise DataLoss(f"{told.text}. Give start={begin} to go on without what is gone") from e
             raise
-        check_alone(manifests, manifests_of(spark, path), found)
+        check_alone(known, all_manifests_of(spark, path), found)
         write_manifest(spark, path, found)
     loop().run(_note(deployment, log, found.end))
     return ArchiveReport(start=found.start, end=found.end, count=found.count, path=path)

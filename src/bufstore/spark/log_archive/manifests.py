@@ -178,6 +178,8 @@ def overlapping(manifests: Sequence[Manifest]) -> bool:
 def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manifest) -> None:
     """Raise ArchiveOvertaken when another run has archived a part of this range since this run began.
 
+    `before`, `now`: all manifests, for the other run's range may have been merged meanwhile.
+
     Two runs that look at the same moment may both go on. Then each has read its whole range before anything of it was
     purged, because a purge waits for a manifest. So both ranges are whole, and a restore takes each message once.
     """
