@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bufstore import Run
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, encode
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, bytes_of, encode
 from bufstore.buffer.groups.group import Draft, NewEntry
 from bufstore.buffer.groups.oversize import parts_of, reference
 from bufstore.buffer.places import place
@@ -31,7 +31,7 @@ from bufstore.spark.group_entries import EntryMessage, entries_of
 from bufstore.spark.log_archive import portions as module
 from bufstore.spark.log_archive.applicable import applicable
 from bufstore.spark.log_archive.archived_entries import _entries, threads_of
-from bufstore.spark.log_archive.portions import portions, size_of
+from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.source.log_entries import LogEntries
 from bufstore.spark.source.offsets import Range
 from bufstore.spark.source.options import ReadOptions
@@ -186,9 +186,9 @@ def test_a_restore_takes_each_entry_once_and_not_too_many_at_a_time(
             together.setdefault(thread, []).extend(items)
         if not whole:
             some = [item for items in portion.values() for item in items]
-            largest = max(size_of(item) for item in some)
+            largest = max(bytes_of(item) for item in some)
             assert len(some) < 2 * entries_max + 1
-            assert sum(map(size_of, some)) < 2 * (bytes_max + largest)
+            assert sum(map(bytes_of, some)) < 2 * (bytes_max + largest)
     assert together == held
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 VERSION = 3
 #: With its kind of time: what "timestamp" means is a setting of Spark's.
 _SCHEMA = "position bigint, stored_at timestamp_ltz, subject string, header string, body binary"
-_COLUMNS = ("position", "stored_at", "subject", "header", "body")
 _HASHED = ("position", "subject", "header", "body")
 
 _PATTERN = re.compile(r"[\[\]{}*?\\]")
@@ -291,5 +290,4 @@ def messages_of(spark: SparkSession, *folders: str) -> DataFrame:
         return spark.createDataFrame([], _SCHEMA)
     # Spark takes several folders with dates below them for a mistake, unless it is told to make no columns of folders.
     with listing(spark):
-        found = spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders)
-    return found.select(*_COLUMNS)
+        return spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from bufstore.buffer.entry import Item, StoredEntry
+from bufstore.buffer.entry import Item, bytes_of
 
 #: A portion is full with this many entries, or this many bytes of their payloads.
 ENTRIES_MAX = 5000
@@ -58,7 +58,7 @@ def _first_of(items: Iterator[Item], *, whole: bool) -> tuple[list[Item], int]:
     bytes_ = 0
     for item in items:
         mine.append(item)
-        bytes_ += size_of(item)
+        bytes_ += bytes_of(item)
         if not whole and _full(len(mine), bytes_):
             break
     return mine, bytes_
@@ -66,10 +66,3 @@ def _first_of(items: Iterator[Item], *, whole: bool) -> tuple[list[Item], int]:
 
 def _full(count: int, bytes_: int) -> bool:
     return count >= ENTRIES_MAX or bytes_ >= BYTES_MAX
-
-
-def size_of(item: Item) -> int:
-    """Return the bytes of the item's payload."""
-    if isinstance(item, StoredEntry):
-        return len(item.entry.payload)
-    return sum(len(message.body) for message in item.messages)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial, reduce
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -321,13 +321,8 @@ def _each(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterato
         if first["number"] == -1:
             known = msgspec.json.decode(first["body"], type=Known)
         else:
-            pieces = _behind(first, rows)
+            pieces = chain((first,), rows)
         yield from thread_rows(thread_id, subjects.partition(thread_id), known, items_of_rows(thread_id, pieces))
-
-
-def _behind(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield first
-    yield from rest
 
 
 def _write(spark: SparkSession, path: str, rows: DataFrame, start: int, end: int) -> Part:

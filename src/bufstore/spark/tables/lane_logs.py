@@ -97,10 +97,9 @@ def _end_behind(ledger: Ledger, log: LogState) -> int:
 
 def _until(ending: int | None, log: LogState, ledger: Ledger, *, held: bool) -> int:
     """Return the first position that is not read. Raises ConfigError, LogUnavailable, PositionPassed."""
-    end = first_place(log.end)
     if ending is None:
         return _end_behind(ledger, log)
-    if ending > end:
+    if ending > (end := first_place(log.end)):
         raise ConfigError(f"option endingPosition: the log ends before {end}")
     # Postgres knows when a thread was deleted only as long as the log goes back to its deletion.
     if not held and ending < first_place(log.first):
