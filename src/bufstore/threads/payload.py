@@ -74,7 +74,9 @@ def decode_payload(data: bytes) -> AnyPayload:
         raise ValueError(f"undecodable payload: {e}") from e
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
-    if payload.keep < 0 or (payload.keep + len(payload.messages)) >> 63:
+    if payload.keep < 0:
+        raise ValueError("negative keep")
+    if (payload.keep + len(payload.messages)) >> 63:
         raise ValueError("keep out of range")
     if isinstance(payload, Edit) and (payload.run is None) is not (payload.run_id is None):
         raise ValueError("a run without its id, or an id without its run")
