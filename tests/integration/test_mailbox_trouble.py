@@ -20,6 +20,7 @@ from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import (
     Dispatch,
+    Interruption,
     MailboxConfig,
     NatsMailboxNames,
     NatsMailboxStore,
@@ -380,6 +381,22 @@ async def test_an_interrupt_ends_in_time_and_says_how_far_it_came(mailboxes: Mai
         assert claim.dispatch_id == after.dispatch_id
         assert (await other.interrupt(thread_id)).superseded == []
         assert (await other.interrupt(thread_id)).complete
+
+
+async def test_an_interrupt_of_a_thread_with_nothing_keeps_nothing(mailboxes: Mailboxes) -> None:
+    """Regression: each kept the thread for ever. On NATS they filled the bucket: no work could be acked or claimed."""
+    async with mailboxes.open() as (store, other):
+        new, purged = fresh(), fresh()
+        await store.enqueue(purged)
+        assert (await other.interrupt(purged)).epoch > 0
+        assert await store.purge_finished(store.backend.now_ms() + 60_000) == 1
+        for thread_id in (new, purged):
+            assert await other.interrupt(thread_id) == Interruption(epoch=0, active=None, superseded=[])
+            assert await store.current_epoch(thread_id) == 0
+        waiting = await store.enqueue(new, available_at_ms=store.backend.now_ms() + 3600_000)
+        done = await other.interrupt(new)
+        assert [d.dispatch_id for d in done.superseded] == [waiting.dispatch_id]
+        assert await store.current_epoch(new) == done.epoch > 0
 
 
 async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_nats: Mailboxes) -> None:

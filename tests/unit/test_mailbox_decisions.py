@@ -58,7 +58,7 @@ class _Model:
             active = replace(active, token=self.number)
             self.claims.append(active)
         epoch = self.number if step.thread.epoch == OWN else step.thread.epoch
-        self.thread = replace(step.thread, active=active, epoch=epoch, version=self.number)
+        self.thread = replace(step.thread, active=active, epoch=epoch, version=self.number, step="step")
         for move in step.moves:
             if move.before is not None:
                 self.queue.remove(move.before)
@@ -86,7 +86,7 @@ class _Model:
             if n % 2:
                 self.apply(decisions.supersede_claimed(self.thread, self.now))
         elif what == "interrupt":
-            self.apply(decisions.interrupt(self.thread))
+            self.apply(decisions.interrupt(self.thread, waits=bool(queued)))
         elif claim is not None:
             self.end(what, claim)
 

@@ -167,8 +167,14 @@ def cancel(thread: MailboxThread, d: Dispatch | None, now_ms: int) -> Step | Non
     return Step(thread, (Move(d, _became(d, Status.CANCELLED, now_ms)),))
 
 
-def interrupt(thread: MailboxThread) -> Step:
-    """Supersede everything that is queued now: the number of this one write becomes the thread's epoch."""
+def interrupt(thread: MailboxThread, *, waits: bool) -> Step | None:
+    """Supersede everything that is queued now: the number of this one write becomes the thread's epoch.
+
+    `waits`: whether anything is queued. None when nothing is known of the thread either: what the step wrote would stay
+    for ever, because threads are forgotten with their last dispatch.
+    """
+    if not (waits or thread.step or thread.epoch):
+        return None
     return Step(replace(thread, epoch=OWN))
 
 

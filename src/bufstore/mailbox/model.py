@@ -20,6 +20,8 @@ from bufstore.types import check_id
 OWN = -1
 DEFAULT_PRIORITY = 128
 PRIORITY_MAX = 255
+#: The latest time there is.
+MS_MAX = (1 << 52) - 1
 _TEXT_MAX = 16 << 10
 
 
@@ -179,7 +181,7 @@ def check_bytes(value: object, what: str, payload_max: int | None = None) -> byt
 
 def check_ms(value: object, what: str) -> int:
     """Return `value` if it can be a time. Raises InvalidRecord."""
-    if type(value) is not int or not 0 <= value < 1 << 52:
+    if type(value) is not int or not 0 <= value <= MS_MAX:
         raise InvalidRecord(f"{what} must be milliseconds since 1970 as an int, not {value!r}")
     return value
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.errors import (
+    BufstoreError,
     LogFull,
     LogUnavailable,
     Rejected,
@@ -189,6 +190,17 @@ class Steps:
             self._counters.count("superseded", len(step.moves))
             dropped += [move.after for move in step.moves if move.after is not None]
         return thread, dropped
+
+    async def drop_all_stale(self, thread: MailboxThread, now_ms: int, deadline: float) -> tuple[list[Dispatch], bool]:
+        """Take what is superseded out of the queue, a part at a time; return it, and whether that was all in time."""
+        current, dropped, complete = thread, list[Dispatch](), False
+        with suppress(Conflict, AppendUnknown, BufstoreError):
+            while not complete and time.monotonic() < deadline:
+                queued = await self._backend.queued(thread.thread_id, thread.epoch, AT_ONCE)
+                current, part = await self.drop_stale(current, queued, now_ms)
+                dropped += part
+                complete = not queued
+        return dropped, complete
 
 
 def _parts(queued: Sequence[Dispatch]) -> Iterator[list[Dispatch]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -17,22 +17,20 @@ from msgspec.structs import replace
 
 from bufstore.config import as_seconds
 from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleClaim, StepUnknown
-from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox import decisions, model
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import Counters, MailboxGauges, MailboxStatistics
 from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_same, is_stale
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Interruption, MailboxThread, Status
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
+from bufstore.mailbox.reclaims import Reclaims, how_given_up
 from bufstore.mailbox.steps import AT_ONCE, Done, Steps
 from bufstore.takes import Takes
 from bufstore.tasks import Closing
 from bufstore.types import check_choice, check_id
 
 Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
-
-#: After this many claims that could not be taken back, `reclaim_expired` leaves the rest to the next call.
-_FAILURES = 3
 
 
 class MailboxStore:
@@ -53,8 +51,7 @@ class MailboxStore:
         self.counters = Counters()
         self._closing = Closing()
         self._steps = Steps(backend, self.counters, self.config.timeout_s)
-        #: Threads whose expired claims could not be taken back, as long as `expiring` still finds them.
-        self._not_reclaimed: Set[str] = frozenset()
+        self._reclaims = Reclaims(backend, self._steps, self.counters)
         #: Claims and tasks whose callers are gone: they are handed back, or come to their end, before the store closes.
         self.takes = Takes()
 
@@ -186,18 +183,15 @@ class MailboxStore:
         check_id(thread_id, "thread_id")
         claiming = Claiming(check_id(holder, "holder"), self._until(now, lease_s), now)
         step_id = secrets.token_hex(8)
-        again = False
 
-        async def attempt(_: bool) -> MailboxThread | None:
-            nonlocal again
+        async def attempt(unsure: bool) -> MailboxThread | None:
             if at_once:
                 with suppress(InSteps):
                     return await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
             thread, head = await find()
-            if again and head is None and thread.step != step_id:
+            if unsure and head is None and thread.step != step_id:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was read.
                 thread = await self.backend.thread(thread_id)
-            again = True
             if thread.step == step_id:  # an earlier attempt was stored, and its answer was lost
                 return thread
             if thread.active is not None or head is None or is_stale(head, thread):
@@ -247,7 +241,7 @@ class MailboxStore:
         """
         retry_at = 0 if retry_at_ms is None else model.check_ms(retry_at_ms, "retry_at_ms")
         ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, model.clean(error, "error"))
-        self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
+        self.counters.count("nacked" if ended.status is Status.QUEUED else how_given_up(ended))
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
@@ -304,30 +298,36 @@ class MailboxStore:
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
         """Supersede all that is queued now, in one write. A claim's holder is told to stop when it extends or starts.
 
-        Lists the superseded dispatches as far as the call's time allows (`Interruption.complete`).
+        Lists the superseded dispatches as far as the call's time allows (`Interruption.complete`). In a thread of which
+        nothing is kept there is nothing to do: its epoch stays 0.
         """
         check_id(thread_id, "thread_id")
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
-        done = await self._steps.change(thread_id, now, decisions.interrupt)
-        assert done is not None
+        waits = False
+
+        async def load() -> MailboxThread:
+            nonlocal waits
+            thread = await self.backend.thread(thread_id)
+            if not thread.step:
+                _, first = await self.backend.first(thread_id, model.MS_MAX)
+                # What waited when the thread was read may be claimed by now.
+                waits, thread = first is not None, await self.backend.thread(thread_id)
+            return thread
+
+        done = await self._steps.change(thread_id, now, lambda t: decisions.interrupt(t, waits=waits), load=load)
+        if done is None:
+            return Interruption(epoch=0, active=None, superseded=[])
         thread = done.thread
         self.counters.count("interrupted")
-        superseded: list[Dispatch] = []
-        # The one write above has superseded the dispatches; the loop takes them out of the queue, a part at a time.
-        current, complete = thread, False
-        with suppress(Conflict, AppendUnknown, BufstoreError):
-            while not complete and time.monotonic() < deadline:
-                queued = await self.backend.queued(thread_id, thread.epoch, AT_ONCE)
-                current, dropped = await self._steps.drop_stale(current, queued, now)
-                superseded += dropped
-                complete = not queued
-        if not complete:  # the next claim takes the rest out
+        # The one write above has superseded the dispatches; this takes them out of the queue.
+        superseded, complete = await self._steps.drop_all_stale(thread, now, deadline)
+        if not complete:  # claims take the rest out
             with suppress(BufstoreError):
                 await self.wake(thread_id)
         return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded, complete=complete)
 
     async def current_epoch(self, thread_id: str) -> int:
-        """Return a number that grows with each interrupt; 0 when there was none, or it was long ago."""
+        """Return a number that grows with each interrupt; 0 when there was none, or nothing is kept of the thread."""
         return (await self.backend.thread(check_id(thread_id, "thread_id"))).epoch
 
     async def supersede_claimed(self, thread_id: str, *, now_ms: int | None = None) -> Dispatch | None:
@@ -379,29 +379,7 @@ class MailboxStore:
         Takes back fewer when the store goes away meanwhile; a later call finds the rest. A claim that cannot be taken
         back holds up no other: later calls try it last. Raises the first error when nothing could be taken back.
         """
-        now = self._now(now_ms)
-        reclaimed: list[Dispatch] = []
-        expiring = await self.backend.expiring(now, model.check_limit(limit))
-        failed: dict[str, BufstoreError] = {}
-        for found in sorted(expiring, key=lambda t: t.thread_id in self._not_reclaimed):
-            try:
-                done = await self._steps.change(found.thread_id, now, lambda t: decisions.expire(t, now), known=found)
-            except BufstoreError as e:
-                failed[found.thread_id] = e
-                if len(failed) == _FAILURES:  # most likely the store is away, and each failure may take `timeout_s`
-                    break
-                continue
-            if done is None:
-                continue  # its holder or another sweeper was faster
-            reclaimed.append(done.dispatch)
-            self.counters.count("reclaimed")
-            if done.dispatch.status is not Status.QUEUED:
-                self.counters.count(_counted(done.dispatch))
-        ended = {d.thread_id for d in reclaimed}
-        self._not_reclaimed = (self._not_reclaimed & {t.thread_id for t in expiring} | failed.keys()) - ended
-        if failed and not reclaimed:
-            raise next(iter(failed.values()))
-        return reclaimed
+        return await self._reclaims.reclaim(self._now(now_ms), model.check_limit(limit))
 
     async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
         """Remove dispatches that finished before that time, the oldest first; return how many."""
@@ -494,7 +472,3 @@ class MailboxStore:
         )
         assert done is not None
         return done.dispatch
-
-
-def _counted(ended: Dispatch) -> str:
-    return "superseded" if ended.status is Status.SUPERSEDED else "dead_lettered"
