@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bufstore import AlreadyExists, BufstoreError, ConfigError, LogFull, LogUnavailable, MalformedEntry, NatsConfig
+from bufstore import (
+    AlreadyExists,
+    BufstoreError,
+    ConfigError,
+    LogFull,
+    LogUnavailable,
+    MalformedEntry,
+    NatsConfig,
+    TooLarge,
+)
 from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import (
     Dispatch,
@@ -102,6 +113,42 @@ async def test_a_step_goes_on_when_others_held_the_last_room_for_a_moment(
         claim = await store.claim(thread_id, "w")
         assert claim is not None
         assert refused == 3
+
+
+async def test_what_is_taken_can_be_claimed_and_taken_back_however_large(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a claim's record is larger than the queued one: the server refused each, and the thread stood."""
+    monkeypatch.setattr(NatsStream, "message_bytes_max", 64 << 10)
+    async with on_nats.open(1) as (store,):
+        thread_id, holder, t = fresh(), "h" * 1000, store.backend.now_ms()
+
+        async def largest(put: Callable[[bytes], Awaitable[Dispatch]]) -> Dispatch:
+            size = 64 << 10
+            while True:
+                with suppress(TooLarge):
+                    return await put(bytes(size))
+                size -= 100
+
+        put = await largest(lambda payload: store.enqueue(thread_id, payload, now_ms=t))
+        assert len(put.payload) > 50_000
+        for result in (False, True):
+            claim = await store.claim(thread_id, holder, now_ms=t)
+            assert claim is not None
+            claim = await store.record_start(claim, holder, now_ms=t)
+            if result:
+                await store.record_result(claim, "done", now_ms=t)
+            t += 60_000
+            assert [d.status for d in await store.reclaim_expired(now_ms=t)] == [Status.QUEUED]
+        small = await store.enqueue(thread_id, priority=1, now_ms=t)
+        claim = await store.claim(thread_id, holder, now_ms=t)
+        assert claim is not None
+        assert claim.dispatch_id == small.dispatch_id
+        await largest(lambda result: store.record_result(claim, "done", result=result, now_ms=t))
+        assert [d.status for d in await store.reclaim_expired(now_ms=t + 60_000)] == [Status.QUEUED]
+        claim = await store.claim(thread_id, holder, now_ms=t + 60_000)
+        assert claim is not None
+        await store.ack(claim)
 
 
 async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,10 +465,10 @@ async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_
         # An enqueue that read the thread before the interrupt is stored after it, behind others.
         seen, go_on, write = asyncio.Event(), asyncio.Event(), _nats(slow)._bucket.put
 
-        async def later(messages: Any) -> int:
+        async def later(*arguments: Any) -> int:
             seen.set()
             await go_on.wait()
-            return await write(messages)
+            return await write(*arguments)
 
         _nats(slow)._bucket.put = later  # type: ignore[method-assign]
         late = asyncio.create_task(slow.enqueue(thread_id))

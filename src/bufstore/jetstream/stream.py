@@ -96,9 +96,9 @@ class NatsStream:
         """Yield the subjects in order, as many at a time as a request for their last messages may name."""
         return portions(subjects, self.message_bytes_max - _HEADERS_BYTES)
 
-    def check_size(self, body: bytes) -> None:
-        """Raise TooLarge for a body that no message can hold."""
-        limit = self.message_bytes_max - _HEADERS_BYTES
+    def check_size(self, body: bytes, room: int = 0) -> None:
+        """Raise TooLarge for a body that no message can hold, or not with `room` more bytes."""
+        limit = self.message_bytes_max - _HEADERS_BYTES - room
         if len(body) > limit:
             raise TooLarge(len(body), limit, "the NATS server's max_payload")
 

@@ -44,6 +44,8 @@ class Step(msgspec.Struct, frozen=True):
     moves: tuple[Move, ...] = ()
     #: True when the thread has become free other than by an ack: somebody may now find work in it.
     wake: bool = False
+    #: True when an outcome is recorded, which may be large: the steps behind it must still fit.
+    is_result: bool = False
 
 
 def is_same(found: Dispatch, draft: Dispatch) -> bool:
@@ -209,7 +211,7 @@ def finish(
 ) -> Step:
     """Record the outcome of the work; the ack is a step of its own."""
     said = {"run_status": run_status, "termination": termination, "result": result, "run_error": error}
-    return _note(thread, held(thread, claim), now_ms, **said)
+    return replace(_note(thread, held(thread, claim), now_ms, **said), is_result=True)
 
 
 def _uninterrupted(thread: MailboxThread, claim: Dispatch) -> Dispatch:

@@ -135,7 +135,7 @@ class NatsBackend(NatsSweeps, Backend):
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         messages = self._keys.step(before, step, now_ms)
         try:
-            seq = await self._bucket.put(messages)
+            seq = await (self._bucket.put_result if step.is_result else self._bucket.put)(messages)
         except BaseException as e:
             self._ahead.pop(before.thread_id, None)
             if isinstance(e, Conflict):

@@ -38,6 +38,9 @@ _LINGER = 0.3
 _RESERVED = 8
 #: Bytes that a message needs besides on its way through the mailbox: marks, a lease's entry, the thread's state.
 _ON_ITS_WAY = 300
+#: Bytes that a dispatch's record may grow by: names of its holder and worker, twice, and what is said of a lost lease.
+#: Without them a dispatch could be enqueued and never claimed, and its thread would stand.
+_GROWS_BY = 8 << 10
 #: An instance looks again when it has added one part in this many of the reserve: so many instances do not overrun it.
 _LOOKS = 16
 #: How long a bucket that was found full is taken for full without another look.
@@ -70,13 +73,13 @@ class Bucket(FreshReads):
         """Set the clock by `info`, which the server has just sent about the stream."""
         self._offset_s = seconds(info["ts"]) - since_start_s()
 
-    async def put(self, messages: Sequence[Outgoing]) -> int:
+    async def put(self, messages: Sequence[Outgoing], room: int = 0) -> int:
         """Write all or none, as neighbours; return the last sequence.
 
-        Raises Conflict, AppendUnknown, LogFull, TooLarge.
+        Raises Conflict, AppendUnknown, LogFull, and TooLarge for what the server would not take `room` bytes larger.
         """
         for message in messages:
-            self.stream.check_size(message.body)
+            self.stream.check_size(message.body, room)
         try:
             last = await self.writes.submit(messages)
         except LogFull:
@@ -93,7 +96,11 @@ class Bucket(FreshReads):
     async def put_new(self, messages: Sequence[Outgoing]) -> int:
         """Write the messages of something new as `put` does, if there is room for it."""
         async with self._room.taken(messages):
-            return await self.put(messages)
+            return await self.put(messages, _GROWS_BY)
+
+    async def put_result(self, messages: Sequence[Outgoing]) -> int:
+        """Write the messages that record a result as `put` does, if what follows still fits."""
+        return await self.put(messages, _GROWS_BY // 2)  # the claim has taken its part
 
     async def _put_alone(self, messages: Sequence[Outgoing]) -> int:
         # A step makes room when it is done, but needs some before: many at once need more than one after the other.
