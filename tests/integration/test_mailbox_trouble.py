@@ -151,6 +151,43 @@ async def test_what_is_taken_can_be_claimed_and_taken_back_however_large(
         await store.ack(claim)
 
 
+async def test_an_end_far_in_the_future_keeps_nothing_behind_it(on_nats: Mailboxes) -> None:
+    """Regression: after the server's clock had once been ahead nothing was purged any more, and the bucket got full."""
+    async with on_nats.open(1) as (store,):
+        thread_id, year_ms = fresh(), 365 * 86400_000
+        put = [await store.enqueue(thread_id) for _ in range(3)]
+        for ahead_ms in (0, year_ms, 0):
+            claim = await store.claim(thread_id, "w")
+            assert claim is not None
+            await store.ack(claim, now_ms=store.backend.now_ms() + ahead_ms)
+        await store.purge_finished(store.backend.now_ms() + 1)
+        assert await store.load_dispatch(thread_id, put[2].dispatch_id) is None
+
+
+async def test_a_thread_that_nobody_can_read_fails_no_purge(on_nats: Mailboxes) -> None:
+    """Regression: one foreign message in a thread's place made purges raise."""
+    async with on_nats.open(1) as (store,):
+        thread_id = fresh()
+        await store.enqueue(thread_id)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        await store.ack(claim)
+        await _nats(store)._bucket.put([Outgoing(_nats(store)._keys.thread(thread_id), b"\xc1")])
+        assert await store.purge_finished(store.backend.now_ms() + 60_000) == 1
+
+
+async def test_what_left_the_queue_before_its_time_leaves_no_date(on_nats: Mailboxes) -> None:
+    """Regression: the date of a cancelled dispatch stayed in the bucket until then, and took room from all others."""
+    async with on_nats.open(1) as (store,):
+        thread_id, later = fresh(), store.backend.now_ms() + 365 * 86400_000
+        first, second = [await store.enqueue(thread_id, available_at_ms=later) for _ in range(2)]
+        dates = _nats(store)._keys.of("d", ">")
+        assert len(await _nats(store)._bucket.all(dates)) == 2
+        assert await store.cancel(thread_id, first.dispatch_id) is not None
+        assert [d.dispatch_id for d in (await store.interrupt(thread_id)).superseded] == [second.dispatch_id]
+        assert await _nats(store)._bucket.all(dates) == []
+
+
 async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a purged dispatch's id stayed taken for ever when the purge could not remove its key."""
     async with on_nats.open(1) as (store,):

@@ -156,6 +156,8 @@ class Keys:
         for move in step.moves:
             if (was := move.before) is not None:
                 messages.append(self.gone(self.queued(was), None if self.is_returned(was) else was.position))
+                if was.available_at_ms > now_ms:
+                    messages.append(self.gone(self._delayed(was).subject))
             if (after := move.after) is None:
                 continue
             if after.status.finished:

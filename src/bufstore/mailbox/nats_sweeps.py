@@ -149,12 +149,15 @@ class NatsSweeps:
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         subject, position, old = self._keys.of("x", "*", "*"), 0, 0
+        # An end further ahead than what is kept goes back is of a clock that jumped: nothing behind it must wait for it.
+        now_ms = self._bucket.now_ms()
+        kept = range(finished_before_ms, now_ms + abs(now_ms - finished_before_ms) + 1)
         size = 1  # mostly nothing is old enough
         while old < limit:
             size = min(size, limit - old)
             page = await self._bucket.read(subject, position, size)
             readable = list(self._bucket.dispatches(page))
-            part = list(itertools.takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
+            part = list(itertools.takewhile(lambda r: (r[0].completed_at_ms or 0) not in kept, readable))
             if part:
                 # First the purge, which makes room even in a full bucket. From then on the ids may be used again: what
                 # was read before leaves the keys of later dispatches alone.
@@ -186,9 +189,10 @@ class NatsSweeps:
             # First read what is to be removed: an enqueue that the second read misses has rewritten its ``p`` since.
             kept = await self._bucket.last([subject, self._keys.of("p", t, "*")])
             queued = await self._bucket.last(self._keys.places(t)[:2])
-        except TooManyResults:
+            state = self._keys.state(kept.get(subject), thread_id)
+        except (TooManyResults, MalformedEntry):
             return
-        if self._keys.state(kept.get(subject), thread_id).active or any(m.body for m in queued.values()):
+        if state.active or any(m.body for m in queued.values()):
             return
         await self._bucket.put_each(
             self._keys.gone(s, m.seq, ttl_s=(GONE_S, THREAD_GONE_S)[s == subject]) for s, m in kept.items() if m.body
