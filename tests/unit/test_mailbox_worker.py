@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bufstore.errors import Closed, MalformedEntry, StoreMisconfigured, StoreUnavailable, TooLarge
-from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.memory import MemoryBackend, MemoryMailboxStore
@@ -199,6 +199,64 @@ async def test_that_there_is_nothing_to_do_is_not_said_of_a_step_that_may_be_don
     backend.then = lambda: other.interrupt("t")
     with pytest.raises(StepUnknown):
         await mailbox.supersede_claimed("t")
+
+
+async def test_that_nothing_was_claimed_is_not_said_of_a_claim_that_may_be_held() -> None:
+    """Regression: the caller was told that there was no work, and the thread stood until the end of the lease."""
+    shared = MemoryMailbox()
+    other, backend = await MemoryMailboxStore(shared).__aenter__(), Lossy(shared, time.time, 30.0)
+    mailbox = MailboxStore(backend, MailboxConfig())
+    await mailbox.enqueue("t")
+    backend.then = lambda: other.interrupt("t")
+    with pytest.raises(StepUnknown):
+        await mailbox.claim("t", "w", lease_s=3600)
+
+
+class Slow(MemoryBackend):
+    """A backend whose next write takes `takes_s` by its clock. `fails`: it is then refused."""
+
+    def __init__(self, shared: MemoryMailbox) -> None:
+        super().__init__(shared, lambda: self.at_s, 30.0)
+        self.at_s, self.takes_s, self.fails = time.time(), 0.0, False
+
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
+        takes_s, self.takes_s = self.takes_s, 0.0
+        if takes_s and self.fails:
+            self.at_s += takes_s
+            raise Conflict("the thread has moved")
+        after = await super().write(before, step, now_ms)
+        self.at_s += takes_s
+        return after
+
+
+async def test_a_claim_holds_for_its_whole_lease_however_often_it_was_tried() -> None:
+    """Regression: the lease began with the first try, so a claim could be over when it was there, and be taken back."""
+    backend = Slow(MemoryMailbox())
+    mailbox = MailboxStore(backend, MailboxConfig())
+    await mailbox.enqueue("t")
+    backend.takes_s, backend.fails = 60.0, True
+    claim = await mailbox.claim("t", "w", lease_s=3)
+    assert claim is not None
+    assert claim.lease_until_ms == backend.now_ms() + 3000
+
+
+async def test_a_claim_that_is_over_when_it_is_there_is_not_worked_on() -> None:
+    """Regression: a worker took its lease to begin with the answer, and worked on beside the next holder."""
+    backend, stopped = Slow(MemoryMailbox()), asyncio.Event()
+
+    async def handle(_: Dispatch) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    mailbox = MailboxStore(backend, MailboxConfig())
+    await mailbox.enqueue("t")
+    backend.takes_s = 60.0
+    async with Worker(mailbox, "w", handle) as worker:
+        await asyncio.wait_for(stopped.wait(), 10)
+        assert mailbox.statistics().counts["work_lost"] == 1
+        await worker.aclose(0)
 
 
 class Gated(MemoryBackend):

@@ -149,7 +149,7 @@ class NatsSweeps:
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         subject, position, old = self._keys.of("x", "*", "*"), 0, 0
-        # An end further ahead than what is kept goes back is of a clock that jumped: nothing behind it must wait for it.
+        # An end further ahead than what is kept goes back is of a clock that jumped: nothing behind it may wait.
         now_ms = self._bucket.now_ms()
         kept = range(finished_before_ms, now_ms + abs(now_ms - finished_before_ms) + 1)
         size = 1  # mostly nothing is old enough

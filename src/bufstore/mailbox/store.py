@@ -163,7 +163,7 @@ class MailboxStore:
                 thread, first = await self.backend.first(thread_id, now)
             return thread, first
 
-        return await self._claim(thread_id, holder, lease_s, now, find, at_once=True)
+        return await self._claim(thread_id, holder, lease_s, now_ms, find, at_once=True)
 
     async def claim_dispatch(
         self, thread_id: str, dispatch_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
@@ -175,32 +175,41 @@ class MailboxStore:
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread, found if found is not None and found.status is Status.QUEUED else None
 
-        return await self._claim(thread_id, holder, lease_s, self._now(now_ms), find, at_once=False)
+        return await self._claim(thread_id, holder, lease_s, now_ms, find, at_once=False)
 
     async def _claim(
-        self, thread_id: str, holder: str, lease_s: float | None, now: int, find: Find, *, at_once: bool
+        self, thread_id: str, holder: str, lease_s: float | None, now_ms: int | None, find: Find, *, at_once: bool
     ) -> Dispatch | None:
         check_id(thread_id, "thread_id")
-        claiming = Claiming(check_id(holder, "holder"), self._until(now, lease_s), now)
-        step_id = secrets.token_hex(8)
+        check_id(holder, "holder")
+        self._until(self._now(now_ms), lease_s)
+        step_id, tried_at = secrets.token_hex(8), set[int | None]()
 
         async def attempt(unsure: bool) -> MailboxThread | None:
+            now = self._now(now_ms)
+            claiming = Claiming(holder, self._until(now, lease_s), now)
+            tried_at.add(now)
             if at_once:
                 with suppress(InSteps):
-                    return await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
+                    after = await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
+                    if after is not None or not unsure:
+                        return after
             thread, head = await find()
             if unsure and head is None and thread.step != step_id:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was read.
                 thread = await self.backend.thread(thread_id)
             if thread.step == step_id:  # an earlier attempt was stored, and its answer was lost
                 return thread
-            if thread.active is not None or head is None or is_stale(head, thread):
+            active = thread.active
+            if unsure and active is not None and active.claimed_by == holder and active.claimed_at_ms in tried_at:
+                raise StepUnknown(f"a claim of thread {thread_id!r} got no answer, and may be the one that it has")
+            if active is not None or head is None or is_stale(head, thread):
                 return None
             return await self._steps.write(thread, decisions.claim(thread, head, claiming), step_id, now)
 
         async def release(after: MailboxThread) -> None:
             if after.active is not None:
-                await self._as_holder(after.active, now, decisions.release)
+                await self._as_holder(after.active, now_ms, decisions.release)
 
         with self.counters.timed("claim"):
             # Nobody would know of a claim for a cancelled caller, and the end of its lease would count as an attempt.
@@ -210,7 +219,8 @@ class MailboxStore:
             return None
         claimed = after.active
         self.counters.count("claimed")
-        self.counters.took("waited", max(0, now - max(claimed.created_at_ms, claimed.available_at_ms)) / 1000)
+        waited_ms = (claimed.claimed_at_ms or 0) - max(claimed.created_at_ms, claimed.available_at_ms)
+        self.counters.took("waited", max(0, waited_ms) / 1000)
         return claimed
 
     async def ack(self, claim: Dispatch, *, now_ms: int | None = None) -> Dispatch:

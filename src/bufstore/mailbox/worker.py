@@ -168,7 +168,8 @@ class Worker:
         if self._stopped:
             task.cancel()  # the handler does not begin
         self._claims[claim.token] = claim, task
-        c, began = self._config, elapsed.now_s()
+        c, late_ms = self._config, self._mailbox.backend.now_ms() - (claim.claimed_at_ms or 0)
+        began = elapsed.now_s() - max(0, late_ms) / 1000  # the answer to the claim may have come late
         holding = Holding(c.lease_s, began, lambda: self._lost(task, "lost"))
         holding.keep(lambda: self._renew(claim, signal, task, holding), min(c.lease_s, c.signal_ack_wait_s) / 3)
         try:
