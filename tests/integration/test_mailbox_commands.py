@@ -8,6 +8,7 @@ import pytest
 
 from bufstore.embedded import Servers
 from bufstore.mailbox import MailboxGauges
+from bufstore.mailbox.nats import NatsBackend
 from command_line import Result, bufstore_cli
 from helpers import query
 from mailboxes import KINDS, Mailboxes
@@ -95,6 +96,29 @@ async def test_what_is_no_mailbox_is_not_made_one(servers: Servers) -> None:
         assert (found.code, "there is no mailbox in schema 'no_mailbox'" in found.err) == (2, True), command
     found_schemas = await query(servers.postgres.dsn, "SELECT 1 FROM pg_namespace WHERE nspname = 'no_mailbox'")
     assert found_schemas == []
+
+
+async def test_looking_at_a_mailbox_makes_no_consumer(servers: Servers) -> None:
+    """Regression: it made the consumer that was gone, with defaults, and the app itself could not open the mailbox."""
+    boxes = Mailboxes("nats", servers)
+    async with boxes.open(1, signal_ack_wait_s=60.0) as (store,):
+        assert isinstance(store.backend, NatsBackend)
+        await store.enqueue("t")
+        await store.backend._stream.remove_consumer(boxes.names.consumer)
+        assert (await run(boxes, "mailbox", "list", "NAME", "--thread", "t")).code == 0
+        for command in (("mailbox", "status", "NAME"), ("doctor", "--mailbox", "NAME")):
+            found = await run(boxes, *command, "--json")
+            assert "consumer not found" in found.out, found
+    async with boxes.open(1, signal_ack_wait_s=60.0) as (store,):
+        assert await store.claim("t", "w") is not None
+
+
+async def test_a_mailbox_with_short_times_is_found(servers: Servers) -> None:
+    """Regression: commands refused a mailbox whose signals come again sooner than a request for signals waits."""
+    boxes = Mailboxes("nats", servers)
+    async with boxes.open(1, signal_ack_wait_s=0.4, signal_fetch_expires_s=0.3):
+        found = await run(boxes, "mailbox", "status", "NAME", "--json")
+        assert found.code == 0, found.err
 
 
 async def test_the_doctor_looks_at_a_mailbox(servers: Servers) -> None:

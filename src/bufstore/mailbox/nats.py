@@ -52,8 +52,12 @@ _SOON_S = 1.0
 class NatsBackend(NatsSweeps, Backend):
     """Queues and steps in a bucket, beside its sweeps, signals and live deliveries."""
 
-    def __init__(self, nats: NatsConfig, names: NatsMailboxNames, config: MailboxConfig) -> None:
+    def __init__(
+        self, nats: NatsConfig, names: NatsMailboxNames, config: MailboxConfig, *, found: bool = False
+    ) -> None:
+        """`found`: it is there already, and its consumer, which has settings of the app's, is not for us to make."""
         self._names = names
+        self._found = found
         self._config = config
         self._connection = Connection(nats, "bufstore mailbox")
         keys = Keys(names.bucket)
@@ -85,7 +89,8 @@ class NatsBackend(NatsSweeps, Backend):
         edit = f"nats stream edit {self._keys.stream}, for all instances"
         check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
         self._bucket.set_clock(info)
-        await self._signals.setup()
+        if not self._found:
+            await self._signals.setup()
 
     def closes_here(self) -> bool:
         return self._connection.closes_here()
@@ -384,7 +389,7 @@ class NatsMailboxStore(MailboxStore):
         super().__init__(NatsBackend(as_nats_config(nats), names or NatsMailboxNames(), config), config)
 
 
-async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
+async def find_mailbox(nats: NatsConfig, bucket: str) -> MailboxStore:
     """Return the mailbox in this bucket, to be opened, with the settings it has. Raises ConfigError, LogUnavailable."""
     check_name(bucket, "the bucket's name")
     connection = Connection(nats, "bufstore mailbox")
@@ -401,8 +406,10 @@ async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
         with suppress(ConsumerMissing):
             consumer = (await stream.consumer(names["consumer"]))["config"]
             names["signals_pending_max"] = consumer["max_ack_pending"]
-            config = MailboxConfig(signal_ack_wait_s=consumer["ack_wait"] / 1e9)
-        return NatsMailboxStore(nats, names=NatsMailboxNames(bucket=bucket, **names), config=config)
+            wait_s = consumer["ack_wait"] / 1e9
+            fetch_s = min(wait_s, config.signal_fetch_expires_s)
+            config = MailboxConfig(signal_ack_wait_s=wait_s, signal_fetch_expires_s=fetch_s)
+        return MailboxStore(NatsBackend(nats, NatsMailboxNames(bucket=bucket, **names), config, found=True), config)
     except StreamMissing:
         raise ConfigError(f"there is no mailbox {bucket!r} on this server") from None
     finally:
