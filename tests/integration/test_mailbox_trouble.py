@@ -26,6 +26,7 @@ from bufstore import (
     TooLarge,
 )
 from bufstore.embedded import NatsServer, Servers
+from bufstore.jetstream.errors import TooManyResults
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
@@ -598,6 +599,37 @@ async def _brought_back(backend: NatsBackend, left: list[Dispatch]) -> None:
     """Store ended dispatches in the queue again, as a killed nats-server does: see ADR 13."""
     for d in left:
         await backend._bucket.put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_a_dispatch_that_is_claimed_as_others_are_counted_is_counted(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    """Regression: it was in none of the places when they were read: `bufstore mailbox list` did not show it."""
+    async with on_nats.open(2) as (store, other):
+        thread_id, bucket = fresh(), _nats(store)._bucket
+        for _ in range(3):
+            await store.enqueue(thread_id)
+        read, claims = bucket.all, list[Dispatch | None]()
+
+        async def all_(subject: str, limit: int | None = None) -> Any:
+            if not claims and ".q." in subject:
+                claims.append(await other.claim(thread_id, "w"))
+            return await read(subject, limit)
+
+        async def too_many(*_: Any) -> Any:
+            raise TooManyResults("more than 1024")
+
+        monkeypatch.setattr(bucket, "all", all_)
+        if many:
+            last = bucket.last
+            monkeypatch.setattr(bucket, "last", lambda s: too_many() if len(s) > 1 else last(s))
+            listed = await store.list_dispatches(thread_id)
+            found = {status: [d.status for d in listed].count(status) for status in (Status.QUEUED, Status.CLAIMED)}
+        else:
+            found = await store.count_by_status()
+        assert len(claims) == 1
+        assert (found[Status.QUEUED], found[Status.CLAIMED]) == (2, 1)
 
 
 async def test_what_a_killed_server_brought_back_is_not_counted_as_queued(on_nats: Mailboxes) -> None:

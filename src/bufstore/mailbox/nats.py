@@ -321,10 +321,14 @@ class NatsBackend(NatsSweeps, Backend):
         subject = self._keys.thread(thread_id)
         # The places are read one after the other, in the direction in which dispatches move.
         found = await self._bucket.every([subject], self._keys.places(token(thread_id)))
-        thread = self._keys.state(found.pop(subject, None), thread_id)
+        held = self._keys.state(found.pop(subject, None), thread_id).active
+        # What was claimed since then may be in none of the places: the thread after them shows it.
+        thread = await self.thread(thread_id)
         # In the order q, r, x.
         messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
         dispatches = {d.dispatch_id: d for d, _ in self._bucket.dispatches(messages)}
+        if held is not None and not dispatches.get(held.dispatch_id, held).status.finished:
+            dispatches[held.dispatch_id] = held
         if thread.active is not None:
             dispatches.pop(thread.active.dispatch_id, None)
         return thread, list(dispatches.values())
@@ -337,13 +341,19 @@ class NatsBackend(NatsSweeps, Backend):
         return [d for d, _ in self._bucket.dispatches(await self._bucket.all(self._keys.places()[2], limit))]
 
     async def counts(self) -> dict[Status, int]:
-        states = dict(self._bucket.readable(await self._bucket.all(self._keys.of("t", "*"))))
+        states: dict[str, MailboxThread] = {}
         found: dict[tuple[str, str], Status] = {}
-        for place in self._keys.places():
-            for d, _ in self._bucket.dispatches(await self._bucket.all(place)):
+        # The threads are read before the places and after them, as in `all_of`.
+        threads, (new, returned, ended) = self._keys.of("t", "*"), self._keys.places()
+        for place in (threads, new, returned, ended, threads):
+            messages = await self._bucket.all(place)
+            if place == threads:
+                states |= self._bucket.readable(messages)
+                found |= {(t, s.active.dispatch_id): Status.CLAIMED for t, s in states.items() if s.active is not None}
+                continue
+            for d, _ in self._bucket.dispatches(messages):
                 thread = states.setdefault(d.thread_id, MailboxThread(thread_id=d.thread_id))
                 found[d.thread_id, d.dispatch_id] = as_seen(d, thread).status
-        found |= {(t, s.active.dispatch_id): Status.CLAIMED for t, s in states.items() if s.active is not None}
         return {**dict.fromkeys(Status, 0), **Counter(found.values())}
 
     # Signals
