@@ -44,6 +44,18 @@ async def test_gauges_say_how_things_stand(kind: str, servers: Servers) -> None:
         assert found.signals_out in (2, None)
 
 
+async def test_a_signal_that_comes_again_is_as_old_as_its_queue(servers: Servers) -> None:
+    """Regression: in Postgres a thread seemed to wait since 1970 once a worker had left work in it, and alerts fired."""
+    async with Mailboxes("postgres", servers).open(1) as (store,):
+        await store.enqueue("t")
+        (signal,) = await store.pull_signals(timeout_s=5)
+        assert await signal.ack()  # there is work left: the signal comes again
+        found = await store.gauges()
+        assert (found.signals_waiting, found.oldest_queued_s is not None) == (1, True)
+        assert found.oldest_queued_s is not None
+        assert found.oldest_queued_s < 60
+
+
 @pytest.mark.parametrize("kind", ["nats", "postgres"])
 async def test_people_see_what_waits_and_wake_and_purge(kind: str, servers: Servers) -> None:
     boxes = Mailboxes(kind, servers)

@@ -25,9 +25,11 @@ WHERE EXISTS (SELECT FROM {schema}.mailbox_dispatches WHERE thread_id = $1::text
 ON CONFLICT (thread_id) DO UPDATE SET wakes = 0, wake_at = excluded.wake_at;
 
 -- name: gauges
--- How many threads wait for a worker (at most $2 are counted), and since when.
-SELECT count(*), min(wake_at) FROM (
-    SELECT wake_at FROM {schema}.mailbox_threads WHERE wake_at <= $1::bigint ORDER BY wake_at LIMIT $2::int
+-- How many threads wait for a worker (at most $2 are counted), and since when. Where a worker left work that is to be
+-- done at once, wake_at is 0: that thread waits since its last step, whose number goes by the clock (in microseconds).
+SELECT count(*), min(since) FROM (
+    SELECT CASE WHEN wake_at > 0 THEN wake_at WHEN version > 1000000000000000 THEN version / 1000 END AS since
+    FROM {schema}.mailbox_threads WHERE wake_at <= $1::bigint ORDER BY wake_at LIMIT $2::int
 ) due;
 
 -- name: held
