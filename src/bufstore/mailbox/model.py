@@ -121,7 +121,7 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
     active: Dispatch | None
     #: The superseded dispatches that were taken out of the queue within the call's time.
     superseded: list[Dispatch]
-    #: True when those are all. The others are superseded, too; the next claim takes them out of the queue.
+    #: True when those are all. The others are superseded, too; claims take them out of the queue when they are due.
     complete: bool = True
 
 

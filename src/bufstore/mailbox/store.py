@@ -331,7 +331,7 @@ class MailboxStore:
         self.counters.count("interrupted")
         # The one write above has superseded the dispatches; this takes them out of the queue.
         superseded, complete = await self._steps.drop_all_stale(thread, now, deadline)
-        if not complete:  # claims take the rest out
+        if not complete:  # claims take the rest out, when it is due
             with suppress(BufstoreError):
                 await self.wake(thread_id)
         return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded, complete=complete)
