@@ -45,7 +45,7 @@ async def test_gauges_say_how_things_stand(kind: str, servers: Servers) -> None:
 
 
 async def test_a_signal_that_comes_again_is_as_old_as_its_queue(servers: Servers) -> None:
-    """Regression: in Postgres a thread seemed to wait since 1970 once a worker had left work in it, and alerts fired."""
+    """Regression: in Postgres a thread seemed to wait since 1970 once a worker left work in it, and alerts fired."""
     async with Mailboxes("postgres", servers).open(1) as (store,):
         await store.enqueue("t")
         (signal,) = await store.pull_signals(timeout_s=5)

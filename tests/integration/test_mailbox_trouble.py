@@ -601,6 +601,22 @@ async def _brought_back(backend: NatsBackend, left: list[Dispatch]) -> None:
         await backend._bucket.put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
 
 
+async def test_a_turn_to_sweep_on_nats_ends_before_the_next_pass(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it lasted a whole interval, so a lone sweeper, which waits 0.9 to 1.1 of it, missed many passes."""
+    async with on_nats.open(1) as (store,):
+        put, turns = _nats(store)._bucket.put_each, list[Outgoing]()
+
+        async def put_each(messages: Any) -> Any:
+            turns.extend(messages := list(messages))
+            return await put(messages)
+
+        monkeypatch.setattr(_nats(store)._bucket, "put_each", put_each)
+        assert await store.backend.sweeps(10.0)
+        assert [m.ttl_s for m in turns] == [5]
+
+
 @pytest.mark.parametrize("many", [False, True])
 async def test_a_dispatch_that_is_claimed_as_others_are_counted_is_counted(
     on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch, many: bool
