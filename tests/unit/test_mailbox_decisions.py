@@ -233,6 +233,9 @@ def test_backoff_doubles_up_to_its_cap() -> None:
     "wrong",
     [
         {"lease_s": 0},
+        {"lease_s": 0.0001},
+        {"sweep_limit": 1 << 31},
+        {"signal_batch_size": 1 << 31},
         {"timeout_s": float("inf")},
         {"signal_nack_max_delay_s": 0.1},
         {"signal_fetch_expires_s": 60.0},
@@ -245,7 +248,10 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
         MailboxConfig(**wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"bucket": "a.b"}, {"consumer": ""}, {"live_subject": "a*"}, {"replicas": 6}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"bucket": "a.b"}, {"consumer": ""}, {"live_subject": "a*"}, {"replicas": 6}, {"max_bytes": 0}, {"max_bytes": -2}],
+)
 def test_names_that_nats_cannot_have_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         NatsMailboxNames(**wrong)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import Closed, MalformedEntry, StoreMisconfigured, StoreUnavailable, TooLarge
+from bufstore.errors import Closed, InvalidId, MalformedEntry, StoreMisconfigured, StoreUnavailable, TooLarge
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import Dispatch, MailboxConfig, MemoryMailbox, Status, StepUnknown, Sweeper, Worker
 from bufstore.mailbox.decisions import Step
@@ -168,6 +168,35 @@ async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back
 
         await eventually(dead)
     assert "failed: JSONDecodeError" in caplog.text
+
+
+def test_a_worker_without_a_name_is_refused() -> None:
+    """Regression: it began, could claim nothing, and reported no trouble."""
+
+    async def handle(_: Dispatch) -> None: ...
+
+    with pytest.raises(InvalidId):
+        Worker(MemoryMailboxStore(), "", handle)
+
+
+async def test_a_handler_whose_error_has_no_text_is_handed_back() -> None:
+    """Regression: the claim was neither handed back nor renewed: its thread stood until its lease was over."""
+
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    async def handle(_: Dispatch) -> None:
+        raise Wordless
+
+    async with MemoryMailboxStore() as mailbox, Worker(mailbox, "w", handle):
+        put = await mailbox.enqueue("t", max_attempts=1)
+
+        async def dead() -> bool:
+            found = await mailbox.load_dispatch("t", put.dispatch_id)
+            return found is not None and found.status is Status.DEAD and "Wordless" in str(found.last_error)
+
+        await eventually(dead)
 
 
 class Lossy(MemoryBackend):

@@ -47,6 +47,10 @@ class MailboxConfig:
             value = getattr(self, f.name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"MailboxConfig.{f.name} must be positive")
+        if self.lease_s < 0.001:
+            raise ConfigError("MailboxConfig.lease_s must be 0.001 or more")
+        if max(self.sweep_limit, self.signal_batch_size) >= 1 << 31:
+            raise ConfigError("MailboxConfig.sweep_limit and signal_batch_size must be below 2**31")
         if self.signal_nack_max_delay_s < self.signal_nack_base_delay_s:
             raise ConfigError("MailboxConfig.signal_nack_max_delay_s must not be below signal_nack_base_delay_s")
         if self.signal_fetch_expires_s > self.signal_ack_wait_s:
@@ -82,5 +86,7 @@ class NatsMailboxNames:
         check_kinds(self)
         if not 1 <= self.replicas <= 5:
             raise ConfigError("NatsMailboxNames.replicas must be 1 to 5")
+        if self.max_bytes != -1 and self.max_bytes < 1:
+            raise ConfigError("NatsMailboxNames.max_bytes must be positive, or -1 for no limit")
         if self.signals_pending_max < 1:
             raise ConfigError("NatsMailboxNames.signals_pending_max must be positive")

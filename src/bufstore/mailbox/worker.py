@@ -31,6 +31,7 @@ from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.tasks import end, own_cancels_only, spawn
+from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ _STEP_TROUBLE_S = 30.0
 _EVERYBODYS = (Unavailable, StepUnknown, ConfigError, StoreMisconfigured, LogFull)
 _STOPPED = "the worker was stopped"
 
-#: Does the work of a claimed dispatch. Returning acks it; raising hands it back, to be retried.
+#: Does the work of a claimed dispatch. Returning acks it; raising hands it back, to be retried. So does returning after
+#: the worker was stopped and has cancelled it: nobody knows then whether the work is done.
 Handler = Callable[[Dispatch], Awaitable[None]]
 
 
@@ -55,12 +57,19 @@ def backoff_s(attempt: int, base_s: float, max_s: float) -> float:
     return min(max_s, base_s * 2.0 ** min(attempt - 1, 60))
 
 
+def _text_of(error: BaseException) -> str:
+    with suppress(Exception):  # the text is made by foreign code, too
+        return f"{type(error).__name__}: {error}"
+    return type(error).__name__
+
+
 class Worker:
     """Works on a mailbox until it is closed. ``async with Worker(mailbox, "host 1", handle): …``"""
 
     def __init__(self, mailbox: MailboxStore, name: str, handler: Handler) -> None:
+        """`name` is the holder of its claims. Raises InvalidId."""
         self._mailbox = mailbox
-        self._name = name
+        self._name = check_id(name, "name")
         self._handler = handler
         self._config = mailbox.config
         self._pulling: asyncio.Task[None] | None = None
@@ -213,7 +222,7 @@ class Worker:
             return lambda: self._mailbox.nack(claim, error=_STOPPED)
         if not task.cancelled() and error is None:
             return lambda: self._mailbox.ack(claim)
-        text = "cancelled" if error is None else f"{type(error).__name__}: {error}"
+        text = "cancelled" if error is None else _text_of(error)
         _log.warning("dispatch %r failed: %s", claim.dispatch_id, text, extra={"action": "mailbox_handler_failed"})
         c = self._config
         delay = backoff_s(claim.attempts + 1, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
