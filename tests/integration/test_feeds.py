@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 
-from bufstore import Consistency, ThreadQuery
+from bufstore import Consistency, LogUnavailable, ThreadQuery
 from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream.messages import Outgoing
-from bufstore.nats.feed import consumer_config, open_feed
+from bufstore.nats import log as log_module
+from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
@@ -34,6 +36,27 @@ async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> No
         gc.collect()
         assert (len(client._subs), len(client._listeners)) == before
         assert not [alive for alive in feeds if alive() is not None]
+
+
+async def test_a_feed_that_could_not_be_made_for_long_is_made_in_the_end(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after 1024 failures, 80 s of a full disk, a flusher flushed nothing until it was restarted."""
+    within = []
+
+    async def refused(*arguments: Any) -> NatsFeed:
+        within.append(arguments[-1])
+        raise LogUnavailable("the disk is full")
+
+    async with deployment.store(flusher=False) as store:
+        log = store.buffer.session.log
+        with monkeypatch.context() as patch:
+            patch.setattr(log_module, "open_feed", refused)
+            for _ in range(1100):
+                with pytest.raises(LogUnavailable, match="full"):
+                    await log.feed(0, 1, lambda: None)
+        assert (within[:4], set(within[3:])) == ([2.0, 4.0, 8.0, 8.0], {8.0})
+        await (await log.feed(0, 1, lambda: None)).close()
 
 
 async def test_a_message_larger_than_a_feed_asks_for_at_once_is_delivered(deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from bufstore import AlreadyExists, Consistency, LogFull, LogUnavailable, Run
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.subject_tokens import token
 from bufstore.nats.setup import bucket_stream
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -164,6 +165,20 @@ async def test_a_connection_that_is_lost_is_no_silent_bucket(
         await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in ("t1", "t2")))
         assert [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t1", "t2")] == ["t1", "t2"]
         assert not shared._silent
+
+
+async def test_a_record_of_a_run_that_somebody_emptied_stops_no_write(deployment: Deployment) -> None:
+    """Regression: `nats kv del` leaves an empty record, and no checkpoint of the run was taken any more."""
+    thread_id = fresh()
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        subject = f"$KV.{deployment.log.bucket}.run.{token(run_of(thread_id).run_id)}"
+        client = await nats.connect(deployment.servers.nats.url)
+        await client.jetstream(timeout=10).publish(subject, b"", headers={"KV-Operation": "DEL"})
+        await client.close()
+    async with deployment.store(flusher=False, append_timeout_s=5.0) as other:
+        await other.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
+        assert await other.buffer.shared.thread_of_run(run_of(thread_id).run_id, 5) == thread_id
 
 
 async def test_a_bucket_without_any_room_is_said_to_be_full(deployment: Deployment) -> None:

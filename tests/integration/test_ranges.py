@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -15,6 +16,7 @@ from nats.aio.client import Client
 
 from bufstore.config import as_nats_config
 from bufstore.embedded import NatsServer
+from bufstore.nats import ranges
 from bufstore.nats.ranges import LogReader
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
@@ -60,6 +62,44 @@ async def test_a_read_ends_when_the_rest_of_its_range_was_purged(deployment: Dep
                 sequences += [read.message.seq for read in part]
         assert sequences == list(range(log.first, log.first + len(sequences)))
         assert 4 <= len(sequences) < 30
+
+
+@pytest.mark.parametrize("has", [0, 7])
+async def test_a_node_that_has_not_caught_up_ends_no_read(
+    deployment: Deployment, has: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its consumer had nothing left, and an archive went on behind entries that it never had.
+
+    A node that was cut off says so for seconds after it is back: here, the consumers of the first two tries.
+    """
+    async with written(deployment, 30) as (reader, _), asyncio.timeout(20):
+        log, behind = await reader.look(), 2
+        api, numbers_of = reader._stream.api, ranges.numbers_of
+
+        async def lagging(verb: str, *arguments: Any, **more: Any) -> dict[str, Any]:
+            nonlocal behind
+            answer = await api(verb, *arguments, **more)
+            if verb.startswith("CONSUMER.CREATE"):
+                behind -= 1
+                if behind >= 0 and not has:
+                    answer["num_pending"] = 0
+            return answer
+
+        def pending(reply: str) -> Any:
+            found = numbers_of(reply)
+            return (*found[:-1], 0) if behind >= 0 and has and found[2] >= has else found
+
+        monkeypatch.setattr(reader._stream, "api", lagging)
+        monkeypatch.setattr(ranges, "numbers_of", pending)
+        sequences = []
+        async with aclosing(reader.read(log.first, log.end, log.subjects.stored)) as found:
+            async for part in found:
+                sequences += [read.message.seq for read in part]
+        assert sequences[:30] == list(range(log.first, log.end))[:30]
+        behind = 2
+        assert await reader.at_time(0, log) == log.first
+        behind = 2
+        assert await reader.at_time(time.time_ns() + 10**9, log) == log.end, "nothing is as young as that"
 
 
 async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment) -> None:

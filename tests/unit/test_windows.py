@@ -112,6 +112,14 @@ def test_a_log_says_exactly_what_it_was_told(window_s: float, next_: tuple[float
     assert said["somebody's"] == "own"
 
 
+@pytest.mark.parametrize("name", ["failover_window_s", "next_failover_window_s"])
+@pytest.mark.parametrize("seconds", ["NaN", "0", "-1", "Infinity"])
+def test_a_window_that_is_no_time_is_damage(name: str, seconds: str) -> None:
+    said = metadata_of(LogConfig(), 0, TARGET) | {f"bufstore.{name}": seconds}
+    with pytest.raises(ConfigDrift, match="metadata"):
+        log_config({"name": "L", "subjects": ["l.groups.0"], "max_bytes": 1 << 30, "num_replicas": 1, "metadata": said})
+
+
 def test_who_is_configured_otherwise_than_the_log_is_refused() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()
@@ -131,6 +139,10 @@ def test_who_is_configured_otherwise_than_the_log_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"append_timeout_s \(25 s\) must be at most half"):
             config = BufferConfig(append_timeout_s=25.0)  # fits the old window, but not the new one
             await BufferedThreadStore.open(inner, nats=nats, config=config)
+        refused: list[dict[str, Any]] = [{"settle": True, "archive": True}, {"archive": 1}]
+        for wrong in refused:
+            with pytest.raises(ConfigError, match=r"takes no setting|must be a bool"):
+                await change_log(nats=nats, **wrong)
         await change_log(nats=nats, settle=True)
         assert await change_log(nats=nats) == Windows(failover_window_s=30.0, archive=False)
         with pytest.raises(ConfigDrift, match="bufstore log set"):

@@ -58,7 +58,7 @@ def lane_configs(config: BufferConfig) -> list[BufferConfig]:
     """Return the configuration of each lane's buffer, the first lane's first; `config` is for all. Raises ConfigError.
 
     The first lane's log has the configured names; the other lanes' names end with the lane's number. The bounds on a
-    process's memory are divided among the lanes.
+    process's bytes and threads are divided among the lanes.
     """
     lanes = config.log.lanes
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import NoLog
+from bufstore.errors import ConfigError, NoLog
 from bufstore.nats.session import Nats, session_to
 
 
@@ -24,8 +24,12 @@ async def change_log(
     the new setting is left. Until then, a call with the old setting takes the change back. Without a setting and
     `settle`, the call only looks.
 
-    Raises ConfigError (NoLog; nothing to settle; an impossible window), LogUnavailable.
+    Raises ConfigError (NoLog; nothing to settle; a setting beside `settle`; an impossible one), LogUnavailable.
     """
+    if settle and (failover_window_s is not None or archive is not None):
+        raise ConfigError("settle ends a change, and takes no setting")
+    if archive is not None and type(archive) is not bool:
+        raise ConfigError(f"archive must be a bool, not {archive!r}")
     session = session_to(nats, BufferConfig(log=LogConfig(stream=stream)), "bufstore-change")
     await session.open()
     try:

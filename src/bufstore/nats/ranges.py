@@ -3,7 +3,7 @@
 For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
 flusher's are never touched. A read delivers the messages of the stream: groups of entries, parts of large entries, and
 what stands beside them. The stream's own sequence identifies a message. A range ends at its last sequence, or when the
-server says that nothing is left, never because of silence.
+log's leader has nothing left of it. Silence does not end it, nor what another node says, which may not have caught up.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import LogUnavailable, NoLog
 from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.errors import MessageMissing, StreamMissing
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.pulls import numbers_of
@@ -224,15 +225,17 @@ class LogReader:
         request = {"stream_name": stream.name, "config": config, "action": "create"}
         created = await stream.api(f"CONSUMER.CREATE.{stream.name}.{name}", request)
         if not created["num_pending"]:
+            await self._check_not_behind(max(start, 1), end, filters, since_ns)
             return
         batch_max = created.get("config", {}).get("max_batch", 0)  # see `nats/feed.py`
         inbox = _Inbox(client, end, PullSizes(max(_PULL_BYTES, 2 * client.max_payload), batch_max))
-        subscription = await client.listen(reply := client.new_inbox(), inbox.heard)
         pull = {
             "expires": _EXPIRES_S * 1_000_000_000,
             "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
         }
+        subscription = None
         try:
+            subscription = await client.listen(reply := client.new_inbox(), inbox.heard)
             while not inbox.done:
                 # The next batch is requested before the last one is worked on, so at most two are in memory.
                 room = min(at_once, end - inbox.position(start))
@@ -246,12 +249,38 @@ class LogReader:
                     break
             if part := inbox.rest():
                 yield part
+            if not inbox.passed:
+                await self._check_not_behind(inbox.position(start), end, filters, None if inbox.counter else since_ns)
         except nats.errors.Error as e:
             raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
         finally:
             with contextlib.suppress(nats.errors.Error, LogUnavailable):
-                await subscription.unsubscribe()
+                if subscription is not None:
+                    await subscription.unsubscribe()
                 await stream.remove_consumer(name)
+
+    async def _check_not_behind(self, start: int, end: int, filters: Sequence[str], since_ns: int | None) -> None:
+        """Raise LogUnavailable when the log's leader has something of the range, though a consumer has nothing left.
+
+        The consumer has one replica. Its node delivers, long before it has caught up, what it has, and says that this
+        is all. The next consumer may be on another node.
+        """
+        for subject in filters:
+            if since_ns is not None:
+                behind = await self._last_stored_ns(subject) >= since_ns
+            else:
+                found = await self.first_of(subject, start)
+                behind = found is not None and found.seq < end
+            if behind:
+                raise LogUnavailable("cannot read the log: a node that reads it has not caught up")
+
+    async def _last_stored_ns(self, subject: str) -> int:
+        """Return when the subject's last message was stored, by the leader; -1 if there is none."""
+        try:
+            answer = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", {"last_by_subj": subject})
+        except MessageMissing:
+            return -1
+        return _ns_of(answer["message"]["time"])
 
     async def _nothing_left(self, consumer: str, inbox: _Inbox) -> bool:
         """Return whether all that the consumer has was received: then the rest of the range was removed."""
@@ -274,6 +303,8 @@ class _Inbox:
         self._something = asyncio.Event()
         self._trouble: str | None = None
         self.done = False
+        #: Whether the end of the range has come, or something behind it.
+        self.passed = False
         #: Whether the server said that it had nothing to send for a while.
         self.idle = False
         #: The number of messages that were asked for and have not come.
@@ -300,8 +331,8 @@ class _Inbox:
             size = added(headers, b"Nats-Msg-Size")
             message = StoredMessage(subject, seq, entry_header(headers), data)
             self._arrived.append(Read(message, stored_at, int(size) if size is not None else len(data)))
-        if seq >= self._end - 1 or not pending:
-            self.done = True
+        self.passed = seq >= self._end - 1
+        self.done = self.passed or not pending
 
     def _status(self, headers: bytes) -> None:
         status, description = status_of(headers)
@@ -336,8 +367,11 @@ class _Inbox:
         return arrived
 
 
-def _rfc3339(time_ns: int) -> str:
-    from datetime import UTC, datetime
+def _ns_of(rfc3339: str) -> int:
+    whole, _, fraction = rfc3339.removesuffix("Z").partition(".")
+    return int(datetime.fromisoformat(f"{whole}+00:00").timestamp()) * 1_000_000_000 + int(fraction.ljust(9, "0"))
 
+
+def _rfc3339(time_ns: int) -> str:
     seconds, ns = divmod(time_ns, 1_000_000_000)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns:09d}Z"

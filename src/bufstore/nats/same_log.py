@@ -118,11 +118,11 @@ class SameLog:
         if not self.highest:
             return None
         info = await _ask(client, info_subject)
-        if "state" in info:
+        missing = (info.get("error") or {}).get("err_code") == _STREAM_MISSING
+        if not missing:
             self._gone_since = None
         if int((info.get("state") or {}).get("last_seq", -1)) >= self.highest:
             return None
-        missing = (info.get("error") or {}).get("err_code") == _STREAM_MISSING
         if "state" not in info and not missing:
             return None  # JetStream has another kind of trouble: each call will say so
         if self._withdrawn in ((info.get("config") or {}).get("subjects") or ()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
 
-#: Epochs are below this: positions must fit into 62 bits.
-EPOCHS_MAX = 1 << 22
+#: Epochs are below this (`bufstore.buffer.places`).
+EPOCHS_MAX = 1 << 12
 
 #: The suffix of the first word of a log's subjects while the log is being repaired.
 WITHDRAWN = "-withdrawn"
@@ -68,11 +69,18 @@ def windows_of(metadata: Mapping[str, Any]) -> Windows:
     """Return what a log says of its windows; `said_by` has looked at the metadata."""
     next_s, next_archive = (metadata.get(_OURS + name) for name in ("next_failover_window_s", "next_archive"))
     return Windows(
-        failover_window_s=float(metadata[_OURS + "failover_window_s"]),
+        failover_window_s=_seconds(metadata[_OURS + "failover_window_s"]),
         archive=metadata[_OURS + "archive"] == "true",
-        next_failover_window_s=float(next_s) if next_s is not None else None,
+        next_failover_window_s=_seconds(next_s) if next_s is not None else None,
         next_archive=next_archive == "true" if next_archive is not None else None,
     )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a failover window of {text} s")
+    return seconds
 
 
 def target_of(metadata: Mapping[str, Any]) -> Target:

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 
+import msgspec
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -186,7 +187,12 @@ class NatsSharedState:
             return await self.thread_of_run(run_id, timeout_s) or thread_id
         except Conflict as e:
             # Claims that were sent together failed together, and the records in their way were read for all of them.
-            owner = _thread_in(e.last) if e.last is not None else await self.thread_of_run(run_id, timeout_s)
+            last = e.last or (await self._last(message.subject, timeout_s)).get(message.subject)
+            owner = _thread_in(last) if last is not None else None
+            if owner is None and last is not None and not message.expected:
+                # Somebody has emptied the record (`nats kv del`), or written into it: it is as good as lost.
+                emptied = msgspec.structs.replace(message, expected=last.seq)
+                return await self._claim(emptied, run_id, thread_id, timeout_s)
             if owner is None:
                 raise LogUnavailable(
                     f"run {run_id!r} has just been removed from the shared-state bucket; retry"
