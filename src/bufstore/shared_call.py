@@ -25,7 +25,7 @@ class SharedCall(Generic[T]):
         """Return the answer of a call that begins after this one. Raises what that call raises, and Closed."""
         if self._closed:
             raise Closed("the store is closed")
-        if self._next is None:
+        if self._next is None or self._next.done():  # done: it was ended before it began
             self._next = spawn(self._run(self._running), name="bufstore-shared-call", apart=True)
             self._next.add_done_callback(see_error)
         return await unless_closed(self._next)

@@ -41,6 +41,29 @@ async def test_a_max_payload_of_the_account_stops_no_write(size: int, caplog: py
         assert 1 <= [getattr(r, "action", "") for r in caplog.records].count("nats_lost") <= 6
 
 
+async def test_a_live_delivery_that_is_too_large_stops_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the size that the server had refused was taken for that of a small write before.
+
+    From then on the mailbox took next to nothing, and what was queued could not be claimed.
+    """
+
+    async def live(_: bytes) -> None: ...
+
+    with Servers(nats_config=f"accounts {{ A {{ {ACCOUNT} }} }}\n") as servers:
+        names = NatsMailboxNames(bucket="mm", max_bytes=64 << 20)
+        async with NatsMailboxStore(f"nats://a:p@127.0.0.1:{servers.nats.port}", names=names) as mailbox:
+            await mailbox.listen_live("t", live)
+            await mailbox.enqueue("before", b"x" * 1000)
+            await mailbox.deliver_live("t", b"x" * 200_000, timeout_s=2)
+
+            async def taken() -> bool:
+                await mailbox.enqueue("after", b"x" * 20_000)
+                return await mailbox.claim("before", "me") is not None
+
+            await eventually(taken)
+    assert "nats_lost" in [getattr(r, "action", "") for r in caplog.records]
+
+
 async def test_too_few_subscriptions_are_told_and_end_no_connection(caplog: pytest.LogCaptureFixture) -> None:
     """By itself nats-py would close the connection, and each new one."""
 

@@ -26,9 +26,9 @@ from bufstore.jetstream import subscriptions as subscriptions_
 from bufstore.jetstream.client import ListeningClient, check_room, close_client, refusal, round_trip, text_of, violation
 from bufstore.jetstream.connection import LOGINS, Connection
 from bufstore.jetstream.errors import MessageTooLarge
-from bufstore.jetstream.failures import why
+from bufstore.jetstream.failures import may_not_publish, why
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
-from bufstore.jetstream.questions import Doubt
+from bufstore.jetstream.questions import Doubt, Questions
 from bufstore.jetstream.side_by_side import SideBySide
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subscriptions import Subscriptions
@@ -825,3 +825,59 @@ async def test_messages_for_a_connection_that_is_not_there_are_certainly_not_sen
     assert not told
     await connection.write_each([Outgoing("a", b"")], 1.0, told.__setitem__)
     assert type(told[0]) is type(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("subject", "asked", "of_each"),
+    [
+        ("tokens.item.a", ["tokens.item.a"], ConfigError),
+        ("tokens.item.a", ["tokens.item.a", "tokens.item.A"], AppendUnknown),
+        ("$KV.b.k", ["$JS.hub.API.$KV.b.k"] * 2, AppendUnknown),
+        ("$JS.API.STREAM.INFO.S", ["$JS.API.STREAM.INFO.S"] * 2, ConfigError),
+        ("$JS.API.STREAM.INFO.S", ["$JS.hub.API.STREAM.INFO.S"] * 2, ConfigError),
+    ],
+)
+def test_of_several_writes_on_a_subject_nobody_knows_which_one_was_refused(
+    subject: str, asked: list[str], of_each: type[Exception]
+) -> None:
+    """Regression: those that were stored before a right was taken away were told to be refused, and done twice."""
+    questions, ended = Questions(), list[Any]()
+    for one in asked:
+        questions.ask([one], lambda outcome: bool(ended.append(outcome)))
+    others = list[Any]()
+    questions.ask(["another"], lambda outcome: bool(others.append(outcome)))
+    questions.refuse(*may_not_publish(subject.lower(), "$js.hub.api"))
+    assert [type(outcome) for outcome in ended] == [of_each] * len(asked)
+    assert all("does not permit" in str(outcome) for outcome in ended)
+    assert others == []
+
+
+async def test_a_round_trip_on_a_stalled_link_ends_in_time_and_does_not_spin() -> None:
+    """Regression: it took all of a core until the link was given up, whatever time the caller gave it."""
+    looks = 0
+
+    class Stalled:
+        is_connected = True
+
+        @property
+        def pending_data_size(self) -> int:
+            nonlocal looks
+            looks += 1
+            return 1
+
+    with pytest.raises(nats.errors.FlushTimeoutError):
+        await round_trip(Stalled(), 0.1)  # type: ignore[arg-type]
+    assert looks < 200
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_credentials_with_a_damaged_seed_are_refused_before_anything_is_sent(ends: str) -> None:
+    """Regression: apps tried to reach NATS for ever, and good ones with lines of Windows did, too."""
+    nkeys = pytest.importorskip("nkeys")
+    seed = nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER).decode()
+    of = "-----BEGIN NATS USER JWT-----{0}a.b.c{0}------END NATS USER JWT------{0}-----BEGIN USER NKEY SEED-----{0}{1}"
+    assert seed in str(credentials.read_credentials(of.format(ends, seed)))
+    for damaged in (seed[:-1], seed.lower(), "", "\u00e4"):
+        with pytest.raises(ConfigError, match="seed") as error:
+            credentials.read_credentials(of.format(ends, damaged))
+        assert not damaged or damaged not in str(error.value)

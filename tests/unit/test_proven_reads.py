@@ -228,6 +228,22 @@ def test_a_shared_call_begins_after_all_who_get_its_answer_have_asked(
     run(main())
 
 
+async def test_a_shared_call_that_was_ended_before_it_began_ends_no_later_one() -> None:
+    """Regression: every later caller got what had ended that one."""
+
+    async def call() -> int:
+        return 1
+
+    shared = SharedCall(call)
+    asking = asyncio.ensure_future(shared())
+    await asyncio.sleep(0)
+    assert shared._next is not None
+    shared._next.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert await shared() == 1
+    await shared.aclose()
+
+
 def test_a_tail_of_one_who_lacks_what_was_proved_is_not_shown() -> None:
     """The tail may come from another node than the thread's end."""
 

@@ -36,6 +36,8 @@ NO_ROOM = "maximum subscriptions exceeded"
 _ERRORS_KEPT = 100
 #: How often who waits for a round trip looks whether the connection is still there, in seconds.
 _LOOK_S = 0.1
+#: The longest pause, in seconds, between two looks whether a stalled link takes what waits.
+_STALLED_S = 0.01
 #: The smallest limit that is assumed for a message, in bytes: nothing works with less.
 _TAKEN_BYTES_MIN = 1024
 
@@ -86,6 +88,11 @@ class ListeningClient(Client):
     def take_at_most(self, size: int) -> None:
         """Send no larger messages than this, whatever limit the server told."""
         self._max_payload = min(self._max_payload, size)
+
+    async def publish(self, subject: str, payload: bytes = b"", *args: Any, **options: Any) -> None:
+        if len(payload) <= self._max_payload:  # else it is not sent
+            frames.note(self, [len(payload)])
+        await super().publish(subject, payload, *args, **options)
 
     async def listen(self, subject: str, heard: Listener) -> Subscription:
         """Call `heard` with every message on `subject` as it arrives, in the task that reads.
@@ -217,15 +224,19 @@ async def round_trip(client: Client, timeout_s: float = 10) -> None:
     the task that reads, for all who use the client. So this function never cancels its future. Nor does nats-py end it
     when the connection is lost; so this function looks.
     """
-    while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    loop, pause_s = asyncio.get_running_loop(), 0.0
+    until = loop.time() + timeout_s
+    while client.is_connected and client.pending_data_size:
+        if loop.time() >= until:
+            raise nats.errors.FlushTimeoutError
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s + _STALLED_S / 100, _STALLED_S)
     if not frames.supported:
         await client.flush(max(1, round(timeout_s)))
         return
     if client.is_closed:
         raise nats.errors.ConnectionClosedError
-    loop = asyncio.get_running_loop()
-    pong, until = loop.create_future(), loop.time() + timeout_s
+    pong = loop.create_future()
     await client._send_ping(pong)
     while not (await asyncio.wait([pong], timeout=max(min(until - loop.time(), _LOOK_S), 0)))[0]:
         if not client.is_connected:

@@ -377,9 +377,8 @@ class Connection:
             self._drop(client, "JetStream on this server answers no request; trying another node if there is one")
 
     def _on_forbidden_publish(self, subject: str) -> None:
-        """NATS refused what we sent on `subject`: tell the waiter at once."""
-        # The message is not stored: of a batch, the server stores nothing when one message of it is missing.
-        self._questions.end_all(*may_not_publish(subject, self._config.api))
+        """NATS refused what we sent on `subject`, and of a batch all: tell the waiter at once."""
+        self._questions.refuse(*may_not_publish(subject, self._config.api))
 
     async def _connect(self) -> None:
         """Connect to the next server that accepts us. An error of one server says nothing about the others."""
@@ -403,6 +402,8 @@ class Connection:
             with no_cancel_lost():  # nats-py, and Python's wait_for before 3.12, may swallow a cancellation
                 async with asyncio.timeout(self._config.connect_timeout_s * (1 + (server in self._choice.given))):
                     await client.connect(**self._options(client, server))
+                if client.max_payload < (self._refused_bytes or 0):  # this explains it, and may be raised again
+                    self._refused_bytes = None
                 client.take_at_most(taken_bytes(client.max_payload, self._refused_bytes))
                 self._inbox = client.new_inbox()
                 await client.listen(self._inbox + ".*", self._on_answer)

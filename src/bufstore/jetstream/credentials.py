@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,25 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
     """
     if find_spec("nkeys") is None:
         raise ConfigError("NatsConfig.credentials need nkeys, which is not installed: pip install 'bufstore[nkeys]'")
+    import nkeys  # type: ignore[import-untyped]
+
     text = str(credentials)
     if "-----BEGIN" not in text:
         try:
-            text = Path(text).read_text(encoding="utf-8")
+            text = Path(text).read_text(encoding="utf-8")  # with any ends of lines
         except (OSError, ValueError) as e:
             reason = getattr(e, "strerror", None) or "it is not a text file, or its path is invalid"
             raise ConfigError(f"cannot read the file that NatsConfig.credentials names: {reason}") from None
     # Without these lines nats-py would look for them forever, and block the event loop.
     if _JWT not in text or _SEED not in text:
         raise ConfigError(f"NatsConfig.credentials are invalid: they need a line with {_JWT!r} and one with {_SEED!r}")
-    return RawCredentials(text)
+    lines = text.splitlines()
+    seed = next((after for line, after in pairwise(lines) if _SEED in line), "")
+    try:
+        nkeys.from_seed(bytearray(seed.encode())).wipe()
+    except Exception:
+        raise ConfigError("NatsConfig.credentials are invalid: their seed is damaged") from None
+    return RawCredentials("\n".join(lines) + "\n")
 
 
 def sign_in(config: NatsConfig, server: Server) -> dict[str, Any]:

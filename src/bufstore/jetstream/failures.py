@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import nats.errors
 
@@ -67,12 +68,24 @@ def most_telling(errors: Sequence[Exception]) -> Exception:
     return next((e for e in errors if isinstance(e, ConfigError)), late)
 
 
-def may_not_publish(subject: str, api: str) -> tuple[ConfigError, set[str]]:
-    """Return the error for messages on a subject, and the subjects that they may have had, all in lower case."""
+class Refused(NamedTuple):
+    """What NATS does not permit to be published."""
+
+    error: ConfigError
+    #: The subjects that the messages may have had, in lower case.
+    subjects: set[str]
+    #: Whether such a message is stored; else it is a request.
+    stores: bool
+
+
+def may_not_publish(subject: str, api: str) -> Refused:
+    """Return what was refused on a subject, which is in lower case."""
     how = "see `bufstore permissions`, and docs/MAILBOX.md and docs/TOKENS.md for theirs"
     if ".stream.create." in subject:
         how = "run `bufstore setup` as operator"
     # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
     api = api.lower()
     sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
-    return ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})"), sent
+    asked = subject.removeprefix("$js.api.").removeprefix(f"{api}.")
+    error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
+    return Refused(error, sent, asked == subject or asked.startswith("$kv."))

@@ -60,8 +60,9 @@ def largest_sent(client: Client) -> int:
     return client.stats.get(_LARGEST, 0)
 
 
-def _note(client: Client, messages: Iterable[Outgoing]) -> None:
-    client.stats[_LARGEST] = max(largest_sent(client), *(len(m.body) for m in messages))
+def note(client: Client, sizes: Iterable[int]) -> None:
+    """Note that bodies of these sizes are sent."""
+    client.stats[_LARGEST] = max(largest_sent(client), *sizes)
 
 
 async def send(
@@ -81,7 +82,7 @@ async def send(
         raise nats.errors.OutboundBufferLimitError
     last = len(messages)
     data = framed(messages, batch, reply, bytes_max=client.max_payload)
-    _note(client, messages)
+    note(client, (len(m.body) for m in messages))
     if supported:
         if len(data) <= _PART_BYTES:
             await _write(client, data, last)
@@ -99,10 +100,9 @@ async def send(
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
     """Send one message without headers; its answer goes to `reply`. Raises what nats-py's publish raises."""
     if client.is_connected and len(payload) <= client.max_payload:
-        message = [Outgoing(subject, payload)]
-        _note(client, message)
+        note(client, [len(payload)])
         if supported:
-            await _write(client, framed(message, "", reply), 1)
+            await _write(client, framed([Outgoing(subject, payload)], "", reply), 1)
             return
     await client.publish(subject, payload, reply=reply)
 
@@ -117,7 +117,7 @@ async def send_each(
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
     frames = [framed([m], "", reply, bytes_max=client.max_payload) for m, reply in zip(messages, replies, strict=True)]
-    _note(client, messages)
+    note(client, (len(m.body) for m in messages))
     data = b"".join(frames)
     if len(data) <= _PART_BYTES:
         await _write(client, data, len(messages))

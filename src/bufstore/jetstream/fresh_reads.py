@@ -37,7 +37,10 @@ class FreshReads:
         self._written: Newest[str, int] = Newest(_REMEMBERED)
 
     def wrote(self, messages: Sequence[Outgoing], last: int) -> None:
-        """Note the messages that were written here, the last one at `last`: later reads must not be older."""
+        """Note the messages that were written here, the last one at `last`: later reads must not be older.
+
+        An empty message removes something, and removes itself after a time: it is not noted.
+        """
         if self.stream.replicated:
             for back, m in enumerate(reversed(messages)):
                 if m.body:
@@ -54,10 +57,12 @@ class FreshReads:
                 break
             # Either the others have left this leader, or the message is gone since.
             await self.stream.prove(self._unused, self.timeout_s)
+            found = {s: m for s, m in found.items() if s not in older}
             found |= await self.stream.last(list(older), self.timeout_s)
         else:
             for s, seq in older.items():
-                if self._written.get(s) == seq:  # another read may have come to the same end, or there is a newer write
+                gone = seq > _seq_of(found.get(s))
+                if gone and self._written.get(s) == seq:  # another read may have found so, or there is a newer write
                     del self._written[s]
         wild = [s for s in subjects if "*" in s]
         # The leader shows only one message of a wildcard. It tells how far a copy must be to show them all.

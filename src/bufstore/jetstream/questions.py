@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bufstore.jetstream.messages import AppendUnknown
+
 #: The end of the token of a question for what is stored, and of no other's.
 OF_READ = "r"
 
@@ -58,11 +60,20 @@ class Questions:
         if question is not None and not question.end(outcome):
             self._open.pop(token, None)
 
-    def end_all(self, error: Exception, subjects: set[str] | None = None) -> None:
-        """End all questions with this error, or those on these subjects, which are in lower case."""
-        for token, question in list(self._open.items()):
-            if subjects is None or any(subject.lower() in subjects for subject in question.subjects):
-                self.end(token, error)
+    def end_all(self, error: Exception) -> None:
+        """End all questions with this error."""
+        for token in list(self._open):
+            self.end(token, error)
+
+    def refuse(self, error: Exception, subjects: set[str], stores: bool) -> None:
+        """End the questions on these subjects, which are in lower case: one of them was refused.
+
+        `stores`: they are writes. Of several nobody knows which one: what was sent before the right was taken away is
+        stored.
+        """
+        asked = [t for t, q in self._open.items() if any(subject.lower() in subjects for subject in q.subjects)]
+        for token in asked:
+            self.end(token, AppendUnknown(str(error)) if stores and len(asked) > 1 else error)
 
     def forget(self, token: str) -> None:
         """Wait for no answer any more."""

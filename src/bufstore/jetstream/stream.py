@@ -289,7 +289,7 @@ class NatsStream:
             messages += part
             if not more or not part or (limit and len(messages) >= limit):
                 return messages
-            request = {**request, "seq": part[-1].seq + 1}
+            request = {**request, "seq": part[-1].seq + 1} | ({"batch": limit - len(messages)} if limit else {})
 
     async def _get(self, request: dict[str, Any], timeout_s: float, *, partly: bool = False) -> Shown:
         """Send one direct get. `partly`: the messages that have come when the time is over are an answer, too."""

@@ -42,9 +42,9 @@ from bufstore.shared_call import SharedCall
 #: (``max_pending``) for dead and cuts it off, and nothing is read while a large window is computed.
 _ASKED_BYTES_MAX = 16 << 20
 
-#: Seconds that making a consumer may take, at first and after failures. A node that has not caught up may be chosen to lead a
-#: new consumer before it knows of it, and the others need some seconds to elect another leader. Making another consumer
-#: is faster. Where everything is slow, each one gets more time than the last.
+#: Seconds that making a consumer may take, at first and after failures. A node that has not caught up may be chosen to
+#: lead a new consumer before it knows of it, and the others need some seconds to elect another leader. Making another
+#: consumer is faster. Where everything is slow, each one gets more time than the last.
 _MADE_S = (2.0, 4.0, 8.0)
 
 #: The age, in positions, at which proofs are removed; the most that all may take of the log; the size of one, in bytes.
