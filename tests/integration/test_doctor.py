@@ -18,6 +18,7 @@ from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.nats.setup import out_of_service
+from bufstore.spark.sink.spark_ledger import SparkLedger
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -339,6 +340,13 @@ async def test_postgres_that_is_not_durable_or_not_ours(own_servers: Servers) ->
     await query(dsn, f"GRANT {functions} TO reader; CREATE TABLE {deployment.name}.of_somebody_else ()")
     code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
     assert checks["Postgres permissions"]["level"] == "ok", checks
+    ledger = SparkLedger(dsn, deployment.name)
+    await ledger.open()
+    await ledger.setup()
+    await ledger.aclose()
+    code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
+    assert (code, "spark_sources" in checks["Postgres permissions"]["found"]) == (2, True), checks
+    await query(dsn, f"GRANT {tables} TO reader")
     await query(dsn, "ALTER ROLE reader SET default_transaction_read_only = on")
     code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
     assert checks["Postgres writable"]["level"] == "bad"

@@ -145,6 +145,28 @@ async def test_a_release_without_an_answer_may_be_repeated(
     await lock.release()
 
 
+async def test_a_renewal_that_waits_for_a_release_takes_nothing_back(
+    locks: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after a release without an answer it renewed the lock for its whole time."""
+    lock = await locks.acquire("a", ttl_s=600)
+    extending = list[asyncio.Task[None]]()
+
+    async def unanswered(seq: int) -> None:
+        extending.append(asyncio.create_task(lock.extend()))
+        await asyncio.sleep(0)
+        raise LogUnavailable("no answer")
+
+    monkeypatch.setattr(locks._stream, "delete", unanswered)
+    with pytest.raises(LogUnavailable):
+        await lock.release()
+    with pytest.raises(TokenLost):
+        await extending[0]
+    monkeypatch.undo()
+    await lock.release()
+    await (await locks.acquire("a")).release()
+
+
 async def test_locks_that_are_closed_under_a_block_hide_no_error_of_it(servers: Servers, locks: Locks) -> None:
     """Regression: Closed took the place of the block's own error, and of its cancellation."""
     other = await Locks.open(servers.nats.url, name=locks._stream.name.removesuffix("-locks"))

@@ -150,6 +150,24 @@ async def test_what_is_taken_can_be_claimed_and_taken_back_however_large(
         claim = await store.claim(thread_id, holder, now_ms=t + 60_000)
         assert claim is not None
         await store.ack(claim)
+        claim = await store.claim(thread_id, holder)
+        assert claim is not None
+        assert claim.dispatch_id == put.dispatch_id
+        back = await store.nack(claim, error="an error with a long text " * 1000)
+        assert (back.status, (back.last_error or "")[:26]) == (Status.QUEUED, "an error with a long text ")
+
+
+async def test_a_server_that_takes_small_messages_only_has_a_mailbox_for_small_ones(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: nothing was small enough, because of what was kept for a claim's words."""
+    monkeypatch.setattr(NatsStream, "message_bytes_max", 8 << 10)
+    async with on_nats.open(1) as (store,):
+        await store.enqueue("t", b"x" * 4000)
+        claim = await store.claim("t", "me")
+        assert claim is not None
+        await store.record_result(claim, "done", result=b"ok")
+        await store.ack(claim)
 
 
 async def test_an_end_far_in_the_future_keeps_nothing_behind_it(on_nats: Mailboxes) -> None:
@@ -163,6 +181,18 @@ async def test_an_end_far_in_the_future_keeps_nothing_behind_it(on_nats: Mailbox
             await store.ack(claim, now_ms=store.backend.now_ms() + ahead_ms)
         await store.purge_finished(store.backend.now_ms() + 1)
         assert await store.load_dispatch(thread_id, put[2].dispatch_id) is None
+
+
+async def test_what_ends_while_a_purge_runs_stays(on_nats: Mailboxes) -> None:
+    """Regression: it had ended behind the time that was given, and behind the purge's own: so it was of the future."""
+    async with on_nats.open(1) as (store,):
+        thread_id, before = fresh(), store.backend.now_ms()
+        put = await store.enqueue(thread_id)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        await store.ack(claim, now_ms=before + 60_000)
+        assert await store.purge_finished(before) == 0
+        assert await store.load_dispatch(thread_id, put.dispatch_id) is not None
 
 
 async def test_a_thread_that_nobody_can_read_fails_no_purge(on_nats: Mailboxes) -> None:

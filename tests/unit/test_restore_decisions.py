@@ -624,6 +624,37 @@ async def test_of_threads_of_which_postgres_refuses_one_the_others_come_back(ver
             await database.restore(threads)
 
 
+@pytest.mark.parametrize("verdict", [Verdict.ISOLATE, Verdict.SUSPECT])
+async def test_behind_what_postgres_refuses_for_now_nothing_of_the_thread_is_restored(verdict: Verdict) -> None:
+    """Regression: a later whole list was applied over it, and the next run took all of the thread for restored."""
+
+    class ForNow(Refusing):
+        refuses = True
+
+        async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+            if self.refuses and any("not now" in change.runs for change in batch):
+                raise FlushFailed("a trigger says no", verdict)
+            await super().apply(connection, batch)
+
+    database = ForNow()
+    threads = {
+        "a": [
+            stored(5, 11, "a0", thread_id="a", run_id="ra", base=Base.NONE),
+            stored(10, 12, "a1", thread_id="a", run_id="not now", keep=1, prev_id=11),
+            stored(20, 13, "whole", thread_id="a", run_id="ra", prev_id=12, self_contained=True),
+        ],
+        "b": [stored(7, 21, "b0", thread_id="b", run_id="rb", base=Base.NONE)],
+    }
+    counts = await database.restore(threads)
+    assert (counts.threads, counts.applied, counts.refused) == (2, 2, 2)
+    assert counts.reasons == ["thread 'a', position 10: Postgres refuses it: a trigger says no"]
+    assert await database.held(threads) == {"a": ["a0"], "b": ["b0"]}
+    database.refuses = False
+    again = await database.restore(threads)
+    assert (again.applied, again.present, again.refused) == (2, 2, 0)
+    assert await database.held(threads) == {"a": ["whole"], "b": ["b0"]}
+
+
 async def test_of_a_thread_only_what_a_flush_would_park_is_left_out() -> None:
     """Regression: all of a thread was left out for one entry, also where a full checkpoint had healed it."""
     database = Refusing()

@@ -43,6 +43,14 @@ def holds(producers: bytes, wanted: bytes) -> bool:
     return False
 
 
+def highest(producers: bytes, name: str) -> int:
+    """Return the highest number that this producer has written; 0 if the thread remembers none."""
+    for i in range(0, len(producers), _ITEM):
+        if producers[i : i + 8] == _hash_of(name):
+            return int.from_bytes(producers[i + 8 : i + _ITEM])
+    return 0
+
+
 def add(producers: bytes, new: bytes) -> bytes:
     """Return the producers after the write `new`, which goes last; the first is dropped when there are too many."""
     if producers[:8] == new[:8] and len(producers) == _ITEM:

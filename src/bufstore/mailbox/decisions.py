@@ -44,8 +44,8 @@ class Step(msgspec.Struct, frozen=True):
     moves: tuple[Move, ...] = ()
     #: True when the thread has become free other than by an ack: somebody may now find work in it.
     wake: bool = False
-    #: True when an outcome is recorded, which may be large: the steps behind it must still fit.
-    is_result: bool = False
+    #: How many bytes of an outcome are recorded: with a large one, the steps behind it must still fit.
+    adds: int = 0
 
 
 def is_same(found: Dispatch, draft: Dispatch) -> bool:
@@ -211,7 +211,7 @@ def finish(
 ) -> Step:
     """Record the outcome of the work; the ack is a step of its own."""
     said = {"run_status": run_status, "termination": termination, "result": result, "run_error": error}
-    return replace(_note(thread, held(thread, claim), now_ms, **said), is_result=True)
+    return replace(_note(thread, held(thread, claim), now_ms, **said), adds=len(result or b"") + len(error or ""))
 
 
 def _uninterrupted(thread: MailboxThread, claim: Dispatch) -> Dispatch:

@@ -30,7 +30,7 @@ from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Step, as_seen
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
-from bufstore.mailbox.nats_bucket import Bucket
+from bufstore.mailbox.nats_bucket import GROWS_BY, Bucket
 from bufstore.mailbox.nats_keys import Keys
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
@@ -140,7 +140,7 @@ class NatsBackend(NatsSweeps, Backend):
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         messages = self._keys.step(before, step, now_ms)
         try:
-            seq = await (self._bucket.put_result if step.is_result else self._bucket.put)(messages)
+            seq = await self._bucket.put(messages, min(step.adds, GROWS_BY // 2))  # a claim has taken its part
         except BaseException as e:
             self._ahead.pop(before.thread_id, None)
             if isinstance(e, Conflict):

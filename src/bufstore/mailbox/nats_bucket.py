@@ -40,7 +40,9 @@ _RESERVED = 8
 _ON_ITS_WAY = 300
 #: Bytes that a dispatch's record may grow by: names of its holder and worker, twice, and what is said of a lost lease.
 #: Without them a dispatch could be enqueued and never claimed, and its thread would stand.
-_GROWS_BY = 8 << 10
+GROWS_BY = 8 << 10
+#: At most one part in this many of what a server takes is kept for that.
+_ROOM = 4
 #: An instance looks again when it has added one part in this many of the reserve: so many instances do not overrun it.
 _LOOKS = 16
 #: How long a bucket that was found full is taken for full without another look.
@@ -78,6 +80,7 @@ class Bucket(FreshReads):
 
         Raises Conflict, AppendUnknown, LogFull, and TooLarge for what the server would not take `room` bytes larger.
         """
+        room = min(room, self.stream.message_bytes_max // _ROOM)
         for message in messages:
             self.stream.check_size(message.body, room)
         try:
@@ -96,11 +99,7 @@ class Bucket(FreshReads):
     async def put_new(self, messages: Sequence[Outgoing]) -> int:
         """Write the messages of something new as `put` does, if there is room for it."""
         async with self._room.taken(messages):
-            return await self.put(messages, _GROWS_BY)
-
-    async def put_result(self, messages: Sequence[Outgoing]) -> int:
-        """Write the messages that record a result as `put` does, if what follows still fits."""
-        return await self.put(messages, _GROWS_BY // 2)  # the claim has taken its part
+            return await self.put(messages, GROWS_BY)
 
     async def _put_alone(self, messages: Sequence[Outgoing]) -> int:
         # A step makes room when it is done, but needs some before: many at once need more than one after the other.

@@ -26,6 +26,8 @@ from bufstore.mailbox.nats_signals import NatsSignals
 
 #: The age from which an entry of a lease is dropped although the state that was written with it is not seen.
 _FORGOTTEN_MS = 24 * 3600_000
+#: From when on an end in the future is of a clock that jumped.
+_JUMPED_MS = 24 * 3600_000
 #: After how many intervals a turn to sweep that has not changed is taken over.
 _TURNS = 4
 _WALK_BYTES, _WALK_MAX = 512 << 10, 512
@@ -149,15 +151,15 @@ class NatsSweeps:
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         subject, position, old = self._keys.of("x", "*", "*"), 0, 0
-        # An end further ahead than what is kept goes back is of a clock that jumped: nothing behind it may wait.
-        now_ms = self._bucket.now_ms()
-        kept = range(finished_before_ms, now_ms + abs(now_ms - finished_before_ms) + 1)
         size = 1  # mostly nothing is old enough
         while old < limit:
             size = min(size, limit - old)
             page = await self._bucket.read(subject, position, size)
             readable = list(self._bucket.dispatches(page))
-            part = list(itertools.takewhile(lambda r: (r[0].completed_at_ms or 0) not in kept, readable))
+            # An end far ahead is of a clock that jumped: nothing behind it may wait.
+            kept = range(finished_before_ms, max(finished_before_ms, self._bucket.now_ms()) + _JUMPED_MS)
+            stay = (i for i, (d, *_) in enumerate(readable) if (d.completed_at_ms or 0) in kept)
+            part = readable[: next(stay, len(readable))]
             if part:
                 # First the purge, which makes room even in a full bucket. From then on the ids may be used again: what
                 # was read before leaves the keys of later dispatches alone.

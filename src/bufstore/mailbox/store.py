@@ -16,7 +16,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from bufstore.config import as_seconds
-from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleClaim, StepUnknown
+from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleClaim, StepUnknown, TooLarge
 from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox import decisions, model
 from bufstore.mailbox.config import MailboxConfig
@@ -29,6 +29,9 @@ from bufstore.mailbox.steps import AT_ONCE, Done, Steps
 from bufstore.takes import Takes
 from bufstore.tasks import Closing
 from bufstore.types import check_choice, check_id
+
+#: How many characters are kept of an error that no message has room for.
+_SHORT_ERROR = 200
 
 Find = Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]]
 
@@ -250,13 +253,13 @@ class MailboxStore:
         After `max_attempts` claims the dispatch is dead; when the thread was interrupted, it is superseded.
         """
         retry_at = 0 if retry_at_ms is None else model.check_ms(retry_at_ms, "retry_at_ms")
-        ended = await self._as_holder(claim, now_ms, decisions.nack, retry_at, model.clean(error, "error"))
+        ended = await self._failed(claim, now_ms, decisions.nack, retry_at, error=error)
         self.counters.count("nacked" if ended.status is Status.QUEUED else how_given_up(ended))
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
         """Give the dispatch up for good."""
-        ended = await self._as_holder(claim, now_ms, decisions.dead_letter, model.clean(error, "error"))
+        ended = await self._failed(claim, now_ms, decisions.dead_letter, error=error)
         self.counters.count("dead_lettered")
         return ended
 
@@ -471,6 +474,15 @@ class MailboxStore:
     def _until(self, now: int, lease_s: float | None) -> int:
         wanted_ms = model.lease_ms(self.config.lease_s if lease_s is None else lease_s)
         return model.check_ms(now + wanted_ms, "the end of the lease")
+
+    async def _failed(
+        self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object, error: str | None
+    ) -> Dispatch:
+        text = model.clean(error, "error")
+        try:
+            return await self._as_holder(claim, now_ms, decide, *words, text)
+        except TooLarge:  # what is not handed back holds its thread until the lease is over
+            return await self._as_holder(claim, now_ms, decide, *words, text and text[:_SHORT_ERROR])
 
     async def _as_holder(
         self, claim: Dispatch, now_ms: int | None, decide: Callable[..., Step], *words: object

@@ -196,6 +196,8 @@ class Lease:
         async with self._changing:
             if self._over:
                 raise TokenLost(self.key, _ENDED)
+            if self.lost.is_set() and not ends:  # meanwhile: a renewal would take back what was to be given up
+                raise TokenLost(self.key, self._reason)
             self._record = replace(self._record, number=self._record.number + 1)
             record = replace(record, number=self._record.number)
             self._ending |= ends

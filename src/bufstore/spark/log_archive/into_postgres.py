@@ -45,6 +45,8 @@ class IntoPostgres:
         self._stack = AsyncExitStack()
         #: In a dry run, the watermarks as they would be after the last transaction.
         self._would_be: Mapping[str, Watermark] = {}
+        #: Threads of which Postgres refuses an entry for now: nothing behind it is restored.
+        self._held = set[str]()
 
     async def __aenter__(self) -> IntoPostgres:
         self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database(self._log))
@@ -100,7 +102,15 @@ class IntoPostgres:
         # Before they are divided: what tells that an entry was given up may come to stand in the other half.
         return await self._apply({t: without_given_up(Watermark(), items) for t, items in threads.items()})
 
-    async def _apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
+    async def _apply(self, given: Mapping[str, Sequence[Item]]) -> RestoreCounts:
+        threads = {t: items for t, items in given.items() if t not in self._held}
+        held = RestoreCounts(threads=len(given) - len(threads))
+        held.refused = sum(len(items) for t, items in given.items() if t in self._held)
+        if threads:
+            held.add(await self._apply_these(threads))
+        return held
+
+    async def _apply_these(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         counts = RestoreCounts()
         versions = await self._store.versions(list(threads))
 
@@ -127,11 +137,15 @@ class IntoPostgres:
     async def _apply_apart(self, threads: Mapping[str, Sequence[Item]], refusal: FlushFailed) -> RestoreCounts:
         """Apply what Postgres refuses together in halves, down to the entry that it refuses, which is left out.
 
-        The earlier positions go first: of two entries that exclude each other, the later one was parked then.
+        So is what stands behind it in its thread, if the refusal may pass: a flush would let the thread wait, and
+        another run tries all of it again. The earlier positions go first: of two entries that exclude each other, the
+        later one was parked then.
         """
         positions = sorted(item.seq for items in threads.values() for item in items)
         if len(positions) == 1:
             (thread_id,) = threads
+            if refusal.verdict is not Verdict.POISON:
+                self._held.add(thread_id)
             reason = f"thread {thread_id!r}, position {positions[0]}: Postgres refuses it: {refusal}"
             return RestoreCounts(threads=1, refused=1, reasons=[reason])
         counts, middle = RestoreCounts(), positions[len(positions) // 2]

@@ -115,7 +115,8 @@ class ParkedRows:
         async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
             await self._execute(connection, "lock_replays", self._schema, thread_id)
             wanted = arrays.longs(ids) if ids is not None else None
-            await self._execute(connection, "number", thread_id, wanted, self._schema)
+            highest = await _highest(store, thread_id)
+            await self._execute(connection, "number", thread_id, wanted, self._schema, highest)
         done: list[RowReplay] = []
         while (one := await self._replay_one(store, thread_id)) is not None:
             done.append(one)
@@ -135,12 +136,7 @@ class ParkedRows:
             ((id_, row, number),) = found
             try:
                 wanted = wanted_of(row_of_json(row))
-                repeated = await _write(store, wanted, ProducerSequence(PRODUCER, number))
-                if repeated and await _has_higher(store, wanted.thread_id, number):
-                    raise Rejected(
-                        "a replay with a higher number was already written to its thread (the clock went back): replay "
-                        "this row later"
-                    )
+                await _write(store, wanted, ProducerSequence(PRODUCER, number))
             except LogFull:
                 raise
             except Rejected as e:
@@ -159,20 +155,20 @@ class ParkedRows:
 
 async def _write(
     store: BufferedThreadStore, wanted: CheckpointRow | WantedEdit | LineageChange, number: ProducerSequence
-) -> bool:
-    """Write what a row asks for. Returns whether the thread has its number or a higher one already."""
+) -> None:
+    """Write what a row asks for, unless its thread has its number or a higher one: then it is written."""
     if isinstance(wanted, WantedEdit):
-        return (await store.bulk.edit(wanted, number)).repeated
-    if isinstance(wanted, LineageChange):
-        return bool(await store.bulk.delete(wanted, number))  # a thread that is not there is as it should be
-    write = store.checkpoint if wanted.whole else store.checkpoint_append
-    return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated
+        await store.bulk.edit(wanted, number)
+    elif isinstance(wanted, LineageChange):
+        await store.bulk.delete(wanted, number)  # a thread that is not there is as it should be
+    else:
+        write = store.checkpoint if wanted.whole else store.checkpoint_append
+        await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)
 
 
-async def _has_higher(store: BufferedThreadStore, thread_id: str, number: int) -> bool:
-    """Return whether a replay with a higher number was written to the thread.
-
-    Then the one with this number was not: a thread's next replay begins when the one before it is through.
-    """
-    state, _ = await store.lanes.of(thread_id).reads.joined(thread_id)
-    return producers.holds(state.watermark.producers, producers.item(PRODUCER, number + 1))
+async def _highest(store: BufferedThreadStore, thread_id: str) -> int:
+    """Return the highest number that a replay has written to the thread; 0: none has, or no thread has this id."""
+    if not thread_id:
+        return 0
+    state, _ = await store.lanes.of(thread_id).reads.joined(thread_id, proven=True)
+    return producers.highest(state.watermark.producers, PRODUCER)

@@ -54,13 +54,17 @@ SELECT pg_advisory_xact_lock(hashtextextended('bufstore spark replay ' || $1::te
 -- name: number
 -- Numbers rows of a thread for their replay, in the order in which they were set aside. The numbers come from the
 -- clock: threads remember the highest number, and a sequence falls back when Postgres is restored from a backup. They
--- are also no lower than the sequence, because earlier releases took their numbers from it. The row's thread is asked
--- for twice, because somebody may give the row another one while this waits for them.
+-- are also no lower than the sequence, because earlier releases took their numbers from it; and above $4, the highest
+-- that the thread remembers, and those of rows whose replay has begun: clocks go back, too, and a number below another
+-- one would count as written. The row's thread is asked for twice, because somebody may give the row another one while
+-- this waits for them.
 UPDATE {schema}.spark_quarantine q SET replay = n.replay
 FROM (
     SELECT id, greatest(
         nextval(format('%I.%I', $3::text, 'spark_replays')::regclass),
-        (extract(epoch FROM statement_timestamp()) * 1000000)::bigint + row_number() OVER (ORDER BY id)
+        (extract(epoch FROM statement_timestamp()) * 1000000)::bigint + row_number() OVER (ORDER BY id),
+        greatest($4::bigint, (SELECT max(replay) FROM {schema}.spark_quarantine WHERE thread_id = $1::text))
+            + row_number() OVER (ORDER BY id)
     ) AS replay
     FROM {schema}.spark_quarantine
     WHERE thread_id = $1::text AND replay IS NULL AND ($2::bigint[] IS NULL OR id = ANY ($2::bigint[]))
