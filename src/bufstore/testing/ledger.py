@@ -121,6 +121,14 @@ async def what_one_instance_writes_another_reads(ledgers: Ledgers) -> None:
 
 
 @_check()
+async def a_look_shows_what_is_there(ledgers: Ledgers) -> None:
+    here, there = await ledgers.open(), await ledgers.open()
+    await here.set_epoch(7)
+    assert await there.look()
+    assert await there.epoch() == 7
+
+
+@_check()
 async def the_epoch_never_goes_back(ledgers: Ledgers) -> None:
     ledger = await ledgers.open()
     for epoch, known in ((3, 3), (2, 3), (4, 4)):
