@@ -47,7 +47,7 @@ from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.testing import CHECKS, Check
-from bufstore.threads import edits
+from bufstore.threads import buffered_lineage, edits
 from bufstore.threads.bulk import BulkCheckpoint
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -449,6 +449,38 @@ def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another()
             assert thread.parent_thread_id == parent
 
     run(main())
+
+
+@pytest.mark.parametrize("children", [Children.DETACH, Children.CASCADE])
+def test_a_deletion_finds_a_child_that_changes_between_two_pages(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: such a child kept a parent that was gone, and a deletion with all descendants left it there."""
+    monkeypatch.setattr(buffered_lineage, "LIMIT_MAX", 2)
+
+    async def main(store: BufferedThreadStore) -> None:
+        inner, names = store._store, [f"c{n}" for n in range(5)]
+        await store.save_thread("p")
+        for name in names:
+            await store.checkpoint(name, [], replace_run(run_of(name), parent_thread_id="p"))
+        pages = inner.query_threads
+
+        async def changing(query: Any, *, limit: int, cursor: str | None) -> Any:
+            page = await pages(query, limit=limit, cursor=cursor)
+            if cursor is None:
+                later = set(names) - {thread.thread_id for thread in page.threads}
+                await store.save_thread_state(min(later), "changed")
+                await store.force_flush(min(later))
+            return page
+
+        monkeypatch.setattr(inner, "query_threads", changing)
+        await store.delete_thread("p", children=children)
+        monkeypatch.undo()
+        left = [thread for name in names if (thread := await store.load_thread(name)) is not None]
+        assert len(left) == (0 if children is Children.CASCADE else len(names))
+        assert not [thread.thread_id for thread in left if thread.parent_thread_id is not None]
+
+    alone(main)
 
 
 def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_its_change_may_take() -> None:

@@ -324,14 +324,17 @@ class BufferedLineage:
 
     async def _flushed_children(self, thread_id: str) -> list[str]:
         # Before the store: a replay moves an entry from quarantine into the store, and must not do so between the two.
-        found = await self._parked.children(thread_id)
-        query, cursor = ThreadQuery(parent_thread_id=thread_id), None
+        found = set(await self._parked.children(thread_id))
+        query, cursor, before = ThreadQuery(parent_thread_id=thread_id), None, -1
         while True:
             page = await self._lists.threads(query, LIMIT_MAX, cursor, Consistency.EVENTUAL)
-            found += [thread.thread_id for thread in page.threads]
+            found.update(thread.thread_id for thread in page.threads)
+            if page.next_cursor is None:
+                if cursor is None or len(found) == before:
+                    return sorted(found)
+                # A child that changed between two pages moved to the front and is on neither: look again.
+                before = len(found)
             cursor = page.next_cursor
-            if cursor is None:
-                return sorted(set(found))
 
     async def descendants(self, thread_id: str) -> list[str]:
         """The threads that a deletion with `Children.CASCADE` would take along."""
