@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bufstore.langgraph.folded import Folded
-from bufstore.postgres.connection.arrays import Array, blobs, chunks, ints, texts
+from bufstore.postgres.connection.arrays import Array, blobs, chunks, ints, row_bytes, texts
 
 
 def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]:
@@ -27,14 +27,14 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
         for f in batch
         for _, b in sorted(f.rows.blobs.items())
     )
-    for columns in chunks(kept, lambda row: len(row[5] or b"")):
+    for columns in chunks(kept, row_bytes):
         yield "put_blobs", [*map(texts, columns[:5]), blobs(columns[5])]
     put = (
         (f.thread_id, c.ns, c.id, c.parent, c.checkpoint, c.metadata)
         for f in batch
         for _, c in sorted(f.rows.checkpoints.items())
     )
-    for columns in chunks(put, lambda row: len(row[4]) + len(row[5])):
+    for columns in chunks(put, row_bytes):
         yield "put_checkpoints", [*map(texts, columns[:4]), *map(blobs, columns[4:])]
     for name, replaces in (("put_writes", False), ("replace_writes", True)):
         written = (
@@ -43,6 +43,6 @@ def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]
             for key, w in sorted(f.rows.writes.items())
             if (key in f.replacing) is replaces
         )
-        for columns in chunks(written, lambda row: len(row[7])):
+        for columns in chunks(written, row_bytes):
             row, idx, names, blob, path = columns[:4], columns[4], columns[5:7], columns[7], columns[8]
             yield name, [*map(texts, row), ints(idx), *map(texts, names), blobs(blob), texts(path)]

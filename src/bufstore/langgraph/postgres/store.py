@@ -149,7 +149,7 @@ class PostgresCheckpointStore:
         check_migration(self.schema, version)
 
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[LangGraphChange]) -> None:
-        """See `CheckpointStore.apply`. At most eight statements in one round trip (large values: one per 16 MiB)."""
+        """See `CheckpointStore.apply`. At most eight statements in one round trip (a large batch: one per 16 MiB)."""
         folded = [
             Folded(change.thread_id, (operation for _, operation in change.operations))
             for change in sorted(batch, key=lambda change: change.thread_id)

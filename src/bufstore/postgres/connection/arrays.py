@@ -17,13 +17,15 @@ from psycopg.errors import InvalidBinaryRepresentation
 from psycopg.pq import ExecStatus, Format
 from psycopg.rows import tuple_row
 
-#: About how many bytes of payload one statement takes at most: Postgres holds several copies of them in memory.
+#: About how many bytes one statement takes at most: Postgres holds several copies of them in memory.
 STATEMENT_BYTES = 16 << 20
 
 _LENGTH = struct.Struct("!i").pack
 _INT8 = struct.Struct("!q").pack
 _HEADER = struct.Struct("!iiIii").pack  # dimensions, has nulls, element type, length, lower bound
 _NULL = _LENGTH(-1)
+#: What a number takes, and a text or a blob at most beside its own bytes.
+_VALUE_BYTES = 12
 
 
 @contextmanager
@@ -81,11 +83,14 @@ class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):
 
 
 def chunks(rows: Iterable[tuple[Any, ...]], size_of: Callable[[Any], int]) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield the columns for each statement, of at most STATEMENT_BYTES or one row. `size_of`: a row's bytes."""
+    """Yield the columns for each statement, of at most STATEMENT_BYTES or one row.
+
+    `size_of`: how many bytes a row's texts and blobs have (`row_bytes`); a thread's id is in each of its rows.
+    """
     chunk: list[tuple[Any, ...]] = []
     size = 0
     for row in rows:
-        bytes_ = size_of(row)
+        bytes_ = size_of(row) + _VALUE_BYTES * len(row)
         if chunk and size + bytes_ > STATEMENT_BYTES:
             yield list(zip(*chunk, strict=True))
             chunk, size = [], 0
@@ -93,6 +98,11 @@ def chunks(rows: Iterable[tuple[Any, ...]], size_of: Callable[[Any], int]) -> It
         size += bytes_
     if chunk:
         yield list(zip(*chunk, strict=True))
+
+
+def row_bytes(row: Iterable[Any]) -> int:
+    """Return how many bytes the row's texts (about) and blobs have."""
+    return sum(len(value) for value in row if isinstance(value, (str, bytes)))
 
 
 def texts(values: Iterable[str | None]) -> Array:

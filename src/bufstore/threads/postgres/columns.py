@@ -12,7 +12,7 @@ from hashlib import blake2b
 import msgspec
 from psycopg.errors import UniqueViolation
 
-from bufstore.postgres.connection.arrays import Array, blobs, chunks, ints, longs, texts
+from bufstore.postgres.connection.arrays import Array, blobs, chunks, ints, longs, row_bytes, texts
 from bufstore.threads.model import RunStatus, Thread, ThreadChange, encoded_id
 
 
@@ -77,7 +77,7 @@ def message_columns(changes: Iterable[ThreadChange]) -> Iterator[tuple[Array, ..
     rows = (
         (change.thread_id, change.keep + i, payload) for change in changes for i, payload in enumerate(change.messages)
     )
-    for thread_ids, seqs, payloads in chunks(rows, lambda row: len(row[2])):
+    for thread_ids, seqs, payloads in chunks(rows, lambda row: len(row[0]) + len(row[2])):
         yield texts(thread_ids), ints(seqs), blobs(payloads), longs(id_hash(p) for p in payloads)
 
 
@@ -96,7 +96,7 @@ def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
     ranks = _ranks([row[3] for row in rows])
     columns: list[tuple[Array, ...]] = []
     ranked = ((*row[:3], rank) for row, rank in zip(rows, ranks, strict=True))
-    for run_ids, thread_ids, records, chunk_ranks in chunks(ranked, lambda row: len(row[2])):
+    for run_ids, thread_ids, records, chunk_ranks in chunks(ranked, row_bytes):
         statuses = [_status_of(record).status.value for record in records]
         columns.append((texts(run_ids), texts(thread_ids), blobs(records), texts(statuses), ints(chunk_ranks)))
     return columns

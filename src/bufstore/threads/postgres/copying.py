@@ -12,7 +12,7 @@ from bufstore.threads.postgres.columns import id_hash
 
 #: From this many messages on, COPY saves more than its two round trips cost.
 COPY_FROM = 200
-#: About how many bytes of payload are handed over at once.
+#: About how many bytes are handed over at once.
 _BLOCK_BYTES = 1 << 20
 
 _BEGIN = b"PGCOPY\n\xff\r\n\0" + bytes(8)  # no flags, no extension
@@ -34,10 +34,10 @@ def copied(changes: Iterable[ThreadChange]) -> Iterator[bytes]:
         for seq, payload in enumerate(change.messages, change.keep):
             hashed = id_hash(payload)
             parts += (first, _SEQ(4, seq, len(payload)), payload, _NO_HASH if hashed is None else _HASH(8, hashed))
-            size += len(payload)
-        if size >= _BLOCK_BYTES:
-            yield b"".join(parts)
-            parts, size = [], 0
+            size += len(first) + len(payload)
+            if size >= _BLOCK_BYTES:
+                yield b"".join(parts)
+                parts, size = [], 0
     parts.append(_END)
     yield b"".join(parts)
 

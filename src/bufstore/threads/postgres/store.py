@@ -231,7 +231,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
         """Write `batch` (at most one change per thread) on `connection`, in the caller's transaction.
 
-        A fixed number of statements in one round trip, whatever the size (large payloads: one per 16 MiB); many new
+        A fixed number of statements in one round trip, whatever the size (a large batch: one per 16 MiB); many new
         messages go as a COPY, which takes two more.
         psycopg's errors pass through; a run id of another thread is a UniqueViolation.
         """
