@@ -1130,3 +1130,46 @@ def test_changes_of_lineage_that_wait_their_turn_learn_of_an_outage_at_once() ->
         del inner.query_threads
 
     alone(main)
+
+
+def test_many_edits_of_a_thread_at_once_read_it_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each read the thread again as often as there were others, and of 300 most were given up."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        await store.save_thread("t")
+        reads, looks = store.buffer.reads, 0
+        thread = reads.thread
+
+        async def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return await thread(*arguments, **options)
+
+        monkeypatch.setattr(reads, "thread", counted)
+        await asyncio.gather(*(store.append_messages("t", [n]) for n in range(40)))
+        monkeypatch.undo()
+        assert looks <= 2 * 40
+        assert sorted(await store.load_messages("t") or []) == [*range(40)]
+        assert not store._edits._turns, "nobody waits, so nothing is kept"
+
+    alone(main)
+
+
+def test_edits_that_wait_their_turn_learn_of_an_outage_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        await store.save_thread("t")
+        loop = asyncio.get_running_loop()
+
+        async def away(*_: object, **__: object) -> Any:
+            await asyncio.sleep(2)
+            raise StoreUnavailable("it is away")
+
+        monkeypatch.setattr(store.buffer.reads, "thread", away)
+        began = loop.time()
+        appends = [store.append_messages("t", [n]) for n in range(40)]
+        outcomes = await asyncio.gather(*appends, return_exceptions=True)
+        monkeypatch.undo()
+        assert [type(outcome) for outcome in outcomes] == [StoreUnavailable] * len(appends)
+        assert loop.time() - began < 3
+
+    alone(main)

@@ -8,7 +8,9 @@ nothing for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
+from weakref import WeakValueDictionary
 
 from bufstore.buffer import producers
 from bufstore.errors import ConfigError, LogUnavailable, Rejected, ThreadQuarantined
@@ -33,6 +35,9 @@ class BufferedEdits:
         self._store = store
         self._lanes, self._config = lanes, lanes.config
         self._runs = runs
+        #: Edits of a thread by this process take turns: else each that is stored would make all others read again. A
+        #: thread has a lock here while there is an edit of it.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def edit(
         self,
@@ -53,6 +58,24 @@ class BufferedEdits:
         if wanted.run_id is not None:
             await self._runs.claim(wanted.run_id, wanted.thread_id)
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
+        turn = self._turns.setdefault(wanted.thread_id, asyncio.Lock())
+        try:
+            async with asyncio.timeout_at(deadline):
+                if turn.locked():
+                    # What is away shows here, to all at once: in turn, each would wait for it by itself.
+                    with contextlib.suppress(Rejected):
+                        await self._read(wanted, False, mark)
+                await turn.acquire()
+        except TimeoutError:
+            raise _no_turn(wanted.thread_id) from None
+        try:
+            return await self._edit(wanted, deadline, overtaken, mark)
+        finally:
+            turn.release()
+
+    async def _edit(
+        self, wanted: WantedEdit, deadline: float, overtaken: Callable[[], Awaitable[bool]] | None, mark: bytes | None
+    ) -> Receipt:
         # An append fails unless the thread is still as it was read. A refusal has no such check: prove its read.
         proven = False
         while True:
@@ -71,7 +94,7 @@ class BufferedEdits:
                 proven = True
                 continue
             except TimeoutError:
-                raise LogUnavailable(f"could not get a turn to write to thread {wanted.thread_id!r} in time") from None
+                raise _no_turn(wanted.thread_id) from None
             try:
                 # Outside the timeout above: an append ends by itself, and knows its outcome.
                 return await self._append(wanted.thread_id, payload, state, mark)
@@ -112,6 +135,10 @@ class BufferedEdits:
         """Raise ConfigError if the wrapped store takes no edits."""
         if not self.taken:
             raise ConfigError("the wrapped store takes checkpoints only (see bufstore.threads.protocol.WrappableStore)")
+
+
+def _no_turn(thread_id: str) -> LogUnavailable:
+    return LogUnavailable(f"could not get a turn to write to thread {thread_id!r} in time")
 
 
 def _repeated(thread_id: str, state: ThreadState) -> Receipt:
