@@ -29,6 +29,7 @@ from bufstore.errors import (
     BufstoreError,
     Closed,
     ConfigError,
+    LineageError,
     OutcomeUnknown,
     StoreMisconfigured,
     StoreUnavailable,
@@ -42,6 +43,7 @@ from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
 from bufstore.testing.applying import change
 from bufstore.testing.basics import fresh, run_of
 from bufstore.threads.coalesce import Fold
+from bufstore.threads.lineage import Children, LineageChange
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import (
     RunStatus,
@@ -57,6 +59,7 @@ from bufstore.threads.postgres.copying import COPY_FROM
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
 from bufstore.threads.state import ThreadState
+from bufstore.types import Receipt
 from helpers import eventually
 from thorough import examples
 from transaction_pooler import TransactionPooler
@@ -460,6 +463,28 @@ async def test_overlapping_batches_do_not_deadlock(shared: PostgresThreadStore) 
         messages = await shared.load_messages(thread_id)
         assert messages is not None
         assert len(messages) == 2
+
+
+async def test_a_parent_that_is_deleted_while_a_run_names_it_is_checked_again(
+    shared: PostgresThreadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: later steps were accepted, and gave their thread a parent that was gone."""
+    parent, child = fresh(), fresh()
+    named = msgspec.structs.replace(run_of(child), parent_thread_id=parent)
+    await shared.checkpoint(parent, [], run_of(parent))
+    await shared.checkpoint(child, [1], named)
+    change_of = shared._edits.change
+
+    async def beside(wanted: LineageChange) -> Receipt:
+        monkeypatch.undo()
+        await shared.checkpoint(child, [1, 2], named)
+        return await change_of(wanted)
+
+    monkeypatch.setattr(shared._edits, "change", beside)
+    await shared.delete_thread(parent, children=Children.DETACH)
+    with pytest.raises(LineageError):
+        await shared.checkpoint(child, [1, 2, 3], named)
+    assert await shared.load_messages(child) == [1, 2]
 
 
 async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:

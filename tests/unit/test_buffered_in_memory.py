@@ -483,6 +483,31 @@ def test_a_deletion_finds_a_child_that_changes_between_two_pages(
     alone(main)
 
 
+def test_a_parent_that_is_deleted_while_a_run_names_it_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: later steps were accepted, and gave their thread a parent that was gone."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        named = replace_run(run_of("c"), parent_thread_id="p")
+        await store.checkpoint("p", [], run_of("p"))
+        await store.checkpoint("c", [1], named)
+        in_turn = store._lineage._in_turn
+
+        async def beside(*arguments: Any) -> Receipt:
+            monkeypatch.undo()
+            await store.checkpoint("c", [1, 2], named)
+            return await in_turn(*arguments)
+
+        monkeypatch.setattr(store._lineage, "_in_turn", beside)
+        await store.delete_thread("p", children=Children.DETACH)
+        with pytest.raises(LineageError):
+            await store.checkpoint("c", [1, 2, 3], named)
+        await store.checkpoint("c", [1, 2, 3], run_of("c"))
+        await store.checkpoint("g", [], run_of("g"))
+        await store.set_parent("g", "c")
+
+    alone(main)
+
+
 def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_its_change_may_take() -> None:
     """The record may be garbage or of a newer release, whose change may be going on, but not for ever."""
 

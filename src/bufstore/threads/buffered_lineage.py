@@ -129,11 +129,11 @@ class BufferedLineage:
         OutcomeUnknown, and the next change carries it out; repeating it is safe.
         """
         self._edits.check_store()
-        self._parents.forget()
         mine = _Record(secrets.randbits(63), wanted, mark=mark)
         try:
-            async with asyncio.timeout(self._config.flush_timeout_s):
-                return await self._in_turn(wanted, mine, going)
+            with self._parents.changing():
+                async with asyncio.timeout(self._config.flush_timeout_s):
+                    return await self._in_turn(wanted, mine, going)
         except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout, StoreMisconfigured) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -98,8 +98,8 @@ class NamedParents:
 
     async def check(self, run: Run) -> None:
         """Raise LineageError if the run names a parent that its thread cannot get; a thread that has one keeps it."""
-        parent = run.parent_thread_id
-        if parent is None or self._good.get(run.thread_id) == parent:
+        parent, good = run.parent_thread_id, self._good
+        if parent is None or good.get(run.thread_id) == parent:
             return
         if parent == run.thread_id:
             raise LineageError(f"thread {parent!r} cannot be its own parent")
@@ -111,11 +111,17 @@ class NamedParents:
                 await self._change(new_parent(run.thread_id, parent))
             except NotFound:  # the thread was deleted meanwhile, so it will be new
                 await check_parent(self._thread, run.thread_id, parent)
-        self._good[run.thread_id] = parent
+        good[run.thread_id] = parent
 
-    def forget(self) -> None:
-        """The lineage has changed: check again."""
-        self._good.clear()
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """The lineage changes in this context: what is found before its end is not remembered behind it."""
+        # A new memory each time: a check that has begun remembers in the one that it began with.
+        self._good = Newest(_REMEMBERED)
+        try:
+            yield
+        finally:
+            self._good = Newest(_REMEMBERED)
 
 
 async def check(family: Family, wanted: LineageChange) -> None:

@@ -317,8 +317,8 @@ class PostgresThreadStore(ListedStore, EditedStore):
         return await self._edits.edit(wanted)
 
     async def _change(self, wanted: LineageChange) -> Receipt:
-        self._parents.forget()
-        return await self._edits.change(wanted)
+        with self._parents.changing():
+            return await self._edits.change(wanted)
 
 
 class _SnapshotReader:
