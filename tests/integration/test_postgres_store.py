@@ -29,6 +29,7 @@ from bufstore.errors import (
     BufstoreError,
     Closed,
     ConfigError,
+    IdempotencyConflict,
     LineageError,
     OutcomeUnknown,
     StoreMisconfigured,
@@ -485,6 +486,30 @@ async def test_a_parent_that_is_deleted_while_a_run_names_it_is_checked_again(
     with pytest.raises(LineageError):
         await shared.checkpoint(child, [1, 2, 3], named)
     assert await shared.load_messages(child) == [1, 2]
+
+
+@pytest.mark.parametrize("append", [False, True])
+async def test_a_repeat_is_recognized_though_its_parent_is_gone(append: bool, shared: PostgresThreadStore) -> None:
+    """Regression: the repeat of a stored write was refused, as if nothing were stored."""
+    parent, child = fresh(), fresh()
+    await shared.checkpoint(parent, [], run_of(parent))
+    save = shared.checkpoint_append if append else shared.checkpoint
+
+    async def write(thread_id: str, messages: list[Any], key: str | None) -> Receipt:
+        named = msgspec.structs.replace(run_of(thread_id), parent_thread_id=parent)
+        return await save(thread_id, messages, named, idempotency_key=key)
+
+    await write(child, [1], "key")
+    await shared.delete_thread(parent, children=Children.DETACH)
+    assert (await write(child, [1], "key")).repeated
+    with pytest.raises(IdempotencyConflict):
+        await write(child, [2], "key")
+    new = fresh()
+    for thread_id, key in [(child, "another key"), (child, None), (new, "key")]:
+        with pytest.raises(LineageError):
+            await write(thread_id, [2], key)
+    assert await shared.load_messages(child) == [1]
+    assert await shared.load_thread(new) is None
 
 
 async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:

@@ -19,6 +19,7 @@ from bufstore.errors import (
     BufstoreError,
     ConfigError,
     IdempotencyConflict,
+    LineageError,
     OutcomeUnknown,
     TooLarge,
     VersionConflict,
@@ -168,8 +169,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         and a second try could not find out what became of the first.
         """
         call = _Call.of(thread_id, messages, run, idempotency_key)
-        await self._parents.check(run)
-        return await self._save(call, append=False, expected=None)
+        return await self._save(call, run, append=False, expected=None)
 
     async def checkpoint_append(
         self,
@@ -189,15 +189,25 @@ class PostgresThreadStore(ListedStore, EditedStore):
         ids = [h for h in call.id_hashes if h is not None]
         if len(set(ids)) < len(ids):
             raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
-        await self._parents.check(run)
-        return await self._save(call, append=True, expected=expected_version)
+        return await self._save(call, run, append=True, expected=expected_version)
 
-    async def _save(self, call: _Call, *, append: bool, expected: int | None) -> Receipt:
+    async def _save(self, call: _Call, run: Run, *, append: bool, expected: int | None) -> Receipt:
+        refused: LineageError | None = None
+        try:
+            await self._parents.check(run)
+        except LineageError as e:
+            if call.key is None:
+                raise
+            # The parent may be gone since the write that this repeats. No thread has this version, so nothing is
+            # stored, and the function says whether it knows the key.
+            refused, expected = e, -1
         # If the caller gave no key, a random one makes the second try below exactly-once.
         key = call.key if call.key is not None else secrets.token_hex(8)
         entry_id = secrets.randbits(63)
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
         outcome, saves, last_id, version = await self._exactly_once(call.thread_id, key, parameters)
+        if refused is not None and outcome not in ("repeated", "other content"):
+            raise refused
         if outcome not in ("stored", "repeated"):
             raise _refusal(outcome, call, expected, version)
         # If the second try finds what the first one has stored, that is no repetition.
