@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.conninfo import check_conninfo
-from bufstore.postgres.connection.pool import Pool, open_pool
+from bufstore.postgres.connection.pool import Pool, connect, open_pool
 from fault_proxy.proxy import FaultProxy
 from helpers import cancel_as_anyio, eventually, fresh, query
 from thorough import seldom
@@ -240,6 +240,17 @@ async def test_of_several_hosts_the_one_that_refuses_is_told_of(servers: Servers
             await backend(pool)
     finally:
         await pool.close()
+
+
+async def test_a_host_that_has_no_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: whoever had mistyped the host was told "connection failed" alone."""
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(StoreUnavailable, match=r"failed to resolve host 'pq\.invalid': .*Name or service not known"):
+        await connect("host=pq.invalid user=u dbname=d")
 
 
 async def test_a_login_that_is_refused_is_told_to_all_at_once(servers: Servers) -> None:

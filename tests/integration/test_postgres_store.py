@@ -836,6 +836,7 @@ def test_a_connection_string_never_shows() -> None:
         (psycopg.errors.DiskFull(), StoreUnavailable),
         (psycopg.errors.TooManyConnections(), StoreUnavailable),
         (psycopg.errors.DeadlockDetected(), StoreUnavailable),
+        (psycopg.errors.IoError(), StoreUnavailable),
         (psycopg.OperationalError(), StoreUnavailable),
         (psycopg.DatabaseError(), StoreUnavailable),  # a connection that was lost within a pipeline
         (TimeoutError(), StoreUnavailable),
@@ -844,12 +845,15 @@ def test_a_connection_string_never_shows() -> None:
         (psycopg.errors.UndefinedTable(), StoreMisconfigured),
         (psycopg.errors.InvalidCatalogName(), StoreMisconfigured),
         (psycopg.errors.ReadOnlySqlTransaction(), StoreMisconfigured),
+        (psycopg.errors.DataCorrupted(), StoreMisconfigured),
+        (psycopg.errors.IndexCorrupted(), StoreMisconfigured),
         (psycopg.errors.UniqueViolation(), None),
         (psycopg.errors.CharacterNotInRepertoire(), None),
         (psycopg.ProgrammingError(), None),
     ],
 )
 def test_errors_are_mapped(error: psycopg.Error | OSError, expected: type[BufstoreError] | None) -> None:
+    """Regression: callers got psycopg's own errors when Postgres' disk failed or its data was damaged."""
     mapped = mapped_error(error)
     assert mapped is None if expected is None else isinstance(mapped, expected)
     with pytest.raises(expected or type(error)) as raised, map_errors():

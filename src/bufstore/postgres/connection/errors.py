@@ -43,6 +43,7 @@ _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
     "25P03": NoAnswer,  # idle in transaction timeout
     "25P04": NoAnswer,  # transaction timeout
     "53": StoreUnavailable,  # disk full, out of memory, too many connections
+    "58": StoreUnavailable,  # input and output
     "40001": StoreUnavailable,  # serialization failure: rolled back
     "40P01": StoreUnavailable,  # deadlock: rolled back
     "40003": NoAnswer,  # "statement completion unknown"
@@ -53,6 +54,8 @@ _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
     "3F000": StoreMisconfigured,  # no such schema
     "42": StoreMisconfigured,  # no such table or function, no permission
     "25006": StoreMisconfigured,  # read-only
+    "XX001": StoreMisconfigured,  # data corrupted
+    "XX002": StoreMisconfigured,  # index corrupted
 }
 
 

@@ -46,7 +46,7 @@ _REFUSED = re.compile(
     r"does not match host name",
     re.IGNORECASE | re.DOTALL,
 )
-_REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
+_REASON = re.compile(r"failed: (.*)|(connection timeout.*)|(failed to resolve.*)")
 
 
 class _Quiet(logging.Filter):
