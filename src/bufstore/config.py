@@ -68,7 +68,10 @@ def check_kinds(config: Any) -> None:
             case "int" if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{what} must be a whole number (an int), not {value!r}")
             case "float":
-                check_number(value, what)
+                try:
+                    float(check_number(value, what))
+                except OverflowError:
+                    raise ConfigError(f"{what} must be a number that a float can hold") from None
             case "bool" if type(value) is not bool:
                 raise ConfigError(f"{what} must be True or False, not {value!r}")
 
@@ -188,7 +191,7 @@ class NatsConfig(Secretive):
     def api(self) -> str:
         """The subject prefix of the JetStream API, without a trailing dot."""
         if self.domain:
-            return f"$JS.{self.domain}.API"
+            return f"$JS.{self.domain.rstrip('.')}.API"
         return (self.api_prefix or "$JS.API").rstrip(".")
 
     def published_on(self, subject: str) -> str:
@@ -338,10 +341,12 @@ ToNats: TypeAlias = str | Sequence[str] | NatsConfig | Mapping[str, Any]
 
 
 def as_nats_config(value: ToNats) -> NatsConfig:
-    """Return `value` as a NatsConfig."""
+    """Return `value` as a NatsConfig. Raises ConfigError."""
     if isinstance(value, NatsConfig):
         return value
     if isinstance(value, Mapping):
+        if unknown := value.keys() - {f.name for f in fields(NatsConfig)}:
+            raise ConfigError(f"NatsConfig has no {', '.join(sorted(map(str, unknown)))}")
         return NatsConfig(**value)
     if not isinstance(value, Iterable):
         raise ConfigError(f"nats must be a URL, a list of URLs or a NatsConfig, not {type(value).__name__}")

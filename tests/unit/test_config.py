@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufferConfig, ConfigError, LogConfig, NatsConfig
+from bufstore.config import as_nats_config
 from bufstore.jetstream.connection import Connection
 from bufstore.mailbox import MailboxConfig, NatsMailboxNames
 from bufstore.spark.config import SinkConfig
@@ -49,13 +50,16 @@ def test_a_number_that_must_be_whole_is(kind: type[Any], needed: dict[str, Any],
     ],
 )
 def test_a_time_is_a_number_and_a_flag_a_bool(kind: type[Any], needed: dict[str, Any], name: str) -> None:
-    """Regression: with a time out of an environment variable, flushing stopped for good, and nothing said so."""
+    """Regression: with a time out of an environment variable, flushing stopped for good, and nothing said so. A time
+    that no float can be was taken, and OverflowError came at its first use.
+    """
     flag = isinstance(getattr(kind, name), bool)
     for wrong in ("1", b"1", [1], 1 if flag else True):
         with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name} must be (a number|True or False), not "):
             kind(**needed | {name: wrong})
-    with pytest.raises(ConfigError, match=name):
-        kind(**needed | {name: float("nan")})
+    for wrong in (float("nan"), 10**400):
+        with pytest.raises(ConfigError, match=name):
+            kind(**needed | {name: wrong})
 
 
 @pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])
@@ -71,6 +75,20 @@ def test_a_buckets_keys_go_beside_the_api_of_a_domain() -> None:
         assert config.published_on("thread.groups") == "thread.groups"
     for config in (other, plain):
         assert config.published_on("$KV.b.run.x") == "$KV.b.run.x"
+
+
+def test_a_domain_may_end_with_a_dot_as_a_prefix_may() -> None:
+    """Regression: nobody answered on "$JS.hub..API", and the log was called unavailable."""
+    assert NatsConfig(domain="hub.").api == NatsConfig(api_prefix="$JS.hub.API.").api == "$JS.hub.API"
+
+
+def test_a_mapping_names_fields_of_a_nats_config() -> None:
+    """Regression: a mistyped field was a TypeError."""
+    assert as_nats_config({"servers": "nats://h", "user": "u", "password": "p"}).user == "u"
+    wrong: Any
+    for wrong in ("servrs", 5):
+        with pytest.raises(ConfigError, match=f"NatsConfig has no {wrong}"):
+            as_nats_config({wrong: "nats://h"})
 
 
 @pytest.mark.parametrize("scheme", ["ws", "wss"])

@@ -24,6 +24,7 @@ from bufstore import (
     ConfigDrift,
     ConfigError,
     Consistency,
+    InvalidId,
     LineageError,
     LogConfig,
     LogFull,
@@ -573,6 +574,22 @@ def test_bulk_writes_go_to_the_lanes_of_their_threads() -> None:
             assert await store.load_messages(t, consistency=Consistency.EVENTUAL) == [said(n) for n in range(3)]
 
     alone(main)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("wrong", [None, 5, "", "\ud800"])
+def test_a_bulk_write_to_what_is_no_thread_says_so(wrong: Any, lanes: int) -> None:
+    """Regression: with several lanes a row of a pipeline with such an id raised AttributeError or
+    UnicodeEncodeError, and ended the pipeline instead of the row.
+    """
+
+    async def main() -> None:
+        config = BufferConfig(log=LogConfig(lanes=lanes))
+        async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config) as store:
+            series = await store.bulk.write(wrong, [BulkCheckpoint([], run_of("t"), whole=True)])
+            assert (list(series.receipts), type(series.error)) == ([], InvalidId)
+
+    run(main())
 
 
 def test_a_blocking_store_has_the_quarantine_of_each_lane() -> None:

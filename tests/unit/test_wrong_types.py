@@ -150,6 +150,13 @@ def test_what_is_no_address_is_a_config_error() -> None:
         NatsConfig(servers=cast(Any, [5]))
 
 
+def test_a_connection_string_ends_where_it_ends() -> None:
+    """Regression: libpq read it up to the first NUL, so a password was sent without its end."""
+    with pytest.raises(ConfigError, match="NUL") as refused:
+        PostgresThreadStore("host=h password=geheim\0nis")
+    assert "geheim" not in str(refused.value)
+
+
 def test_a_connection_string_may_be_of_a_class_below_str() -> None:
     """Settings of pydantic are such strings."""
 

@@ -105,6 +105,8 @@ class BulkWriter:
                 break
             before = step.run, call
             wanted.append((call.whole_list if step.whole else call.appending, producers.item_of(step.producer)))
+        if not wanted:  # what the first step is refused for may be an id that is in no lane
+            return Series([], refused)
         receipts, error = await self._lanes.of(thread_id).appender.append_series(thread_id, wanted)
         if error is not None and not isinstance(error, BufstoreError):
             raise error

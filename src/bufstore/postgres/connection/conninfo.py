@@ -26,6 +26,8 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
     """Return the parameters of a connection string. Raises ConfigError, which shows nothing of the string."""
     if not isinstance(conninfo, str):
         raise ConfigError(f"the Postgres connection string must be a str, not {type(conninfo).__name__}")
+    if "\0" in conninfo:
+        raise ConfigError("the Postgres connection string has a NUL character, at which libpq would end it")
     if dialect := _DIALECT.match(conninfo):
         raise ConfigError(
             f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
