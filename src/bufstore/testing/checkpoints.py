@@ -114,6 +114,8 @@ async def a_message_id_is_appended_once(store: ThreadRunStore) -> None:
     run = run_of(thread_id)
     with raises(AlreadyExists):
         await store.checkpoint_append(thread_id, [{"id": "a"}, {"id": "a"}], run)
+    with raises(AlreadyExists):
+        await store.checkpoint_append(thread_id, [{"id": "a"}, {"id": "a"}], run, expected_version=9)
     assert await store.load_thread(thread_id) is None
     await store.checkpoint(thread_id, [{"id": "a"}, {"id": long}, {"id": None}], run)
     for taken in ("a", long):

@@ -122,6 +122,8 @@ async def messages_are_found_by_id_and_position(store: ThreadRunStore) -> None:
     for bad in (7, "\ud800"):
         with raises(InvalidId):
             await store.load_message(thread_id, bad)  # type: ignore[arg-type]
+    with raises(InvalidId):
+        await store.load_message_range("", 3, 2)
 
 
 async def _arrived(store: ThreadRunStore) -> None:

@@ -120,6 +120,9 @@ class MemoryThreadStore(EditedStore):
         """See `ThreadRunStore.checkpoint_append`."""
         payloads, record = _encoded(thread_id, delta, run, idempotency_key)
         check_version(expected_version)
+        new = encoded_ids(payloads)
+        if len(set(new)) < len(new):
+            raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
         content = ("append", payloads, record)
         repeated = self._repeated(thread_id, idempotency_key, content)
         if repeated is not None:
@@ -128,8 +131,7 @@ class MemoryThreadStore(EditedStore):
         if expected_version not in (None, len(before)):
             self._check_run(run.run_id, thread_id)
             raise VersionConflict(thread_id, expected=expected_version, actual=len(before))
-        new, old = encoded_ids(payloads), encoded_ids(before)
-        if len(set(new)) < len(new) or set(new) & set(old):
+        if set(new) & set(encoded_ids(before)):
             raise AlreadyExists(f"thread {thread_id!r}: a message to append has an id that is taken")
         await self._check_parent(run)
         change = _change(thread_id, len(before), payloads, run, record, whole=False)
@@ -164,7 +166,7 @@ class MemoryThreadStore(EditedStore):
             self._runs[run_id] = (thread_id, record)
 
     def _forget(self, thread_id: str) -> None:
-        for rows in (self._threads, self._messages, self._states, self._changed):
+        for rows in (self._threads, self._messages, self._states, self._changed, self._keys):
             rows.pop(thread_id, None)
         for run_id in [run_id for run_id, (owner, _) in self._runs.items() if owner == thread_id]:
             del self._runs[run_id]

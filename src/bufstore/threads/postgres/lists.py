@@ -51,11 +51,11 @@ class ListedStore:
         return next((record for record in records if record.message_id == message_id), None)
 
     async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        check_id(thread_id, "thread_id")
         first, last = check_range(first, last)
         if last < first:
             return []
-        parameters = (check_id(thread_id, "thread_id"), first, last, last - first + 1)
-        rows = await self._sql.read("messages_oldest_first", *parameters)
+        rows = await self._sql.read("messages_oldest_first", thread_id, first, last, last - first + 1)
         return [record_of(thread_id, seq, payload) for seq, payload in rows]
 
     async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
