@@ -337,7 +337,7 @@ async def test_postgres_that_is_not_durable_or_not_ours(own_servers: Servers) ->
     code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
     assert (code, "no EXECUTE on" in checks["Postgres permissions"]["found"]) == (2, True), checks
     assert "run_taken" in checks["Postgres permissions"]["found"]
-    await query(dsn, f"GRANT {functions} TO reader; CREATE TABLE {deployment.name}.of_somebody_else ()")
+    await query(dsn, f"GRANT {functions} TO reader; CREATE TABLE {deployment.name}.spark_of_others ()")
     code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
     assert checks["Postgres permissions"]["level"] == "ok", checks
     ledger = SparkLedger(dsn, deployment.name)

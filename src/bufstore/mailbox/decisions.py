@@ -44,7 +44,7 @@ class Step(msgspec.Struct, frozen=True):
     moves: tuple[Move, ...] = ()
     #: True when the thread has become free other than by an ack: somebody may now find work in it.
     wake: bool = False
-    #: How many bytes of an outcome are recorded: with a large one, the steps behind it must still fit.
+    #: How long an outcome or error is that is recorded: with a long one, the steps behind it must still fit.
     adds: int = 0
 
 
@@ -129,7 +129,7 @@ def _again(
 def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
     """Hand the claim back, to be tried again from `retry_at_ms` on, unless interrupted or without an attempt left."""
     active = held(thread, claim)
-    return _again(thread, active, active.attempts + 1, retry_at_ms, error, now_ms)
+    return replace(_again(thread, active, active.attempts + 1, retry_at_ms, error, now_ms), adds=len(error or ""))
 
 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:

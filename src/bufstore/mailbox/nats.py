@@ -47,6 +47,8 @@ _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
 #: How long `held` waits for a copy, which may have died with the question; its caller asks again soon anyway.
 _SOON_S = 1.0
+#: How long an outcome or error may be that takes only its own length of what is kept for the steps behind it.
+_SHORT = 256
 
 
 class NatsBackend(NatsSweeps, Backend):
@@ -140,7 +142,8 @@ class NatsBackend(NatsSweeps, Backend):
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         messages = self._keys.step(before, step, now_ms)
         try:
-            seq = await self._bucket.put(messages, min(step.adds, GROWS_BY // 2))  # a claim has taken its part
+            room = GROWS_BY // 2 if step.adds > _SHORT else step.adds  # a claim has taken its part, or will
+            seq = await self._bucket.put(messages, room)
         except BaseException as e:
             self._ahead.pop(before.thread_id, None)
             if isinstance(e, Conflict):

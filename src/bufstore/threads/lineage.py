@@ -116,11 +116,9 @@ class NamedParents:
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """The lineage changes in this context: what is found before its end is not remembered behind it."""
-        # A new memory each time: a check that has begun remembers in the one that it began with.
-        self._good = Newest(_REMEMBERED)
         try:
             yield
-        finally:
+        finally:  # a check that has begun remembers in the memory that it began with
             self._good = Newest(_REMEMBERED)
 
 

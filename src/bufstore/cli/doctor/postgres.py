@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
 from psycopg import AsyncConnection, sql
@@ -42,7 +43,7 @@ _PARTS = ("buffer", "threads")
 # The privileges are asked for one at a time: of several, any one would be enough for Postgres.
 _REFUSED = """
 SELECT string_agg(tablename, ', ') FROM pg_tables
-WHERE schemaname = %s AND tablename LIKE ANY (%s::text[]) AND tablename <> 'bufstore_migrations' AND NOT (
+WHERE schemaname = %s AND tablename = ANY (%s::text[]) AND tablename <> 'bufstore_migrations' AND NOT (
     SELECT bool_and(has_table_privilege(quote_ident(schemaname) || '.' || quote_ident(tablename), privilege))
     FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
 )
@@ -163,10 +164,10 @@ async def _tables(
         advice = "run `bufstore setup` with their owner's rights; the next store that opens does it, too, if it may"
         notes.say("functions", Level.BAD, found, advice)
         return False
-    # The tables of all other parts (mailbox, spark) begin with the name of theirs.
-    ours = [table for part in _PARTS if part in versions for table in tables_of(folder_of(part))]
-    ours += [f"{part}_%" for part in versions if part not in _PARTS]
-    refused = await _value(connection, _REFUSED, schema, [name.replace("_", "\\_") for name in ours])
+    folders = {part: folder_of(part) for part in _PARTS}
+    folders |= {part: files(f"bufstore.{part}") / "sql" for part in ("mailbox", "spark")}
+    ours = [table for part, folder in folders.items() if part in versions for table in tables_of(folder)]
+    refused = await _value(connection, _REFUSED, schema, ours)
     called = set[str]().union(*(all_functions(folder_of(part)) for part in _PARTS))
     not_called = await _value(connection, _NOT_CALLED, schema, sorted(called))
     lacking = [f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"] if refused is not None else []

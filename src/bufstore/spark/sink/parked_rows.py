@@ -136,7 +136,13 @@ class ParkedRows:
             ((id_, row, number),) = found
             try:
                 wanted = wanted_of(row_of_json(row))
-                await _write(store, wanted, ProducerSequence(PRODUCER, number))
+                repeated = await _write(store, wanted, ProducerSequence(PRODUCER, number))
+                if repeated and await _highest(store, wanted.thread_id) > number:
+                    # Postgres has failed over, or is a copy: it lost whether this one was written or refused.
+                    raise Rejected(
+                        "a later row of the thread was written, and this one may have been, too: look whether the "
+                        "thread has it, then discard it or replay it"
+                    )
             except LogFull:
                 raise
             except Rejected as e:
@@ -155,15 +161,14 @@ class ParkedRows:
 
 async def _write(
     store: BufferedThreadStore, wanted: CheckpointRow | WantedEdit | LineageChange, number: ProducerSequence
-) -> None:
-    """Write what a row asks for, unless its thread has its number or a higher one: then it is written."""
+) -> bool:
+    """Write what a row asks for. Returns whether the thread has its number or a higher one already."""
     if isinstance(wanted, WantedEdit):
-        await store.bulk.edit(wanted, number)
-    elif isinstance(wanted, LineageChange):
-        await store.bulk.delete(wanted, number)  # a thread that is not there is as it should be
-    else:
-        write = store.checkpoint if wanted.whole else store.checkpoint_append
-        await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)
+        return (await store.bulk.edit(wanted, number)).repeated
+    if isinstance(wanted, LineageChange):
+        return bool(await store.bulk.delete(wanted, number))  # a thread that is not there is as it should be
+    write = store.checkpoint if wanted.whole else store.checkpoint_append
+    return (await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)).repeated
 
 
 async def _highest(store: BufferedThreadStore, thread_id: str) -> int:

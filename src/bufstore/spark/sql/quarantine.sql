@@ -77,7 +77,7 @@ SELECT id, row, replay FROM {schema}.spark_quarantine WHERE thread_id = $1::text
 ORDER BY replay LIMIT 1 FOR UPDATE;
 
 -- name: refused
--- Takes back the number of a row that was refused again, and is therefore certainly not written.
+-- Takes back the number of a row that was refused again, or of which nobody knows whether it is written.
 UPDATE {schema}.spark_quarantine SET replay = NULL, cause = $2::text WHERE id = $1::bigint;
 
 -- name: discard
