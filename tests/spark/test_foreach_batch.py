@@ -105,7 +105,7 @@ async def test_rows_without_positions_go_in_the_order_of_their_contents_once(
 
     begun = _Rows(config, 0, shuffled(1))
     await asyncio.to_thread(AppId(config).begin, Query(), 0)
-    await asyncio.to_thread(begun.write, Pass(only=threads[:3], judging=False, noting=True))
+    await asyncio.to_thread(begun.write, Pass(only=dict.fromkeys(threads[:3], 0), judging=False, noting=True))
     write = checkpoint_sink(config)
     counts = []
     for seed in range(2, 4):
