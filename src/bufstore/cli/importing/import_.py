@@ -75,8 +75,8 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     Each line is one thread: an object with "thread_id" and "messages", a list of any JSON values; other fields are
     ignored. Every thread is written as an agent would: one checkpoint after every message (a thread without messages:
     one), each of which returns when the log has it durably. Each gives all messages so far, so the time for a thread
-    grows with the square of their number: about half a minute for 4000. Then everything is flushed, Postgres is read
-    back without the buffer, and every message of every acknowledged checkpoint is compared with the input.
+    grows with the square of their number. Then everything is flushed, Postgres is read back without the buffer, and
+    every message of every acknowledged checkpoint is compared with the input.
 
     A bad line is reported by its number and skipped. So is one whose thread exists, in the store or earlier in the
     file, unless --overwrite. When a line was skipped, or the input is damaged, the exit code is 1. An import that was
