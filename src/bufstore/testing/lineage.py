@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from bufstore.errors import InvalidId, InvalidQuery, LineageError, NotFound
+from bufstore.errors import (
+    AlreadyExists,
+    IdempotencyConflict,
+    InvalidId,
+    InvalidQuery,
+    LineageError,
+    NotFound,
+    VersionConflict,
+)
 from bufstore.testing.basics import Capability, Check, at_once, count, fresh, raises, registrar, run_of
 from bufstore.threads.lineage import Children
 from bufstore.threads.model import Thread, ThreadMetadata
@@ -76,6 +84,43 @@ async def a_parent_that_a_run_names_is_validated(store: ThreadRunStore) -> None:
     await store.checkpoint(b, [1], run_of(b, parent_thread_id=fresh()))
     await store.checkpoint(new, [1], run_of(new, parent_thread_id=b))
     assert [await _parent(store, t) for t in (a, b, new)] == [None, a, b]
+
+
+@_check(Capability.LINEAGE)
+async def a_repeat_sets_no_parent(store: ThreadRunStore) -> None:
+    """The parent was taken off since the write that is repeated, by itself or because it was deleted."""
+    (parent, gone), whole, appended = await _family(store, None, None), fresh(), fresh()
+    for thread_id, named in [(whole, parent), (appended, gone)]:
+        save = store.checkpoint if thread_id == whole else store.checkpoint_append
+        run = run_of(thread_id, parent_thread_id=named)
+        await save(thread_id, [{"id": "a"}], run, idempotency_key="k")
+        await store.set_parent(thread_id, None)
+        if named == gone:
+            await store.delete_thread(gone)
+        assert (await save(thread_id, [{"id": "a"}], run, idempotency_key="k")).repeated
+        with raises(IdempotencyConflict):
+            await save(thread_id, [{"id": "b"}], run, idempotency_key="k")
+        assert await _parent(store, thread_id) is None
+        assert await store.load_messages(thread_id) == [{"id": "a"}]
+
+
+@_check(Capability.LINEAGE)
+async def an_append_that_is_refused_sets_no_parent(store: ThreadRunStore) -> None:
+    """What stands against an append is told before what stands against the parent that it names."""
+    (_, parent, there), new = await _family(store, None, 0, None), fresh()
+    await store.checkpoint(there, [{"id": "a"}], run_of(there))
+    for named in (parent, fresh()):
+        with raises(VersionConflict):
+            run = run_of(there, parent_thread_id=named)
+            await store.checkpoint_append(there, [{"id": "b"}], run, expected_version=2)
+        with raises(AlreadyExists):
+            await store.checkpoint_append(there, [{"id": "a"}], run)
+        with raises(VersionConflict):
+            run = run_of(new, parent_thread_id=named)
+            await store.checkpoint_append(new, [{"id": "b"}], run, expected_version=2)
+    assert await _parent(store, there) is None
+    assert await store.load_messages(there) == [{"id": "a"}]
+    assert await store.load_thread(new) is None
 
 
 @_check(Capability.LINEAGE)

@@ -9,7 +9,9 @@ write path is `bufstore.threads.write` → `bufstore.buffer.append.appender`, th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 from bufstore.buffer import producers
@@ -18,7 +20,7 @@ from bufstore.buffer.operate.audit import Verification, verification_of_all
 from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, InvalidQuery, LineageError, StoreUnavailable
+from bufstore.errors import ConfigError, InvalidQuery, StoreUnavailable
 from bufstore.nats.session import Nats
 from bufstore.threads.behind import lanes_of
 from bufstore.threads.buffered_edits import BufferedEdits
@@ -49,7 +51,7 @@ from bufstore.threads.queries import (
 )
 from bufstore.threads.runs import Runs
 from bufstore.threads.state import ThreadState
-from bufstore.threads.write import Call, call_of, refusing
+from bufstore.threads.write import Acceptable, Call, call_of, judging
 from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_choice, check_id
 
 
@@ -150,10 +152,10 @@ class BufferedThreadStore(EditedStore):
         Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
-        draft: Prepare[MessageMemory] = call.whole_list
-        if not self._runs.admitted(run):
-            draft = await self._admitted(draft, run, idempotency_key, producer)
-        return await self._append("whole", call, draft, idempotency_key, producer)
+        append = partial(self._append, "whole", call, key=idempotency_key, producer=producer)
+        if self._runs.admitted(run):
+            return await append(call.whole_list)
+        return await self._admit_and_append(run, call.whole_list, append)
 
     async def checkpoint_append(
         self,
@@ -172,28 +174,32 @@ class BufferedThreadStore(EditedStore):
         call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
         if len(delta) > 1:
             call.check_new_ids()
-        draft: Prepare[MessageMemory] = call.appending
-        if not self._runs.admitted(run):
-            draft = await self._admitted(draft, run, idempotency_key, producer)
-        return await self._append("append", call, draft, idempotency_key, producer)
+        append = partial(self._append, "append", call, key=idempotency_key, producer=producer)
+        if self._runs.admitted(run):
+            return await append(call.appending)
+        return await self._admit_and_append(run, call.appending, append)
 
-    async def _admitted(
-        self, draft: Prepare[MessageMemory], run: Run, key: str | None, producer: ProducerSequence | None
-    ) -> Prepare[MessageMemory]:
-        """Return the draft if the run may be saved. Raises LineageError, and what `Runs.claim` raises.
-
-        A write that may repeat another is refused only once that is known not to be: its parent may be gone since.
-        """
-        try:
+    async def _admit_and_append(
+        self, run: Run, draft: Prepare[MessageMemory], append: Callable[[Prepare[MessageMemory]], Awaitable[Receipt]]
+    ) -> Receipt:
+        """Append, with `append`, once the run may be saved. Raises LineageError, and what `Runs.claim` raises."""
+        if await self._lineage.agreed(run):
+            await self._runs.claim(run.run_id, run.thread_id)
+        else:
+            # The parent comes last: what repeats another, or is refused anyhow, must not set it.
+            with suppress(Acceptable):
+                return await append(judging(draft))
             await self._lineage.admit(run)
-        except LineageError as e:
-            if key is None and producer is None:
-                raise
-            return refusing(e)
-        return draft
+        return await append(draft)
 
     def _append(
-        self, kind: str, call: Call, draft: Prepare[MessageMemory], key: str | None, producer: ProducerSequence | None
+        self,
+        kind: str,
+        call: Call,
+        draft: Prepare[MessageMemory],
+        *,
+        key: str | None,
+        producer: ProducerSequence | None,
     ) -> Awaitable[Receipt]:
         return self.lanes.of(call.thread_id).appender.append(
             call.thread_id,

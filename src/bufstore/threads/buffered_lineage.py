@@ -100,6 +100,15 @@ class BufferedLineage:
         #: The sequence of a record that cannot be read, and the loop's time when it was first seen.
         self._unread = (0, 0.0)
 
+    async def agreed(self, run: Run) -> bool:
+        """See `NamedParents.agreed`. True also where `admit` checks nothing."""
+        if run.parent_thread_id is None:
+            return True
+        with self._unchecked():
+            async with asyncio.timeout(self._config.read_timeout_s):
+                return await self._parents.agreed(run)
+        return True
+
     async def admit(self, run: Run) -> None:
         """Check the parent that a run names, and claim its id, before a checkpoint of it.
 
@@ -113,11 +122,15 @@ class BufferedLineage:
 
     async def _check_named(self, run: Run) -> None:
         """Check the parent that the run names, if that can be done in time."""
-        # Where there is one log, the checkpoint would fail for the same reason, and later.
-        others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
-        with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others):
+        with self._unchecked():
             async with asyncio.timeout(self._config.read_timeout_s):
                 await self._parents.check(run)
+
+    def _unchecked(self) -> contextlib.suppress:
+        """What a check of a named parent may fail with, and the checkpoint is written all the same."""
+        # Where there is one log, the checkpoint would fail for the same reason, and later.
+        others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
+        return contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others)
 
     async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
         """Check the change, take a place, carry it out. Raises NotFound, LineageError, what reads and appends raise.

@@ -83,7 +83,8 @@ class NamedParents:
 
     A new thread is nobody's ancestor, so it can get any parent that exists. An existing thread without a parent could
     close a circle with another thread that gets one at the same moment. So `change` sets its parent in turn with other
-    changes, before the checkpoint.
+    changes, before the checkpoint, and after everything else that may stand against the checkpoint: what is refused,
+    or repeats another, changes nothing.
     """
 
     def __init__(
@@ -96,22 +97,40 @@ class NamedParents:
         self._change = change
         self._good: Newest[str, str] = Newest(_REMEMBERED)
 
-    async def check(self, run: Run) -> None:
-        """Raise LineageError if the run names a parent that its thread cannot get; a thread that has one keeps it."""
+    async def agreed(self, run: Run) -> bool:
+        """Return whether a checkpoint with this run may be written as it is. Changes nothing.
+
+        False: the thread cannot get the parent that the run names, or only in turn with other changes of lineage.
+        """
         parent, good = run.parent_thread_id, self._good
         if parent is None or good.get(run.thread_id) == parent:
+            return True
+        if parent == run.thread_id:
+            return False
+        thread = await self._thread(run.thread_id)
+        if thread is None:
+            try:
+                await check_parent(self._thread, run.thread_id, parent)
+            except LineageError:
+                return False
+        elif thread.parent_thread_id is None:
+            return False
+        good[run.thread_id] = parent
+        return True
+
+    async def check(self, run: Run) -> None:
+        """Raise LineageError if the run names a parent that its thread cannot get; a thread that has one keeps it."""
+        if await self.agreed(run):
             return
+        parent = run.parent_thread_id
         if parent == run.thread_id:
             raise LineageError(f"thread {parent!r} cannot be its own parent")
-        thread = await self._thread(run.thread_id)
-        if thread is None or (thread.parent_thread_id is None and self._change is None):
-            await check_parent(self._thread, run.thread_id, parent)
-        elif thread.parent_thread_id is None and self._change is not None:
-            try:
+        if self._change is not None and await self._thread(run.thread_id) is not None:
+            # The thread may be deleted meanwhile; then it will be new.
+            with contextlib.suppress(NotFound):
                 await self._change(new_parent(run.thread_id, parent))
-            except NotFound:  # the thread was deleted meanwhile, so it will be new
-                await check_parent(self._thread, run.thread_id, parent)
-        good[run.thread_id] = parent
+                return
+        await check_parent(self._thread, run.thread_id, parent)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

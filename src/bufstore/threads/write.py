@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from bufstore.buffer.append.tip import Draft, NeedBase, NeedVersion, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, NeedVersion, Prepare, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
 from bufstore.threads.model import Run, RunSave, check_run, check_version, encode_messages, encode_run
@@ -118,11 +118,16 @@ def _call(
     return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), run, save, expected_version)
 
 
-def refusing(error: Exception) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
-    """Make the draft function of a write that is refused, unless it repeats one that is stored."""
+class Acceptable(Exception):
+    """The write would be stored: it repeats no other, and nothing stands against it."""
 
-    def draft(_: Tip[MessageMemory]) -> Draft[MessageMemory]:
-        raise error
+
+def judging(prepare: Prepare[MessageMemory]) -> Prepare[MessageMemory]:
+    """Make the draft function of a write that ends as the one of `prepare` would, but raises Acceptable at last."""
+
+    def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
+        prepare(tip).undo()
+        raise Acceptable
 
     return draft
 

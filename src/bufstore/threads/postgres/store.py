@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -19,7 +20,6 @@ from bufstore.errors import (
     BufstoreError,
     ConfigError,
     IdempotencyConflict,
-    LineageError,
     OutcomeUnknown,
     TooLarge,
     VersionConflict,
@@ -92,7 +92,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         self._behind = False
         self._sql: ThreadStatements = ThreadStatements(self.pool, schema, timeout_s)
         self._edits = DirectEdits(self._sql, schema, self.apply)
-        self._parents = NamedParents(self.load_thread, self._edits.change)
+        self._parents = NamedParents(self.load_thread)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -192,36 +192,35 @@ class PostgresThreadStore(ListedStore, EditedStore):
         return await self._save(call, run, append=True, expected=expected_version)
 
     async def _save(self, call: _Call, run: Run, *, append: bool, expected: int | None) -> Receipt:
-        refused: LineageError | None = None
-        try:
-            await self._parents.check(run)
-        except LineageError as e:
-            if call.key is None:
-                raise
-            # The parent may be gone since the write that this repeats. No thread has this version, so nothing is
-            # stored, and the function says whether it knows the key.
-            refused, expected = e, -1
+        agreed = await self._parents.agreed(run)
         # If the caller gave no key, a random one makes the second try below exactly-once.
         key = call.key if call.key is not None else secrets.token_hex(8)
         entry_id = secrets.randbits(63)
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
-        outcome, saves, last_id, version = await self._exactly_once(call.thread_id, key, parameters)
-        if refused is not None and outcome not in ("repeated", "other content"):
-            raise refused
+        with contextlib.nullcontext() if agreed else self._parents.changing():
+            row = await self._exactly_once(call.thread_id, key, parameters, None if agreed else run)
+        outcome, saves, last_id, version = row
         if outcome not in ("stored", "repeated"):
             raise _refusal(outcome, call, expected, version)
         # If the second try finds what the first one has stored, that is no repetition.
         repeated = outcome == "repeated" and last_id != entry_id and call.key is not None
         return Receipt(call.thread_id, saves, last_id if repeated else entry_id, version, repeated)
 
-    async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> list[Any]:
-        """Run the checkpoint function. When no answer comes, run it once more with the same key."""
+    async def _exactly_once(
+        self, thread_id: str, key: str, parameters: Sequence[Any], in_turn: Run | None
+    ) -> list[Any]:
+        """Run the checkpoint function. When no answer comes, run it once more with the same key.
+
+        `in_turn`: the call's run if it changes the lineage, or cannot; see `DirectEdits.checkpoint`.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._sql.timeout_s
         unanswered = False
         while True:
             try:
                 async with self._sql.lend(timeout_s=deadline - loop.time()) as connection:
+                    if in_turn is not None:
+                        return await self._edits.checkpoint(connection, parameters, in_turn)
                     ((*row,),) = await self._sql.on(connection, "checkpoint", *parameters)
             except NoAnswer as e:
                 if unanswered or loop.time() >= deadline:
