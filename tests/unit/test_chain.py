@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Watermark, counts, plan, superseded
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
+from thorough import examples
 
 
 def at(
     seq: int, id_: int, prev: int = 0, base: Base = Base.CHAINED, *, whole: bool = False, seen: int = 0
 ) -> StoredEntry:
-    entry = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, keys=b"", payload=b"")
+    key = recent_keys.item_of(id_)
+    entry = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, keys=key, payload=b"")
     return StoredEntry("t", seq, entry)
 
 
@@ -120,3 +125,47 @@ def test_a_snapshot_on_a_superseded_entry_is_applied_and_a_delta_on_it_is_not() 
     todo = plan(ROW, [late, at(21, 6, 5)], complete=False)
     assert (applied(todo), parked(todo)) == ([], [21])
     assert applied(plan(ROW, [late, at(21, 6, 100)], complete=False)) == [21], "a delta on what Postgres holds is"
+
+
+def test_what_is_parked_behind_something_parked_is_not_said_to_have_been_passed_over() -> None:
+    """Regression: the writer of a whole list that is in quarantine was told that nothing is stored."""
+    broken = plan(ROW, [malformed(15)], complete=True).watermark
+    entry = at(20, 101, 100, Base.STORED, whole=True, seen=15)
+    todo = plan(broken, [entry], complete=True, poison={101: "poison"})
+    assert (parked(todo), todo.watermark.broken_since) == ([20], 15)
+    assert counts(entry, todo.watermark, None) is None
+    late = at(20, 101, 100, Base.STORED, whole=True, seen=14)
+    assert counts(late, plan(broken, [late], complete=True).watermark, None) is False
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> tuple[list[Item], set[int]]:
+    """A thread's items in the log's order, and the ids of those that are poison."""
+    items: list[Item] = []
+    for n in range(1, draw(st.integers(1, 6)) + 1):
+        base = draw(st.sampled_from([*Base, None]))
+        if base is None:
+            items.append(malformed(10 * n))
+            continue
+        prev, seen = draw(st.integers(0, n - 1)), draw(st.integers(0, 10 * n - 1))
+        items.append(at(10 * n, n, prev, base, whole=draw(st.booleans()), seen=seen))
+    return items, draw(st.sets(st.integers(1, 6)))
+
+
+@examples(300)
+@given(logs())
+def test_a_writer_is_told_what_a_flush_makes_of_its_entry(log: tuple[list[Item], set[int]]) -> None:
+    """At each flush from the one on that is before the entry: what expects nothing lands behind what is flushed."""
+    items, poison = log
+    known = dict.fromkeys(poison, "poison")
+    todo = plan(Watermark(), items, complete=True, poison=known)
+    stored = {*applied(todo), *parked(todo)}
+    for n, entry in enumerate(items):
+        if isinstance(entry, Malformed):
+            continue
+        behind = items[n + 1] if n + 1 < len(items) else None
+        for flushed in range(n, len(items) + 1):
+            row = plan(Watermark(), items[:flushed], complete=True, poison=known).watermark
+            said = counts(entry, row, behind)
+            assert said is None or said is (entry.seq in stored)
+            assert said is not None or flushed > n, "what is not flushed can be told"

@@ -90,7 +90,8 @@ def counts(entry: StoredEntry, watermark: Watermark, behind: Item | None) -> boo
     if watermark.applied_id == e.id or watermark.broken_since == entry.seq or recent_keys.holds(watermark.keys, key):
         return True
     if behind is None:
-        return False
+        # In a chain that was broken when the writer looked, the entry may be parked: the row only tells of the first.
+        return None if watermark.broken_since is not None and watermark.broken_since <= e.seen else False
     return True if isinstance(behind, StoredEntry) and recent_keys.holds(behind.entry.keys, key) else None
 
 

@@ -264,7 +264,7 @@ class TipFinder(Generic[S, M]):
                 producers.merge(marks, first.entry.producers or b""),
             )
         elif tip.first is not None:
-            tip = tip_in_log(tip.seq, watermark, None)  # the log's last entry has no effect
+            tip = tip_in_log(tip.seq, watermark, None)  # the log's last entry has no effect, or is parked
             self._tips.put(thread_id, tip)
             return tip
         tip.keys, tip.keys_complete, tip.first = recent_keys.merge(keys, tip.keys), True, None
