@@ -111,6 +111,33 @@ def test_a_stream_that_a_cluster_does_not_know_is_gone_only_when_that_stays_so()
     assert "is gone" in (look(cluster, times=3, pause_s=GONE_S / 2 + 1) or "")
 
 
+@pytest.mark.parametrize("there", ["shown", "written to"])
+def test_a_stream_that_was_there_in_between_is_not_gone_since_the_first_time(there: str) -> None:
+    """Else one more election, long after the first, would be taken for the end of the log."""
+    nobody = nats.errors.NoRespondersError()
+    shown = info(20_700) if there == "shown" else NO_STREAM
+    stored = [nobody] if there == "shown" else [nobody, {"stream": "THREADLOG", "seq": 20_700}, nobody]
+
+    async def main() -> None:
+        same = SameLog("THREADLOG", out_of_service(CONFIG.log), True)
+        same.note(20_662)
+        cluster: Any = Cluster([NO_STREAM, shown, NO_STREAM], stored)
+
+        async def look() -> str | None:
+            return await same.look(cluster, "$JS.API.STREAM.INFO.THREADLOG", "thread.barrier.0")
+
+        with pytest.raises(Unproven):
+            await look()
+        assert await look() is None
+        await asyncio.sleep(GONE_S + 1)
+        with pytest.raises(Unproven):
+            await look()
+        await asyncio.sleep(GONE_S + 1)
+        assert "is gone" in (await look() or "")
+
+    run(main())
+
+
 def test_a_stream_that_takes_writes_is_not_gone() -> None:
     assert look(Cluster([NO_STREAM], [{"stream": "THREADLOG", "seq": 20_700}])) is None
 
