@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from bufstore.buffer.groups.group import Draft
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.last_seen import LastSeen, Seen
+from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogRolledBack, LogUnavailable
 from bufstore.jetstream.messages import HEADER, Outgoing, StoredMessage
@@ -173,11 +174,16 @@ class Connection:
     async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
         if "STREAM.INFO" in subject:
             return json.dumps(info(self.end)).encode()
-        found = self.messages.get(json.loads(payload)["seq"])
+        asked = json.loads(payload)
+        if "last_by_subj" in asked:
+            seq = max((n for n, (on, _) in self.messages.items() if on == asked["last_by_subj"]), default=0)
+        else:
+            seq = asked["seq"]
+        found = self.messages.get(seq)
         if found is None:
             return json.dumps({"error": {"code": 404, "err_code": 10037}}).encode()
         headers = f"NATS/1.0\r\n{HEADER}: {found[1]}\r\n\r\n"
-        message = {"subject": found[0], "seq": 1, "hdrs": base64.b64encode(headers.encode()).decode()}
+        message = {"subject": found[0], "seq": seq, "hdrs": base64.b64encode(headers.encode()).decode()}
         return json.dumps({"message": message}).encode()
 
     async def write(self, messages: list[Outgoing], batch: Any, timeout_s: float, *, doubt: Any = None) -> bytes:
@@ -252,6 +258,65 @@ def test_a_refused_log_is_not_taken_again_when_postgres_says_otherwise() -> None
         assert not await accepted(log)
         answers[0] = None
         assert await accepted(log)
+
+    refused(main)
+
+
+class Elsewhere:
+    """Postgres, as long as it is another one, and others who write, flush and purge meanwhile."""
+
+    def __init__(self, log: NatsLog, connection: Connection) -> None:
+        self.another: str | None = "the entry at the cursor is another one"
+        self._messages, self._connection = connection.messages, connection
+        log.vouched_by(self._mismatch)
+
+    async def _mismatch(self) -> str | None:
+        return self.another
+
+    def wrote(self, *seqs: int, what: str = "group") -> None:
+        for seq in seqs:
+            self._messages[seq] = (Subjects(CONFIG.log.subject, CONFIG.log.partitions).groups, f"{what} {seq}")
+        self._connection.end = max(seqs)
+
+    def purged(self, *seqs: int) -> None:
+        for seq in seqs:
+            del self._messages[seq]
+
+
+def test_what_we_wrote_may_be_purged_once_the_refused_log_was_seen_to_hold_it() -> None:
+    """Regression: the process refused the log until it was started again."""
+
+    async def main(log: NatsLog, connection: Connection) -> None:
+        elsewhere = Elsewhere(log, connection)
+        elsewhere.wrote(4, 5, 6, 7)
+        assert not await accepted(log)
+        elsewhere.purged(1, 2, 3, 4)
+        elsewhere.wrote(8)
+        assert not await accepted(log)
+        elsewhere.purged(5, 6, 7)
+        elsewhere.another = None
+        assert await accepted(log)
+
+    refused(main)
+
+
+@pytest.mark.parametrize("lost", ["what we wrote", "and was not looked at since", "what stood behind it"])
+def test_a_refused_log_is_not_taken_again_where_it_may_have_lost_what_we_wrote(lost: str) -> None:
+    async def main(log: NatsLog, connection: Connection) -> None:
+        elsewhere = Elsewhere(log, connection)
+        if lost == "what stood behind it":
+            elsewhere.wrote(4, 5, 6)
+            assert not await accepted(log)
+            elsewhere.wrote(6, 7, 8, what="of another")
+        elif lost == "and was not looked at since":
+            elsewhere.wrote(4, 5, 6, 7)
+            elsewhere.purged(4)
+        else:
+            elsewhere.wrote(3, 4, 5, what="of another")
+            assert not await accepted(log)
+        elsewhere.purged(1, 2, 3)
+        elsewhere.another = None
+        assert not await accepted(log)
 
     refused(main)
 

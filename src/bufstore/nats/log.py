@@ -160,7 +160,8 @@ class NatsLog(NatsStream):
         seen = self._same.highest
         if await self.end(5.0) < seen or (self.replicated and await self.barrier(5.0) <= seen):
             return False
-        return await self._same.holds_what_we_wrote(self.identity) and (
+        (last,) = await self.ends([self._subjects.groups], 5.0)
+        return await self._same.holds_what_we_wrote(self.identity, last) and (
             self._vouch is None or await self._vouch() is None
         )
 

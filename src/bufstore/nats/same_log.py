@@ -53,6 +53,9 @@ class SameLog:
         self.refused: str | None = None
         #: The last message that was acknowledged to this process: position, subject, header. None: there is none yet.
         self._acked: tuple[int, str, str | None] | None = None
+        #: The same of a later message that stood in the refused log together with that one, which may be purged since:
+        #: a log that holds the later one has not lost the earlier one. None: none was seen.
+        self._beside: tuple[int, str, str | None] | None = None
         self._gone_since: float | None = None
         self._look: asyncio.Task[None] | None = None
 
@@ -65,7 +68,7 @@ class SameLog:
     def acked(self, seq: int, message: Outgoing) -> int:
         """Note that this message of ours is in the log, at this position."""
         if self._acked is None or seq > self._acked[0]:
-            self._acked = seq, message.subject, message.header
+            self._acked, self._beside = (seq, message.subject, message.header), None
         return self.note(seq)
 
     def check(self) -> None:
@@ -102,13 +105,21 @@ class SameLog:
                                  extra={"action": "log_accepted"})  # fmt: skip
                     self.refused = None
 
-    async def holds_what_we_wrote(self, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bool:
-        """Return whether the last message acknowledged to this process is where it was; True if there is none."""
+    async def holds_what_we_wrote(self, read: Callable[[int], Awaitable[StoredMessage | None]], end: int) -> bool:
+        """Return whether the log holds the last message acknowledged to this process, or certainly let go of it in
+        order; True if there is none. `end`: the position of the last group, which no purge takes for a while.
+        """
         if self._acked is None:
             return True
-        seq, subject, header = self._acked
-        found = await read(seq)
-        return found is not None and (found.subject, found.header) == (subject, header)
+        last = await read(end) if end else None  # before the others: it stands beside what is found after it
+        for seq, subject, header in filter(None, (self._acked, self._beside)):
+            found = await read(seq)
+            if found is not None:
+                same = (found.subject, found.header) == (subject, header)
+                if same and last is not None and last.seq > seq:
+                    self._beside = last.seq, last.subject, last.header
+                return same
+        return False
 
     async def look(self, client: Client, info_subject: str, barrier: str) -> str | None:
         """Return why the log that this connection leads to is not the one we know; None when it is.
