@@ -9,9 +9,8 @@ write path is `bufstore.threads.write` → `bufstore.buffer.append.appender`, th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Self
 
 from bufstore.buffer import producers
@@ -152,10 +151,9 @@ class BufferedThreadStore(EditedStore):
         Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
-        append = partial(self._append, "whole", call, key=idempotency_key, producer=producer)
-        if self._runs.admitted(run):
-            return await append(call.whole_list)
-        return await self._admit_and_append(run, call.whole_list, append)
+        if not self._runs.admitted(run):
+            return await self._admit_and_append(run, "whole", call, call.whole_list, idempotency_key, producer)
+        return await self._append("whole", call, call.whole_list, idempotency_key, producer)
 
     async def checkpoint_append(
         self,
@@ -174,32 +172,31 @@ class BufferedThreadStore(EditedStore):
         call = call_of(thread_id, delta, run, idempotency_key, producer, expected_version)
         if len(delta) > 1:
             call.check_new_ids()
-        append = partial(self._append, "append", call, key=idempotency_key, producer=producer)
-        if self._runs.admitted(run):
-            return await append(call.appending)
-        return await self._admit_and_append(run, call.appending, append)
+        if not self._runs.admitted(run):
+            return await self._admit_and_append(run, "append", call, call.appending, idempotency_key, producer)
+        return await self._append("append", call, call.appending, idempotency_key, producer)
 
     async def _admit_and_append(
-        self, run: Run, draft: Prepare[MessageMemory], append: Callable[[Prepare[MessageMemory]], Awaitable[Receipt]]
+        self,
+        run: Run,
+        kind: str,
+        call: Call,
+        draft: Prepare[MessageMemory],
+        key: str | None,
+        producer: ProducerSequence | None,
     ) -> Receipt:
-        """Append, with `append`, once the run may be saved. Raises LineageError, and what `Runs.claim` raises."""
+        """Append once the run may be saved. Raises LineageError, and what `Runs.claim` raises."""
         if await self._lineage.agreed(run):
             await self._runs.claim(run.run_id, run.thread_id)
         else:
             # The parent comes last: what repeats another, or is refused anyhow, must not set it.
             with suppress(Acceptable):
-                return await append(judging(draft))
+                return await self._append(kind, call, judging(draft), key, producer)
             await self._lineage.admit(run)
-        return await append(draft)
+        return await self._append(kind, call, draft, key, producer)
 
     def _append(
-        self,
-        kind: str,
-        call: Call,
-        draft: Prepare[MessageMemory],
-        *,
-        key: str | None,
-        producer: ProducerSequence | None,
+        self, kind: str, call: Call, draft: Prepare[MessageMemory], key: str | None, producer: ProducerSequence | None
     ) -> Awaitable[Receipt]:
         return self.lanes.of(call.thread_id).appender.append(
             call.thread_id,
