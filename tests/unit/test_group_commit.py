@@ -163,6 +163,26 @@ def test_an_error_nobody_thought_of_fails_its_group_and_the_next_goes_on(error: 
     run(main())
 
 
+def test_a_group_that_is_cancelled_before_it_begins_holds_up_no_other() -> None:
+    """Regression: what came later waited for it until the store was closed."""
+
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        cancelled = group.submit(unit("a", 0, "x"))
+        while not (tasks := [task for task in asyncio.all_tasks() if task.get_name() == "bufstore-group"]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        later = group.submit(unit("b", 0, "y"))
+        assert isinstance((await outcomes([cancelled]))[0], Closed)
+        async with asyncio.timeout(5):
+            assert await later == 1
+        assert bodies(log) == ["y"]
+        await group.aclose()
+
+    run(main())
+
+
 def test_of_many_half_goes_first_and_one_group_is_on_its_way_at_a_time() -> None:
     async def main() -> None:
         log = FakeLog()

@@ -223,9 +223,9 @@ class GroupCommit:
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before it began; then it could tell nobody
             end_all(units, Closed("the store was closed before the entry was sent"))
-        elif interrupted(task):  # wherever it was: nothing may wait for it any more
+        elif interrupted(task):  # wherever it was
             end_all(units, AppendUnknown("a signal interrupted the write"))
-            self._go_on(units)
+        self._go_on(units)  # if that has not been done: nothing may wait for it any more
 
     def _go_on(self, group: list[AppendUnit]) -> None:
         """Send what waits, now that nothing need wait for `group`."""
