@@ -426,6 +426,29 @@ class TwoLeaders(Recorder):
         writer.close()
 
 
+@pytest.mark.parametrize("answer", [b"", b"{", b"[]", b'{"error":1}', b'{"error":{"description":"\xff"}}'])
+async def test_an_answer_that_is_none_is_told_as_an_error_of_ours(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the error was one of msgspec's, which no caller expects."""
+    connection = Connection(NatsConfig(), "test")
+    stream = NatsStream(connection, "$JS.API", "s", 1)
+
+    async def answers(*_: object, **__: object) -> bytes:
+        return answer
+
+    monkeypatch.setattr(connection, "request", answers)
+    monkeypatch.setattr(connection, "write", answers)
+    for call in (stream.info(), stream.identity(1), stream.prove("unused", 1)):
+        with pytest.raises(LogUnavailable):
+            await call
+    with pytest.raises(AppendUnknown):
+        await stream.publish(Outgoing("a", b"x"), 1)
+    answer = b'{"message":null}'
+    with pytest.raises(LogUnavailable):
+        await stream.identity(1)
+
+
 @pytest.mark.parametrize("before_proof", [True, False])
 @pytest.mark.parametrize("stores", [True, False])
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -38,16 +38,13 @@ _NOWHERE = 1 << 62
 #: The most bytes that the headers of a message take, unless the message is an entry of a log.
 _HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
+_NO_ANSWER = "NATS answered a request with something that is no answer to it"
 #: Requests that are idempotent: every consumer here has a name.
 _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
 
 
 class _PubAck(msgspec.Struct):
     seq: int = 0
-    error: ApiError | None = None
-
-
-class _Answer(msgspec.Struct):
     error: ApiError | None = None
 
 
@@ -63,7 +60,7 @@ class Shown(NamedTuple):
 
 
 _ack_decoder = msgspec.json.Decoder(_PubAck)
-_answer_decoder = msgspec.json.Decoder(_Answer)
+_answer_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class NatsStream:
@@ -133,7 +130,7 @@ class NatsStream:
     def _seq(self, answer: bytes) -> int:
         try:
             ack = _ack_decoder.decode(answer)
-        except msgspec.MsgspecError:
+        except ValueError:
             raise AppendUnknown("NATS answered with something other than a publish ack") from None
         if ack.error is not None:
             raise to_error(ack.error, self.name)
@@ -259,10 +256,13 @@ class NatsStream:
         await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to})
 
     def _result(self, answer: bytes) -> dict[str, Any]:
-        error = _answer_decoder.decode(answer).error
+        try:
+            result = _answer_decoder.decode(answer)
+            error = msgspec.convert(result.get("error"), ApiError | None)
+        except ValueError:
+            raise LogUnavailable(_NO_ANSWER) from None
         if error is not None:
             raise to_error(error, self.name)
-        result: dict[str, Any] = json.loads(answer)
         return result
 
     async def _leader_get(self, request: dict[str, Any], timeout_s: float) -> StoredMessage | None:
@@ -272,13 +272,16 @@ class NatsStream:
             )
         except AppendUnknown as e:
             raise LogUnavailable(f"the log's leader does not answer: {e}") from None
-        got = _get_decoder.decode(answer)
+        try:
+            got = _get_decoder.decode(answer)
+        except ValueError:
+            raise LogUnavailable(_NO_ANSWER) from None
         if got.error is not None:
             if got.error.err_code == 10037:  # no message found
                 return None
             raise to_error(got.error, self.name)
-        m = got.message
-        assert m is not None
+        if (m := got.message) is None:
+            raise LogUnavailable(_NO_ANSWER)
         return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
 
     async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:
@@ -329,7 +332,7 @@ class NatsStream:
 def _is_refused(answer: bytes) -> bool:
     try:
         error = _ack_decoder.decode(answer).error
-    except msgspec.MsgspecError:
+    except ValueError:
         return False
     return error is not None and not isinstance(to_error(error, ""), Conflict)
 
