@@ -814,11 +814,27 @@ async def test_a_message_larger_than_the_server_takes_is_not_sent_and_costs_no_c
             await connection.request("a", bytes((1 << 20) + 1), 10)
         with pytest.raises(MessageTooLarge):
             await connection.write([large], "", 10)
-        await connection.write_each([large, Outgoing("b", b"x")], 10, told.__setitem__)
+        await connection.write_each([large, large], 10, told.__setitem__)
         assert [type(outcome) for outcome in told.values()] == [MessageTooLarge] * 2
         await round_trip(connection.client())
         assert "PUB" not in recorder.verbs
         assert "HPUB" not in recorder.verbs
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_of_several_messages_one_that_is_too_large_ends_no_other() -> None:
+    """Regression: all of them were said to be too large, although each of them is a write of its own."""
+    server = await asyncio.start_server(TwoLeaders(stores=True, before_proof=False).serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    large, told = Outgoing("large", bytes((1 << 20) + 1)), dict[int, bytes | Exception]()
+    await connection.open()
+    try:
+        await connection.write_each([Outgoing("a", b"x"), large, Outgoing("b", b"x")], 10, told.__setitem__)
+        assert isinstance(told.pop(1), MessageTooLarge)
+        assert told == dict.fromkeys((0, 2), TwoLeaders.FULL), "the answers of the server"
     finally:
         await connection.aclose()
         server.close()

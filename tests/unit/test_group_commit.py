@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.errors import Closed, LogFull, LogUnavailable
+from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from thorough import examples
@@ -135,6 +136,36 @@ def test_a_cancelled_unit_that_was_not_sent_is_never_sent() -> None:
         assert await first == 1
         assert await group.submit(unit("c", 0, "third")) == 2
         assert bodies(log) == ["first", "third"]
+        await group.aclose()
+
+    run(main())
+
+
+def test_a_message_that_is_too_large_ends_no_other_of_its_group() -> None:
+    """Regression: the server takes smaller messages than before, and whoever wrote meanwhile failed with it."""
+
+    async def main() -> None:
+        log = FakeLog()
+        publish, publish_batch = log.publish, log.publish_batch
+
+        def check(*messages: Outgoing) -> None:
+            if any(len(message.body) > 100 for message in messages):
+                raise MessageTooLarge("max_payload")
+
+        async def checked(message: Outgoing, timeout_s: float) -> int:
+            check(message)
+            return await publish(message, timeout_s)
+
+        async def batch_checked(messages: Sequence[Outgoing], timeout_s: float) -> int:
+            check(*messages)
+            return await publish_batch(messages, timeout_s)
+
+        log.publish, log.publish_batch = checked, batch_checked  # type: ignore[method-assign]
+        group = started(log)
+        units = [unit(f"s{n}", 0, str(n)) for n in range(10)]
+        units += [unit("large", 0, "x" * 101), unit("large of two", 0, "x", "x" * 101), unit("two", 0, "1", "2")]
+        found = await outcomes([group.submit(sent) for sent in units])
+        assert [type(outcome) for outcome in found] == [int] * 10 + [MessageTooLarge] * 2 + [int]
         await group.aclose()
 
     run(main())

@@ -38,7 +38,7 @@ from bufstore.jetstream.client import (
     why_closed,
 )
 from bufstore.jetstream.credentials import sign_in
-from bufstore.jetstream.failures import FAILURES, came_late, may_not_publish, meaning, most_telling, why
+from bufstore.jetstream.failures import FAILURES, came_late, may_not_publish, meaning, most_telling, too_large, why
 from bufstore.jetstream.forbidden import Forbidden
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -242,16 +242,15 @@ class Connection:
                 self._choice.wrote(_now())
             return side_by_side.heard(number, outcome)
 
-        tokens = [
-            self._questions.ask([message.subject], partial(heard, number)) for number, message in enumerate(messages)
-        ]
+        tokens = [self._questions.ask([m.subject], partial(heard, number)) for number, m in enumerate(messages)]
         error: Exception = AppendUnknown("given up")
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 self._pace.begin(tokens[0], limit, timeout_s)
                 watch = Watch(self._pace, client)
                 replies = [f"{self._inbox}.{token}" for token in tokens]
-                await frames.send_each(client, messages, replies, watch.moved)
+                for number in await frames.send_each(client, messages, replies, watch.moved):
+                    self._questions.end(tokens[number], too_large())
                 watch.sent()
                 await side_by_side.all_ended(self._proven)
                 watch.answered()

@@ -34,8 +34,13 @@ def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | App
     if sent:
         return AppendUnknown("the connection was lost before NATS answered")
     if isinstance(failure, nats.errors.MaxPayloadError):
-        return MessageTooLarge("the message is larger than the NATS server's max_payload")
+        return too_large()
     return LogUnavailable(f"not connected to NATS: {why}")
+
+
+def too_large() -> MessageTooLarge:
+    """Return the error for a message that was not sent because the server would end the connection."""
+    return MessageTooLarge("the message is larger than the NATS server's max_payload")
 
 
 def why(error: Exception, client: ListeningClient, url: str) -> Exception:

@@ -62,7 +62,7 @@ def largest_sent(client: Client) -> int:
 
 def note(client: Client, sizes: Iterable[int]) -> None:
     """Note that bodies of these sizes are sent."""
-    client.stats[_LARGEST] = max(largest_sent(client), *sizes)
+    client.stats[_LARGEST] = max([largest_sent(client), *sizes])
 
 
 async def send(
@@ -109,26 +109,37 @@ async def post(client: Client, subject: str, payload: bytes, reply: str) -> None
 
 async def send_each(
     client: Client, messages: Sequence[Outgoing], replies: Sequence[str], moved: Callable[[int], None] = _unwatched
-) -> None:
-    """Send single messages at once, each with its own reply subject. Raises like `send`; needs `supported`.
+) -> list[int]:
+    """Send single messages at once, each with its own reply subject. Needs `supported`.
 
-    Raises ConnectionResetError when the connection was lost between two of them: some may be stored.
+    Returns the numbers of those that are larger than the server takes: they were not sent. Raises
+    nats.errors.OutboundBufferLimitError like `send`, and ConnectionResetError when the connection was lost between two
+    of them: some may be stored.
     """
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
-    frames = [framed([m], "", reply, bytes_max=client.max_payload) for m, reply in zip(messages, replies, strict=True)]
-    note(client, (len(m.body) for m in messages))
+    sent: list[Outgoing] = []
+    frames: list[bytes] = []
+    too_large: list[int] = []
+    for number, (message, reply) in enumerate(zip(messages, replies, strict=True)):
+        try:
+            frames.append(framed([message], "", reply, bytes_max=client.max_payload))
+            sent.append(message)
+        except nats.errors.MaxPayloadError:
+            too_large.append(number)
+    note(client, (len(m.body) for m in sent))
     data = b"".join(frames)
     if len(data) <= _PART_BYTES:
-        await _write(client, data, len(messages))
+        await _write(client, data, len(sent))
     else:
-        for p in _parts(messages):
+        for p in _parts(sent):
             try:
                 await _write_part(client, b"".join(frames[p]), p.stop - p.start, moved)
             except nats.errors.OutboundBufferLimitError:
                 if p.start:
                     raise ConnectionResetError("lost between two messages") from None
                 raise
+    return too_large
 
 
 def _parts(messages: Sequence[Outgoing]) -> Iterator[slice]:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
+from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import (
     BATCH_MESSAGES_MAX,
     HEADER_BYTES_MAX,
@@ -295,7 +296,7 @@ class GroupCommit:
                 self._go_on(group)
                 units = await self._without_moved(units)
                 continue
-            except BatchRefused as e:
+            except (BatchRefused, MessageTooLarge) as e:  # single ones may go through
                 _log.info("the server refused a batch: %s", e, extra={"action": "batch_refused"})
                 await self._store_each(units)
                 return
