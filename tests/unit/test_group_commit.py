@@ -106,6 +106,24 @@ def test_two_units_of_one_subject_in_one_group_end_as_one_success_and_one_confli
     run(main())
 
 
+@pytest.mark.parametrize("right", [0, 1])
+def test_of_two_units_of_one_subject_only_that_fails_which_does_not_know_where_it_is(right: int) -> None:
+    """Regression: which of their expectations was looked at, for both, was that of the last one."""
+
+    async def main() -> None:
+        log = FakeLog()
+        log.store(unit("same", None, "somebody else's"))
+        group = started(log)
+        sent = [unit(f"s{n}", 0, str(n)) for n in range(10)]
+        sent += [unit("same", 1 - right, "first"), unit("same", right, "second")]
+        *others, first, second = await outcomes([group.submit(messages) for messages in sent])
+        assert all(isinstance(outcome, int) for outcome in others)
+        assert [type(first), type(second)] == ([int, Conflict] if right == 0 else [Conflict, int])
+        await group.aclose()
+
+    run(main())
+
+
 def test_groups_stay_below_the_limits_of_a_batch() -> None:
     async def main() -> None:
         log = FakeLog()

@@ -355,25 +355,26 @@ class GroupCommit:
 
     async def _without_moved(self, units: list[AppendUnit]) -> list[AppendUnit]:
         """Fail the units whose subject is not where they expect it; return the others."""
-        expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
+        about = {_about(m) for unit in units for m in unit.messages if m.expected is not None}
         try:
-            found = await self._stream.last(list(expected), _TIMEOUT_S)
+            found = await self._stream.last(list(about), _TIMEOUT_S)
         except BufstoreError:
             # Nothing is stored; each writer looks for itself.
             end_all(units, Conflict("a batch was rejected"))
             return []
-        moved = {s for s, seq in expected.items() if (found[s].seq if s in found else 0) != seq}
-        if not moved:
+        ends = {subject: message.seq for subject, message in found.items()}
+        rest = []
+        for unit in units:
+            # Of two units with one subject, one may know where it is, and the other one not.
+            moved = next((m for m in unit.messages if m.expected not in (None, ends.get(_about(m), 0))), None)
+            if moved is not None:
+                end_one(unit, Conflict("another entry was stored first", found.get(_about(moved))))
+            else:
+                rest.append(unit)
+        if len(rest) == len(units):
             # The conflict was with a write in flight. Sent alone, each unit succeeds or meets its own conflict.
             await self._store_each(units)
             return []
-        rest = []
-        for unit in units:
-            about = next((_about(m) for m in unit.messages if m.expected is not None and _about(m) in moved), None)
-            if about is not None:
-                end_one(unit, Conflict("another entry was stored first", found.get(about)))
-            else:
-                rest.append(unit)
         return rest
 
 
