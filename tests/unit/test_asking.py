@@ -8,8 +8,10 @@ from typing import Any
 import nats.errors
 import pytest
 
+from bufstore.config import NatsConfig
 from bufstore.jetstream.asking import Asking
 from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.connection import Connection
 
 
 class Refused(ListeningClient):
@@ -28,7 +30,7 @@ class Refused(ListeningClient):
     def _refuse(self, subject: str) -> None:
         if subject not in self.permitted:
             text = f'nats: permissions violation for subscription to "{subject.lower()}"'
-            self.errors.append(nats.errors.Error(text))
+            self.note(nats.errors.Error(text))
 
     async def subscribe(self, subject: str, *_: Any, **__: Any) -> Any:
         self.asked.append(subject)
@@ -69,6 +71,20 @@ async def test_what_is_permitted_again_is_found(since: int) -> None:
     while not await asking.permitted(client, now):
         now += 1
         assert now <= since + 70
+
+
+async def test_what_was_refused_is_asked_for_however_much_else_is_refused() -> None:
+    """Regression: of a connection's refusals only the last hundred were remembered."""
+    connection, client, asking = Connection(NatsConfig(), "test"), Refused(), Asking()
+    told = connection._options(client, connection._choice.given[0])["error_cb"]
+    client._subs[0] = SimpleNamespace(subject="S")  # type: ignore[assignment]
+    await told(nats.errors.Error('nats: permissions violation for subscription to "s"'))
+    for number in range(200):
+        await told(nats.errors.Error(f'nats: permissions violation for publish to "p{number}"'))
+    assert not await asking.permitted(client, 0)
+    assert client.asked == ["S"]
+    client._remove_sub(0)
+    assert not client.refused
 
 
 async def test_a_new_connection_is_not_taken_for_an_answer() -> None:

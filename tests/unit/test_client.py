@@ -234,8 +234,9 @@ def test_of_what_nats_said_the_last_refusal_of_a_kind_is_found() -> None:
     texts = ['publish to "t.sched"', 'subscription to "t.sched"', 'publish to "t.sched"', 'publish to "t.owls"']
     errors = [nats.errors.Error(f"nats: permissions violation for {text}") for text in texts]
     ours, apps = ListeningClient(), Client()
+    ours._subs[1] = SimpleNamespace(subject="T.sched")  # type: ignore[assignment]
     for error in [*errors, OSError("away")]:
-        ours.errors.append(error)
+        ours.note(error)
     assert refusal(ours, "publish", "t.Sched") is errors[2]
     assert refusal(ours, "subscription", "t.sched") is errors[1]
     assert refusal(ours, "subscription", "t.owls") is None

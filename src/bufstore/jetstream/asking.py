@@ -7,7 +7,7 @@ import contextlib
 import nats.errors
 from nats.aio.msg import Msg
 
-from bufstore.jetstream.client import ListeningClient, violation
+from bufstore.jetstream.client import ListeningClient
 
 #: Seconds that an answer may take, and from a new refusal's answer to the next question. This pause doubles each time.
 _EVERY_S = 5.0
@@ -45,7 +45,7 @@ class Asking:
 
 def _refused(client: ListeningClient) -> dict[str, Exception]:
     """Return the subjects of the client's subscriptions that were refused, each with the last refusal."""
-    told = {v.subject: e for e in client.errors if (v := violation(e)) is not None and v.verb == "subscription"}
+    told = client.refused
     wanted = {s.subject for s in client._subs.values()} if told else set()
     return {s: told[s.lower()] for s in wanted if s.lower() in told}
 

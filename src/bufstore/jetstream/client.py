@@ -56,6 +56,8 @@ class ListeningClient(Client):
         self._listeners: dict[int, Listener] = {}
         #: The last errors; nats-py itself keeps one.
         self.errors: deque[Exception] = deque(maxlen=_ERRORS_KEPT)
+        #: The last refusal of each subscription that is there, by its subject in lower case.
+        self.refused: dict[str, Exception] = {}
         #: A bound, in bytes, of the message for which the server ended the connection; None: it did not.
         self.refused_bytes: int | None = None
         #: How many subscriptions the server refused because there were too many.
@@ -143,6 +145,16 @@ class ListeningClient(Client):
             return _nothing()
         return super()._flush_pending(force_flush)
 
+    def note(self, error: Exception) -> None:
+        """Remember an error."""
+        self.errors.append(error)
+        found = violation(error)
+        if found is not None and found.verb == "subscription" and self._subscribed(found.subject):
+            self.refused[found.subject] = error
+
+    def _subscribed(self, subject: str) -> bool:
+        return any(s.subject.lower() == subject for s in self._subs.values())
+
     def heard(self) -> None:
         """Forget unanswered PINGs: what was sent before them is still on its way, so no answer need be here yet."""
         self._pings_outstanding = 0
@@ -173,10 +185,8 @@ class ListeningClient(Client):
         self._listeners.pop(sid, None)
         gone = self._subs.get(sid)
         super()._remove_sub(sid, *limit)
-        if self.errors and gone is not None and all(s.subject != gone.subject for s in self._subs.values()):
-            # Whoever subscribes next is not refused by what NATS said of this one.
-            while (old := refusal(self, "subscription", gone.subject)) is not None:
-                self.errors.remove(old)
+        if self.refused and gone is not None and not self._subscribed(subject := gone.subject.lower()):
+            self.refused.pop(subject, None)  # whoever subscribes next is not refused by it
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -273,6 +283,8 @@ def violation(error: Exception | None) -> Violation | None:
 
 def refusal(client: Client, verb: str, subject: str) -> Exception | None:
     """Return the last such violation that the client was told of; an app's client remembers only its last error."""
+    if isinstance(client, ListeningClient) and verb == "subscription":
+        return client.refused.get(subject.lower())
     errors = client.errors if isinstance(client, ListeningClient) else [client.last_error]
     wanted = (verb, subject.lower())
     return next((e for e in reversed(errors) if (found := violation(e)) is not None and found[:2] == wanted), None)

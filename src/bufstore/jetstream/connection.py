@@ -432,7 +432,7 @@ class Connection:
             self._drop(client, why_closed(client))
 
         async def on_error(e: Exception) -> None:
-            client.errors.append(e)
+            client.note(e)
             self._told_forbidden.tell(e)
             if (forbidden := violation(e)) is not None:
                 if forbidden.verb == "publish":
