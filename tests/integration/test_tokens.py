@@ -225,6 +225,22 @@ async def test_what_was_found_and_given_back_is_told_of(opened: Open) -> None:
         await again.done()
 
 
+@pytest.mark.parametrize("policy", [Policy.QUEUE, Policy.REFUSE])
+async def test_what_was_found_and_given_back_with_a_delay_waits_no_longer(opened: Open, policy: Policy) -> None:
+    """Regression: it waited for `ttl_s` more."""
+    work, loop = await opened(ttl_s=3600, policy=policy), asyncio.get_running_loop()
+    await work.submit("key")
+    task = await took(work)
+    await work._drop(task.delivery)  # as if the delivery had been lost, and the item found
+    task.delivery = None
+    began = loop.time()
+    await task.retry(0.5)
+    async with await took(work) as again:
+        assert (loop.time() - began >= 0.5, again.attempt) == (True, 2)
+        await again.done()
+    assert await nothing_left(work)
+
+
 @pytest.mark.parametrize("error", [LogUnavailable, LogFull, ConfigError])
 async def test_what_ends_in_an_outage_is_not_done_again(
     error: type[BufstoreError], opened: Open, monkeypatch: pytest.MonkeyPatch

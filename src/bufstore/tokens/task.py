@@ -128,5 +128,5 @@ class Task(Lease):
         except (Conflict, Unavailable, *REFUSED) as e:
             _log.debug("cannot make way for a newer item: %s", e, extra={"action": "token_replaced"})
         await self._pulls.hand_back(self.delivery, delay_s)
-        if replaced or (self.delivery is None and not delay_s):  # its own delivery comes late, or never
+        if replaced or self.delivery is None:  # its own delivery comes late, or never
             await self._afterwards.give_turn(self)

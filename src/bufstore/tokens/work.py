@@ -226,7 +226,9 @@ class ExclusiveWork(Keyed):
                 await self._drop(delivery)
                 return None
             if record.lease_s and not (record.turn and (again or is_turn)):
-                if not again and (is_turn or c.per_key > 1):
+                # The holder looks again when it is done. Without one the item is delayed, and a turn may be all that
+                # tells of it: its own delivery may be lost.
+                if not again and (record.holder if is_turn else c.per_key > 1):
                     await self._drop(delivery)
                     return None
                 (seen,) = await self._register.seen({"last_by_subj": subject})
