@@ -14,6 +14,7 @@ import pytest
 from bufstore import ConfigError, elapsed
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
+from bufstore.jetstream.messages import AppendUnknown
 from bufstore.tokens import Locks
 from bufstore.tokens.fence import Seen
 from helpers import cancel_as_anyio, eventually
@@ -129,9 +130,9 @@ async def test_a_release_without_an_answer_may_be_repeated(
     """Regression: the second call sent nothing, and the lock was held until its time was over."""
     lock, delete = await locks.acquire("a", ttl_s=600), locks._stream.delete
 
-    async def unanswered(seq: int) -> None:
+    async def unanswered(seq: int, timeout_s: float) -> None:
         if stored:
-            await delete(seq)
+            await delete(seq, timeout_s)
         raise LogUnavailable("no answer")
 
     monkeypatch.setattr(locks._stream, "delete", unanswered)
@@ -145,6 +146,31 @@ async def test_a_release_without_an_answer_may_be_repeated(
     await lock.release()
 
 
+async def test_a_release_waits_for_its_answer_as_long_as_any_call(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it waited for 5 s, whatever was set."""
+    waited = list[float]()
+    async with await Locks.open(servers.nats.url, name=f"t{secrets.token_hex(5)}", timeout_s=7.0) as locks:
+        request = locks._connection.request
+
+        async def unanswered(subject: str, payload: bytes, timeout_s: float, **options: Any) -> bytes:
+            if ".MSG.DELETE." not in subject and ".PURGE." not in subject:
+                return await request(subject, payload, timeout_s, **options)
+            waited.append(timeout_s)
+            raise AppendUnknown("no answer")
+
+        lock = await locks.acquire("a", ttl_s=600)
+        monkeypatch.setattr(locks._connection, "request", unanswered)
+        with pytest.raises(LogUnavailable):
+            await lock.release()
+        with pytest.raises(LogUnavailable):
+            await locks.release("a", force=True)
+        monkeypatch.undo()
+        await lock.release()
+    assert waited == [7.0, 7.0]
+
+
 async def test_a_renewal_that_waits_for_a_release_takes_nothing_back(
     locks: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +178,7 @@ async def test_a_renewal_that_waits_for_a_release_takes_nothing_back(
     lock = await locks.acquire("a", ttl_s=600)
     extending = list[asyncio.Task[None]]()
 
-    async def unanswered(seq: int) -> None:
+    async def unanswered(seq: int, _: float) -> None:
         extending.append(asyncio.create_task(lock.extend()))
         await asyncio.sleep(0)
         raise LogUnavailable("no answer")

@@ -246,14 +246,14 @@ class NatsStream:
         """Return the subject on which this consumer is asked for messages."""
         return f"{self._api}.CONSUMER.MSG.NEXT.{self.name}.{consumer}"
 
-    async def delete(self, seq: int) -> None:
+    async def delete(self, seq: int, timeout_s: float = 5.0) -> None:
         """Remove one message. Raises MessageMissing."""
-        await self.api(f"STREAM.MSG.DELETE.{self.name}", {"seq": seq, "no_erase": True})
+        await self.api(f"STREAM.MSG.DELETE.{self.name}", {"seq": seq, "no_erase": True}, timeout_s)
 
-    async def purge(self, subject: str, seq: int | None = None) -> None:
+    async def purge(self, subject: str, seq: int | None = None, timeout_s: float = 5.0) -> None:
         """Remove the messages that match a filter, up to a sequence if one is given. A purge stores nothing."""
         up_to = {} if seq is None else {"seq": seq + 1}
-        await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to})
+        await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to}, timeout_s)
 
     def _result(self, answer: bytes) -> dict[str, Any]:
         try:

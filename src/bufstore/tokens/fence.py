@@ -105,6 +105,10 @@ class Register:
         m = answer["message"]
         return m["seq"], base64.b64decode(m.get("data", "")), seconds(m["time"])
 
+    async def remove(self, seq: int) -> None:
+        """Remove the record of this sequence. Raises MessageMissing, LogUnavailable."""
+        await self._stream.delete(seq, self._timeout_s)
+
     async def write(self, subject: str, record: Record, expected: int, ttl_s: int = 0) -> int:
         """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
 

@@ -27,7 +27,7 @@ class Locks(Keyed):
     """Locks by key; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, name: str, storage: Storage, timeout_s: float) -> None:
-        self._stream = NatsStream(connection, api, f"{name}-locks", storage.replicas)
+        self._stream, self._timeout_s = NatsStream(connection, api, f"{name}-locks", storage.replicas), timeout_s
         super().__init__(connection, Register(self._stream, timeout_s), f"{name}.lock.")
         self._config = locks_config(name, storage)
 
@@ -35,7 +35,10 @@ class Locks(Keyed):
     async def open(
         cls, nats: ToNats, *, name: str = "tokens", storage: Storage | None = None, timeout_s: float = 5.0
     ) -> Self:
-        """Connect, and create or check the stream. Raises ConfigError, ConfigDrift, LogUnavailable."""
+        """Connect, and create or check the stream. Raises ConfigError, ConfigDrift, LogUnavailable.
+
+        `timeout_s`: how long a call waits for an answer of NATS.
+        """
         check_name(name, NAMED)
         check_timeout(timeout_s, "timeout_s")
         nats_config = as_nats_config(nats)
@@ -70,11 +73,11 @@ class Locks(Keyed):
 
     async def held(self) -> int:
         """Return how many locks are held. Raises LogUnavailable."""
-        return int((await self._stream.info())["state"]["messages"])
+        return int((await self._stream.info(self._timeout_s))["state"]["messages"])
 
     async def _free(self, subject: str, seq: int, record: Record) -> bool:
         if record.holder:
-            await self._stream.purge(subject, seq)
+            await self._stream.purge(subject, seq, self._timeout_s)
         return not record.holder  # a renewal may have come in between
 
     async def _hand_back(self, held: Lock) -> None:
@@ -87,16 +90,15 @@ class Locks(Keyed):
             seq = await self._register.write(subject, record, 0, ttl_s)
         except Conflict:
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
-        return Lock(Hold(key, self._register, subject, seq, record, began, self._takes), self._stream)
+        return Lock(Hold(key, self._register, subject, seq, record, began, self._takes))
 
 
 class Lock(Lease):
     """A held lock. As a context manager it is renewed, and released at the end."""
 
-    def __init__(self, hold: Hold, stream: NatsStream) -> None:
+    def __init__(self, hold: Hold) -> None:
         super().__init__(hold)
         self._server_ttl_s = int(hold.record.lease_s)
-        self._stream = stream
 
     async def __aenter__(self) -> Self:
         self._keep()
@@ -129,7 +131,7 @@ class Lock(Lease):
                 self._ending = True
                 while not self._over:
                     try:  # delete by sequence: that record can only be ours
-                        await self._stream.delete(self._seq)
+                        await self._register.remove(self._seq)
                         self._over = True
                     except MessageMissing:
                         await self._found_again()

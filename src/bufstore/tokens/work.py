@@ -295,7 +295,7 @@ class ExclusiveWork(Keyed):
 
     async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # the message was replaced meanwhile, or removed already
-            await self._items.delete(seq)
+            await self._items.delete(seq, self._config.timeout_s)
 
     async def _look(self) -> Task | None:
         """Look at some of the oldest items, others each time, and take one that nobody works on.
