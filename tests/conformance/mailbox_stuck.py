@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from bufstore.errors import LogUnavailable, StaleClaim
+from bufstore.errors import ClaimInterrupted, LogUnavailable, StaleClaim
+from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox.memory import MemoryBackend
 from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.nats import NatsBackend
@@ -352,6 +354,36 @@ async def an_interrupted_worker_stops_within_a_second(stores: Stores) -> None:
             await ended.wait()
             # The limit is half a second and a read, with room for a busy machine, and far below a third of the lease.
             assert time.monotonic() - began < soon_s(a)
+
+
+@_check()
+async def a_claim_without_an_answer_is_known_behind_an_interrupt(stores: Stores) -> None:
+    a, b = stores[:2]
+    backend: Any = a.backend
+    real = backend.write, backend.claim_first
+    claims: list[Callable[[str], Awaitable[Dispatch | None]]] = [
+        lambda thread_id: a.claim(thread_id, "w", lease_s=3600),
+        lambda thread_id: a.claim_dispatch(thread_id, "own", "w", lease_s=3600),
+    ]
+    for claim in claims:
+        thread_id = fresh()
+        await a.enqueue(thread_id, dispatch_id="own")
+
+        async def lost(writing: Awaitable[object], thread_id: str = thread_id) -> None:
+            if await writing is not None:
+                backend.write, backend.claim_first = real
+                await b.interrupt(thread_id)
+                raise AppendUnknown("lost on its way back")
+
+        backend.write, backend.claim_first = (lambda *args, call=call: lost(call(*args)) for call in real)
+        try:
+            got = await claim(thread_id)
+        finally:
+            backend.write, backend.claim_first = real
+        assert got is not None
+        with raises(ClaimInterrupted):
+            await a.extend_lease(got)
+        assert (await a.ack(got)).status is Status.ACKED
 
 
 @_check()

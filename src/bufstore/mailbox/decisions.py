@@ -26,6 +26,7 @@ class Claiming(msgspec.Struct, frozen=True, array_like=True):
     holder: str
     lease_until_ms: int
     now_ms: int
+    claim_id: str = ""
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def _became(d: Dispatch, status: Status, now_ms: int, **fields: object) -> Dispa
     if status.finished:
         fields |= {"completed_at_ms": now_ms, "ended_by": max(0, d.token)}
     if status is not Status.CLAIMED:
-        fields |= {"token": 0, "claimed_by": None, "lease_until_ms": None, "claimed_at_ms": None}
+        fields |= {"token": 0, "claimed_by": None, "lease_until_ms": None, "claimed_at_ms": None, "claim_id": ""}
     return check_invariants(replace(d, status=status, updated_at_ms=now_ms, **fields))
 
 
@@ -85,7 +86,7 @@ def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
     """Return the queued dispatch `d` as claimed."""
     now_ms, until_ms = claiming.now_ms, claiming.lease_until_ms
     lease = {"claimed_by": claiming.holder, "lease_until_ms": until_ms, "claimed_at_ms": now_ms}
-    return _became(d, Status.CLAIMED, now_ms, token=token, **lease)
+    return _became(d, Status.CLAIMED, now_ms, token=token, claim_id=claiming.claim_id, **lease)
 
 
 def claim(thread: MailboxThread, d: Dispatch, claiming: Claiming) -> Step:

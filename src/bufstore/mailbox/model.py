@@ -68,6 +68,8 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token: int = 0
     claimed_by: str | None = None
     claimed_at_ms: int | None = None
+    #: A random id of that claim, to recognize it when its answer was lost; empty when no claim holds the dispatch.
+    claim_id: str = ""
     lease_until_ms: int | None = None
     #: The worker that began, and the outcome, as the holder recorded them.
     instance_id: str | None = None

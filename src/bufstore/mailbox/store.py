@@ -186,27 +186,24 @@ class MailboxStore:
         check_id(thread_id, "thread_id")
         check_id(holder, "holder")
         self._until(self._now(now_ms), lease_s)
-        step_id, tried_at = secrets.token_hex(8), set[int | None]()
+        step_id = secrets.token_hex(8)
 
         async def attempt(unsure: bool) -> MailboxThread | None:
             now = self._now(now_ms)
-            claiming = Claiming(holder, self._until(now, lease_s), now)
-            tried_at.add(now)
+            claiming = Claiming(holder, self._until(now, lease_s), now, step_id)
             if at_once:
                 with suppress(InSteps):
                     after = await self._steps.noted(thread_id, self.backend.claim_first(thread_id, claiming, step_id))
                     if after is not None or not unsure:
                         return after
             thread, head = await find()
-            if unsure and head is None and thread.step != step_id:
+            if unsure and head is None:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was read.
                 thread = await self.backend.thread(thread_id)
-            if thread.step == step_id:  # an earlier attempt was stored, and its answer was lost
-                return thread
-            active = thread.active
-            if unsure and active is not None and active.claimed_by == holder and active.claimed_at_ms in tried_at:
-                raise StepUnknown(f"a claim of thread {thread_id!r} got no answer, and may be the one that it has")
-            if active is not None or head is None or is_stale(head, thread):
+            if thread.active is not None:
+                # An earlier attempt may have been stored, its answer lost, and the thread interrupted since.
+                return thread if thread.active.claim_id == step_id else None
+            if head is None or is_stale(head, thread):
                 return None
             return await self._steps.write(thread, decisions.claim(thread, head, claiming), step_id, now)
 
