@@ -11,8 +11,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from bufstore.errors import ClaimInterrupted, LogUnavailable, StaleClaim
+from bufstore.errors import AlreadyExists, ClaimInterrupted, LogUnavailable, StaleClaim
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.mailbox import decisions
 from bufstore.mailbox.memory import MemoryBackend
 from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.nats import NatsBackend
@@ -354,6 +355,33 @@ async def an_interrupted_worker_stops_within_a_second(stores: Stores) -> None:
             await ended.wait()
             # The limit is half a second and a read, with room for a busy machine, and far below a third of the lease.
             assert time.monotonic() - began < soon_s(a)
+
+
+@_check()
+async def an_enqueue_without_an_answer_is_known_when_its_dispatch_was_handed_back(stores: Stores) -> None:
+    a, b = stores[:2]
+    backend: Any = a.backend
+    add = backend.add
+    for own_id, ahead_ms in (("own", 0), ("own", 100), (None, 100)):
+        thread_id, t = fresh(), int(a.backend.now_ms())
+
+        async def lost(*args: Any, thread_id: str = thread_id, t: int = t, **options: Any) -> None:
+            backend.add = add
+            await add(*args, **options)
+            for _ in range(2):
+                claim = await claimed(b, thread_id, now_ms=t)
+                await b._as_holder(claim, t, decisions.release)  # as for a cancelled caller
+            raise AppendUnknown("lost on its way back")
+
+        backend.add = lost
+        try:
+            put = await a.enqueue(thread_id, b"x", dispatch_id=own_id, now_ms=t + ahead_ms)
+        finally:
+            backend.add = add
+        assert await a.list_dispatches(thread_id) == [put]
+        if own_id is not None:
+            with raises(AlreadyExists):
+                await a.enqueue(thread_id, b"x", dispatch_id=own_id)
 
 
 @_check()

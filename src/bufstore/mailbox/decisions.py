@@ -51,7 +51,8 @@ class Step(msgspec.Struct, frozen=True):
 
 def is_same(found: Dispatch, draft: Dispatch) -> bool:
     """True when `found` is what an earlier attempt at `draft` has stored."""
-    return all(getattr(found, name) == getattr(draft, name) for name in ("dispatch_id", "created_at_ms", "payload"))
+    stored = found.dispatch_id, found.enqueued_at_ms or found.created_at_ms, found.payload
+    return stored == (draft.dispatch_id, draft.created_at_ms, draft.payload)
 
 
 def is_stale(d: Dispatch, thread: MailboxThread) -> bool:
@@ -136,8 +137,10 @@ def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
     """Hand back a claim that nobody got, without counting an attempt. As after a nack, it is not new in the queue."""
     active = held(thread, claim)
-    # If the clock was ahead when it came, it came now: it must not wait until then.
-    active = replace(active, created_at_ms=min(active.created_at_ms, now_ms - 1))
+    if active.created_at_ms >= now_ms:
+        # The clock was ahead when it came. So it came now: it must not wait until then.
+        enqueued_at_ms = active.enqueued_at_ms or active.created_at_ms
+        active = replace(active, created_at_ms=now_ms - 1, enqueued_at_ms=enqueued_at_ms)
     at_ms = max(active.available_at_ms, active.created_at_ms + 1)
     return _again(thread, active, active.attempts, at_ms, None, now_ms)
 

@@ -84,6 +84,9 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completed_at_ms: int | None = None
     created_at_ms: int = 0
     updated_at_ms: int = 0
+    #: When it was enqueued, where that was later than `created_at_ms` says: by a clock that was ahead of that of the
+    #: claim that was handed back. 0: `created_at_ms` says it.
+    enqueued_at_ms: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
