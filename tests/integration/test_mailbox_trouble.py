@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psycopg
 import pytest
 from msgspec.structs import replace
 
@@ -220,6 +221,23 @@ async def test_what_left_the_queue_before_its_time_leaves_no_date(on_nats: Mailb
         assert await store.cancel(thread_id, first.dispatch_id) is not None
         assert [d.dispatch_id for d in (await store.interrupt(thread_id)).superseded] == [second.dispatch_id]
         assert await _nats(store)._bucket.all(dates) == []
+
+
+async def test_an_interrupted_purge_leaves_no_thread_on_postgres(on_postgres: Mailboxes) -> None:
+    """Regression: its row stayed for ever when the purge was broken off behind its last dispatch."""
+    async with on_postgres.open(1) as (store,):
+        await store.enqueue("t")
+        claim = await store.claim("t", "w")
+        assert claim is not None
+        await store.ack(claim)
+        backend: Any = store.backend
+        statement, backend._sql["purge_threads"] = backend._sql["purge_threads"], "SELECT 1 / 0, $1::text[]"
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            await store.purge_finished(store.backend.now_ms() + 1000)
+        backend._sql["purge_threads"] = statement
+        assert await store.purge_finished(store.backend.now_ms() + 1000) == 1
+        left = f"SELECT count(*) FROM {on_postgres.name}.mailbox_threads"
+        assert await query(on_postgres.servers.postgres.dsn, left) == [(0,)]
 
 
 async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:

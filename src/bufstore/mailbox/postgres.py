@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any
 
@@ -115,10 +115,15 @@ class PostgresBackend(Backend):
         # No step of the wall clock moves this one, and it goes on while the machine is suspended.
         return round(1000 * since_start_s()) + self._offset_ms
 
-    async def _run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+    @asynccontextmanager
+    async def _lent(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         if not self._open:
             raise Closed("the mailbox is closed or not open")
         async with self._pool.lend(self._timeout_s) as connection:
+            yield connection
+
+    async def _run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        async with self._lent() as connection:
             return await arrays.rows_of(connection, self._sql[name], parameters)
 
     async def _step(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
@@ -248,9 +253,12 @@ class PostgresBackend(Backend):
         return dict.fromkeys(Status, 0) | {_STATUSES[number]: count for number, count in rows}
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
-        purged = await self._run("purge", finished_before_ms, limit)
-        if purged:
-            await self._run("purge_threads", arrays.texts({row[0] for row in purged}))
+        # In one transaction: nobody would remove a thread that is left when this is broken off in between.
+        async with self._lent() as connection, connection.transaction():
+            purged = await arrays.rows_of(connection, self._sql["purge"], (finished_before_ms, limit))
+            if purged:
+                threads = arrays.texts({row[0] for row in purged})
+                await arrays.rows_of(connection, self._sql["purge_threads"], (threads,))
         return len(purged)
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:

@@ -17,23 +17,20 @@ SELECT record, position, epoch, status, token, claim FROM {schema}.mailbox_dispa
 WHERE completed_at IS NOT NULL ORDER BY completed_at, position LIMIT $1::int;
 
 -- name: purge
--- Remove up to $2 dispatches that finished before $1, the oldest first.
+-- Remove up to $2 dispatches that finished before $1, the oldest first. This locks their threads, too, until
+-- `purge_threads` has ended: nothing is enqueued into them meanwhile. A thread with a step on its way is left out.
 DELETE FROM {schema}.mailbox_dispatches d USING (
-    SELECT thread_id, dispatch_id FROM {schema}.mailbox_dispatches WHERE completed_at < $1::bigint
-    ORDER BY completed_at, position LIMIT $2::int FOR UPDATE SKIP LOCKED
+    SELECT thread_id, dispatch_id FROM {schema}.mailbox_dispatches JOIN {schema}.mailbox_threads USING (thread_id)
+    WHERE completed_at < $1::bigint ORDER BY completed_at, position LIMIT $2::int FOR UPDATE SKIP LOCKED
 ) old
 WHERE d.thread_id = old.thread_id AND d.dispatch_id = old.dispatch_id
 RETURNING d.thread_id;
 
 -- name: purge_threads
--- Remove threads that have nothing left. A thread into which something is enqueued meanwhile has another `enqueued` by
--- then, and stays.
-DELETE FROM {schema}.mailbox_threads t USING (
-    SELECT thread_id, version, enqueued FROM {schema}.mailbox_threads o
-    WHERE thread_id = ANY ($1::text[]) AND active_id IS NULL
-    AND NOT EXISTS (SELECT FROM {schema}.mailbox_dispatches d WHERE d.thread_id = o.thread_id)
-) empty
-WHERE t.thread_id = empty.thread_id AND t.version = empty.version AND t.enqueued = empty.enqueued;
+-- Remove those of the threads, which are locked, that have nothing left.
+DELETE FROM {schema}.mailbox_threads t
+WHERE thread_id = ANY ($1::text[]) AND active_id IS NULL
+    AND NOT EXISTS (SELECT FROM {schema}.mailbox_dispatches d WHERE d.thread_id = t.thread_id);
 
 -- name: queued_threads
 -- Threads that have something in their queue.
