@@ -6,6 +6,7 @@ from typing import Any
 
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_consumer
+from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.pulls import Pulls
 from bufstore.jetstream.stream import NatsStream
 
@@ -40,4 +41,10 @@ class SharedConsumer:
 
     async def info(self) -> dict[str, Any]:
         """Return what the server says of the consumer. Raises ConsumerMissing, LogUnavailable."""
-        return await self._stream.consumer(self._name)
+        try:
+            return await self._stream.consumer(self._name)
+        except ConsumerMissing as e:
+            raise ConsumerMissing(
+                f"{e}: somebody removed {self._name!r} of stream {self._stream.name}. Nothing is lost: "
+                "the next instance that is opened makes it anew"
+            ) from None
