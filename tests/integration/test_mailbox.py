@@ -359,6 +359,17 @@ async def test_who_only_enqueues_delays_nothing_by_an_old_look_at_postgres_clock
         assert await signals() == ["t"]
 
 
+async def test_a_worker_whose_clock_is_a_moment_behind_gets_at_once_what_is_due(on_postgres: Mailboxes) -> None:
+    """Regression: what came from another process, and was told of at once, waited for the worker's next poll."""
+    async with on_postgres.open() as (ahead, behind):
+        assert isinstance(behind.backend, PostgresBackend)
+        behind.backend._offset_ms -= 700
+        await ahead.enqueue("t", b"now")
+        await ahead.enqueue("later", available_at_ms=ahead.backend.now_ms() + 60_000)
+        assert [signal.thread_id for signal in await behind.pull_signals(timeout_s=0)] == ["t"]
+        assert await behind.claim("t", "w") is not None
+
+
 async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> None:
     dsn, prefix = on_postgres.servers.postgres.dsn, f"bufstore-{on_postgres.name}"
     notifiers = [await PostgresNotifier.open(dsn, prefix=prefix, timeout_s=10) for _ in range(2)]

@@ -1,8 +1,11 @@
 -- name: pull
--- Hand out threads that are due, each to one worker; it is due again after $3 milliseconds.
+-- Hand out threads that are due, each to one worker; it is due again after $3 milliseconds. $1: what the worker takes for
+-- Postgres' now. It has asked some time ago, and the answer took a moment, by which it is behind: others may tell it of
+-- work that, by its own clock, is not due yet. More than a second is no moment: the clock was set.
 UPDATE {schema}.mailbox_threads t SET wake_at = $1::bigint + $3::bigint, wakes = t.wakes + 1
 FROM (
-    SELECT thread_id FROM {schema}.mailbox_threads WHERE wake_at <= $1::bigint
+    SELECT thread_id FROM {schema}.mailbox_threads WHERE wake_at <= greatest($1::bigint,
+        least($1::bigint + 1000, (extract(epoch FROM statement_timestamp()) * 1000)::bigint))
     ORDER BY wake_at LIMIT $2::int FOR UPDATE SKIP LOCKED
 ) due
 WHERE t.thread_id = due.thread_id
