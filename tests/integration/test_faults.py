@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -127,6 +128,32 @@ class Writers:
             assert found == sorted(set(found)), "twice or out of order"
             assert set(self.acknowledged[thread_id]) <= set(found), "lost"
             assert set(found) <= set(self.attempted[thread_id]), "phantom"
+
+
+async def test_an_apps_logging_that_raises_ends_nothing(own_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the store was closed for good by the line that says that the connection is lost."""
+    refused = []
+
+    def raising(record: logging.LogRecord) -> bool:
+        refused.append(record)
+        raise KeyError("a field")
+
+    log, thread_id = logging.getLogger("bufstore.jetstream.connection"), fresh()
+    monkeypatch.setattr(log, "filter", raising)
+    async with Deployment(own_servers).store() as store:
+        await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
+        own_servers.nats.restart()
+        await eventually(lambda: _written(store, thread_id, said(2)), 60)
+        await store.force_flush(thread_id)
+        assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(1), said(2)]
+    assert refused
+
+
+async def _written(store: Any, thread_id: str, message: Any) -> bool:
+    with suppress(LogUnavailable):
+        await store.checkpoint_append(thread_id, [message], run_of(thread_id), idempotency_key="k")
+        return True
+    return False
 
 
 async def _read(store: Any, thread_id: str, level: Consistency | None = None) -> list[Any] | None:

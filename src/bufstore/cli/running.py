@@ -15,12 +15,13 @@ import click
 import msgspec
 
 from bufstore.errors import BufstoreError
+from bufstore.log_lines import LogLines
 from bufstore.printable import printable
 from bufstore.spark.worker_errors import told_in
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: The exit code when something is lost, differs, was not imported, or is worth a look.
 EXIT_WRONG = 1

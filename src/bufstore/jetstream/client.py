@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import ssl
 from collections import deque
@@ -22,9 +21,10 @@ from bufstore.errors import ConfigError
 from bufstore.home import owned_here
 from bufstore.jetstream import frames, hooks
 from bufstore.jetstream.parser import MessageParser
+from bufstore.log_lines import LogLines
 from bufstore.tasks import spawn, to_the_end
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: The server's error when a user may not publish or subscribe; nats-py passes it on in lower case.
 #: Only of a subscription that a reload takes away, it names the number, too.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -47,9 +46,10 @@ from bufstore.jetstream.questions import OF_READ, Doubt, Questions
 from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
+from bufstore.log_lines import LogLines
 from bufstore.tasks import Closing, end, interrupted, no_cancel_lost, set_within, settle, spawn, what_came
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: A request without an answer is sent again after this time, then after twice as long, and so on.
 AGAIN_S = 0.5

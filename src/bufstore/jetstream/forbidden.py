@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 from bufstore.jetstream.client import NO_ROOM, violation
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: At most this many texts are remembered.
 _NAMED = 20

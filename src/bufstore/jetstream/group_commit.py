@@ -26,7 +26,6 @@ find out whether it is stored.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -45,12 +44,13 @@ from bufstore.jetstream.messages import (
     Outgoing,
 )
 from bufstore.jetstream.publish_mode import PublishModes
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, settle, spawn
 
 if TYPE_CHECKING:
     from bufstore.jetstream.stream import NatsStream
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _BATCH_BYTES_MAX = 16 << 20
 #: A unit of more bytes than this goes alone, beside the groups: on a slow link they would wait for it.

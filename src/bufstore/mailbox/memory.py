@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from bufstore.elapsed import since_start_s
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import Conflict
+from bufstore.log_lines import LogLines
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Step, as_seen, is_expired
@@ -27,7 +27,7 @@ from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.tasks import own_cancels_only, set_within, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: What the wall clock said, in seconds, when our own clock, which does not jump, stood at 0.
 _EPOCH_S = time.time() - since_start_s()

@@ -7,7 +7,6 @@ sweeps write, too: in a full bucket nothing could be worked off, and nothing pur
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,12 +24,13 @@ from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import untoken
+from bufstore.log_lines import LogLines
 from bufstore.mailbox.decisions import is_stale
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_keys import Keys
 from bufstore.tasks import together
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: Every step reads before it writes. The read takes less than this share of a group's time.
 _LINGER = 0.3

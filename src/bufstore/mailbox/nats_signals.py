@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 
 import nats.errors
@@ -20,12 +19,13 @@ from bufstore.jetstream.pulls import Delivery, PullRefused
 from bufstore.jetstream.shared_consumer import SharedConsumer
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.subscriptions import Subscriptions
+from bufstore.log_lines import LogLines
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.ports import Live, LiveHandler
 from bufstore.tasks import no_cancel_lost, own_cancels_only
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: How long a worker pauses when the consumer lets no more workers wait.
 _CROWDED_S = 0.5

@@ -7,7 +7,6 @@ tells them when to ask, and without one they poll.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,6 +21,7 @@ from psycopg import sql
 from bufstore.elapsed import since_start_s
 from bufstore.errors import Closed, MalformedEntry, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.log_lines import LogLines
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, claimed
@@ -37,7 +37,7 @@ from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.takes import Takes
 from bufstore.tasks import end, set_within, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _FOLDER = files("bufstore.mailbox") / "sql"
 #: The statuses as numbers, in the order of the enum: 0 queued, 1 claimed, above finished.

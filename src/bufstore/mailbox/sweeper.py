@@ -7,17 +7,17 @@ due; the next pass finds what it leaves. Only `aclose` ends a sweeper: after an 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Self
 
+from bufstore.log_lines import LogLines
 from bufstore.mailbox.store import MailboxStore
 from bufstore.tasks import end, own_cancels_only, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: The longest wait after a failed pass, in sweep intervals.
 _WAIT_MAX = 6

@@ -9,7 +9,6 @@ dies, another finishes the queue. A worker without a free slot works on a thread
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -27,13 +26,14 @@ from bufstore.errors import (
     Unavailable,
 )
 from bufstore.holding import Holding, while_held
+from bufstore.log_lines import LogLines
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.tasks import end, own_cancels_only, spawn
 from bufstore.types import check_id
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: How long a worker stays with one thread while it has no slot for another. It leaves only between two dispatches.
 _TURN_S = 0.2

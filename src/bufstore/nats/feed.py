@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -29,9 +28,10 @@ from bufstore.jetstream.headers import entry_header, fields, status_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.pulls import numbers_of
 from bufstore.jetstream.stream import NatsStream
+from bufstore.log_lines import LogLines
 from bufstore.nats.pull_sizes import PullSizes
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _HEARTBEAT_S = 1.5
 _EXPIRES_S = 30

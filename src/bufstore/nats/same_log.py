@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -20,9 +19,10 @@ from nats.aio.client import Client
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.connection import AGAIN_S
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: A server that leads all streams and was left by the others steps down within 20 s. So a server is believed that says
 #: for longer than this, in seconds, that there is no such stream.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Mapping
 
@@ -33,10 +32,11 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Store
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.subscriptions import Subscriptions
+from bufstore.log_lines import LogLines
 from bufstore.nats.setup import bucket_stream, check_owner, ensure_bucket, found_bucket
 from bufstore.tasks import end, see_error, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _TIMEOUT_S = 3.0
 #: A bucket that has stored nothing in the time of a whole write is given so long to store a run's record.

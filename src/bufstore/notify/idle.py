@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 
 from bufstore.config import check_timeout
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, Unavailable
+from bufstore.log_lines import LogLines
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
 from bufstore.tasks import end, spawn, to_the_end
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: By how much a pause may exceed what was asked for, as a fraction, at random: workers that began together do not poll
 #: together.

@@ -8,17 +8,17 @@ subscription's own steps take turns, in tasks that go on when their caller is ca
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeVar
 
 from bufstore.errors import Closed
+from bufstore.log_lines import LogLines
 from bufstore.notify.broker import Teardown
 from bufstore.notify.protocol import Unlisten
 from bufstore.tasks import outlasted, see_error, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 P = TypeVar("P")
 C = TypeVar("C")

@@ -7,7 +7,6 @@ callbacks of a process, so a hundred workers in a process cost one question.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import copy_context
@@ -15,6 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from bufstore.errors import Closed, ConfigError, InvalidQuery, StoreMisconfigured
 from bufstore.home import Home
+from bufstore.log_lines import LogLines
 from bufstore.notify.broker import Broker, HintUnavailable
 from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
@@ -22,7 +22,7 @@ from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
 from bufstore.tasks import Closing, end, no_cancel_lost, own_cancels_only, spawn
 from bufstore.types import check_id, check_ids
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: How many hints may be asked about at once; beyond that, listeners are called without asking.
 _CLAIMS_MAX = 256

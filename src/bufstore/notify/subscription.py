@@ -15,12 +15,13 @@ from typing import Protocol
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.jetstream.short_lives import ShortLives
+from bufstore.log_lines import LogLines
 from bufstore.notify.broker import Broker, Teardown
 from bufstore.notify.listener import SharedListener
 from bufstore.notify.protocol import Event
 from bufstore.tasks import end, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 Heard = tuple[Event, str]
 

@@ -9,7 +9,6 @@ docs/adr/0016 says why Spark does not merge the entries itself.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ import msgspec
 from bufstore.buffer.flush.flusher_state import state_of_all
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, ConfigError, FlushTimeout
+from bufstore.log_lines import LogLines
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.process_loop import loop
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import SparkSession
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _LOOK_S = 1.0
 #: The number of tasks on Connect, which does not tell how many cores there are.

@@ -7,7 +7,6 @@ meanwhile would end the query, and somebody would have to start it again.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -25,8 +24,9 @@ from bufstore.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 T = TypeVar("T")
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
+from bufstore.log_lines import LogLines
 from bufstore.spark.sink.batch import report_of
 from bufstore.spark.sink.row_writer import RowCounts
 from bufstore.spark.source.offsets import Offset
 
 __all__ = ["ProgressListener", "QueryProgress"]
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 
 class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):

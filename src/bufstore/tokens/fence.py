@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import math
 import os
 import socket
@@ -32,12 +31,13 @@ from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
+from bufstore.log_lines import LogLines
 from bufstore.takes import Takes
 from bufstore.tasks import Closing
 from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 H = TypeVar("H")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Self
@@ -13,10 +12,11 @@ from msgspec.structs import replace
 from bufstore.errors import InvalidRecord, TokenLost, Unavailable
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.pulls import Delivery, Pulls
+from bufstore.log_lines import LogLines
 from bufstore.tokens.fence import REFUSED, Hold, Lease
 from bufstore.tokens.model import RECORD_AGE_S
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 
 class Afterwards(NamedTuple):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable
@@ -43,6 +42,7 @@ from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.jetstream.walk import Walk
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, outlasted, own_cancels_only, spawn
 from bufstore.tokens import model
 from bufstore.tokens.fence import REFUSED, Hold, Keyed, Register, holder_name
@@ -50,7 +50,7 @@ from bufstore.tokens.model import WORKERS, Policy, Record, Statistics, TokensCon
 from bufstore.tokens.task import Afterwards, Task
 from bufstore.types import check_id
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _ID = "bufstore.id"
 #: The most items that workers may have at once, and the most workers that may wait for some.

@@ -14,7 +14,6 @@ Rule: an expectation of "nothing there" is never remembered (see `bufstore.buffe
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
@@ -45,10 +44,11 @@ from bufstore.errors import (
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, settle, spawn
 from bufstore.types import Receipt
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: Longest pause of a writer that others overtake again and again.
 _PAUSE_MAX_S = 0.2

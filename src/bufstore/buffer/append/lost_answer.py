@@ -7,7 +7,6 @@ the other fails the compare-and-set.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -17,8 +16,9 @@ from bufstore.buffer.domain import M
 from bufstore.buffer.ports.log import Log, Writer
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: The pause between two tries while the log is away; a write may have to wait for as long once it is back.
 PAUSE = wait_random_exponential(multiplier=0.02, max=0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,9 +23,10 @@ from bufstore.buffer.domain import Inapplicable, M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.parts import Parts
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: For how long a thread that was found nowhere counts as new. Purged entries were flushed a failover window ago, which
 #: is longer: so a thread that was written to since still shows in the log.

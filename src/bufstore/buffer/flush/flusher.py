@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -38,9 +37,10 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, own_cancels_only, set_within, spawn, unless
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _BACKOFF_MAX_S = 2.0
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import LogRolledBack, StoreMisconfigured
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Mapping
 
 from bufstore.buffer.entry import entry_id
@@ -22,8 +21,9 @@ from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _INTERVAL_S = 5.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from bufstore.buffer.flush.membership import Pulse, owned
@@ -11,9 +10,10 @@ from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.log_lines import LogLines
 from bufstore.tasks import set_within
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 
 #: Every live member renews its record within this many seconds, whatever its lease.

@@ -9,7 +9,6 @@ partition whose owner goes away during an outage until Postgres is back.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.flush.owned_partition import OwnedPartition
@@ -21,9 +20,10 @@ from bufstore.buffer.ports.log import Floor
 from bufstore.errors import BufstoreError, Closed
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.log_lines import LogLines
 from bufstore.tasks import set_within
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _INTERVAL_S = 5.0
 _TOMBSTONES_AT_ONCE = 1000

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
@@ -25,9 +24,10 @@ from bufstore.buffer.ports.log import Log
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.log_lines import LogLines
 from bufstore.tasks import set_within, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _TAKE_RETRY_S = 0.5
 #: The row of a partition that somebody holds is tried again after the first time. It is free once a flush has ended, or

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from bufstore.buffer.entry import Item, StoredEntry
@@ -34,8 +33,9 @@ from bufstore.buffer.ports.ledger import (
 from bufstore.errors import BufstoreError, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: If an app's code raises for a thread, the thread is tried this often before its entry counts as poison: about a
 #: minute.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -20,12 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.log_lines import LogLines
 from bufstore.tasks import set_within, spawn
 
 if TYPE_CHECKING:
     from bufstore.buffer.groups.feeds import PartitionFeed
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: Returns the entries of a message that belong to these partitions, and its last entry whatever partition that belongs
 #: to (its position and id are what counts then), each with its partition.

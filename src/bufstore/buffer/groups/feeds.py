@@ -17,16 +17,16 @@ it already gets nothing twice.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from bufstore.buffer.groups.delivery import Delivery, Split, StreamFeed
 from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError, Closed
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 
 class PartitionFeed:

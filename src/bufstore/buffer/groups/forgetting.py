@@ -7,15 +7,15 @@ remembers much.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.places import first_place
 from bufstore.errors import BufstoreError
+from bufstore.log_lines import LogLines
 from bufstore.tasks import spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: How often a process without a flusher asks what it may forget, while it remembers much.
 _FORGET_EVERY_S = 5.0

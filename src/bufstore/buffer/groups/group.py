@@ -12,7 +12,6 @@ checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes
 from __future__ import annotations
 
 import contextlib
-import logging
 import struct
 import zlib
 from binascii import a2b_base64, b2a_base64
@@ -27,9 +26,10 @@ from bufstore.buffer.groups.oversize import parsed
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import InvalidId, MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.log_lines import LogLines
 from bufstore.types import check_id
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 VERSION = "G1"
 HASH_BYTES = 16

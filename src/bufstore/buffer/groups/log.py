@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -34,8 +33,9 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
+from bufstore.log_lines import LogLines
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 T = TypeVar("T")
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -41,9 +40,10 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, spawn
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: For how long a writer that others have overtaken on a thread of theirs expects to be overtaken again.
 _SHARED_S = 1.0

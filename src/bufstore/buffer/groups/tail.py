@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,9 +15,10 @@ from bufstore.buffer.groups.stream import GroupsInStream, last_on
 from bufstore.buffer.places import group_of, last_place
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import Part, StoredMessage
+from bufstore.log_lines import LogLines
 from bufstore.shared_call import SharedCall
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: How many groups are asked for at a time, and about how many bytes of them: at first, at least, at most.
 _AT_ONCE = 1000

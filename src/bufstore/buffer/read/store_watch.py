@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
+from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, spawn, unless_closed
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: How many seconds a call waits for the store before it tries the log alone, or gives up.
 STORE_PATIENCE_S = 2.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -23,11 +22,12 @@ from bufstore.cli.importing.journal import Journal
 from bufstore.cli.importing.lines import BadLine, Input, Line
 from bufstore.cli.running import EXIT_WRONG, Failure
 from bufstore.errors import FlushTimeout, StoreUnavailable
+from bufstore.log_lines import LogLines
 from bufstore.printable import printable
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _REPORTED = 20
 #: How many threads are written at the same time.

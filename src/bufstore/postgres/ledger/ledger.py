@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
@@ -18,6 +17,7 @@ from bufstore.buffer.target import Made, Target
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
+from bufstore.log_lines import LogLines
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import connections_made
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch, transaction_ended
@@ -26,7 +26,7 @@ from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.tables import LedgerTables
 from bufstore.postgres.ledger.waiting import PostgresWaiting
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 #: Seconds after which a flush says that Postgres is away. The flush is tried again, and meanwhile people are told.
 _AWAY_S = 5.0

@@ -7,11 +7,11 @@ replayed gives other rows for a batch. Both are found here: each task notes a su
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from bufstore.errors import ConfigError, InvalidRecord, StoreUnavailable
+from bufstore.log_lines import LogLines
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.outage import Patience
 from bufstore.spark.process_loop import loop
@@ -19,7 +19,7 @@ from bufstore.spark.sink.parts import differ, sum_of
 from bufstore.spark.sink.row_writer import RowCounts
 from bufstore.spark.sink.spark_ledger import Holder, Query, SparkLedger
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 T = TypeVar("T")
 

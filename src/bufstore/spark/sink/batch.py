@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from bufstore.errors import ConfigError
+from bufstore.log_lines import LogLines
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.sink.app_id import AppId, check_bad, check_rows
 from bufstore.spark.sink.parts import sum_of
@@ -15,7 +15,7 @@ from bufstore.spark.sink.row_writer import Pass, RowCounts, Written
 from bufstore.spark.sink.settled import RowKey, Settled, pack, settled_after, unpack
 from bufstore.spark.sink.spark_ledger import Query
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 
 class Rows(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from bufstore.errors import (
     Rejected,
     StoreUnavailable,
 )
+from bufstore.log_lines import LogLines
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.outage import GaveUp, Patience, is_outage
 from bufstore.spark.process_loop import loop
@@ -45,7 +45,7 @@ from bufstore.threads.lanes import ThreadBuffer
 from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence, check_id
 
-_log = logging.getLogger(__name__)
+_log = LogLines(__name__)
 
 _PING_S = 2.0
 
