@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from bufstore import (
     ReadNotFresh,
     Receipt,
 )
+from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
+from bufstore.nats.ranges import LogReader
 from cluster import Cluster, lead_log_and_cluster, leader_of, replicas_current
 from command_line import bufstore_cli, where
 from conftest import Deployment
@@ -308,6 +312,61 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
     finally:
         for store in reversed(stores):
             await store.aclose()
+
+
+@pytest.mark.long  # half a minute; `test_ranges.py` imitates such nodes
+async def test_a_node_that_was_cut_off_and_lags_ends_no_read_of_the_log(servers: Servers, cluster: Cluster) -> None:
+    """At once after it is back, the log's last messages are read through each node, until it has caught up."""
+    deployment = Deployment(servers, replicas=3, max_bytes=1 << 30)
+    stores = [await cluster.open(deployment, flusher=False, **PATIENCE)]
+    readers = [LogReader(cluster.nats(node), deployment.log.stream) for node in range(3)]
+    groups = set[int]()
+
+    async def write(to: BufferedThreadStore, count: int) -> None:
+        thread_id = fresh()
+        for n in range(count):
+            message = {"id": f"m{n}", "role": "user", "content": secrets.token_hex(200_000)}
+            wrote = partial(_wrote, to, thread_id, message)
+            groups.add(group_of(await eventually(wrote, 60)))
+
+    try:
+        lagging = (await leader_of(stores[0], deployment) + 1) % 3
+        stores.append(outside := await cluster.open(deployment, *({0, 1, 2} - {lagging}), flusher=False, **PATIENCE))
+        cluster.isolate(lagging, silently=True)
+        try:
+            await asyncio.gather(*(write(outside, 30) for _ in range(8)))
+        finally:
+            cluster.heal()
+        await asyncio.gather(*(reader.open() for reader in readers))
+        end, subjects, reads = max(groups) + 1, outside.buffer.subjects, 0
+
+        async def read(reader: LogReader) -> None:
+            nonlocal reads
+            with suppress(LogUnavailable):
+                async with aclosing(reader.read(end - 10, end, [subjects.groups], headers_only=True)) as parts:
+                    found = {each.message.seq async for part in parts for each in part}
+                assert found == {seq for seq in groups if end - 10 <= seq < end}
+                reads += 1
+
+        async def caught_up() -> bool:
+            await asyncio.gather(*map(read, readers * 3))
+            return await replicas_current(outside, deployment)
+
+        await eventually(caught_up, 120)
+        assert reads
+    finally:
+        cluster.heal()
+        for reader in readers:
+            await reader.aclose()
+        for store in reversed(stores):
+            await store.aclose()
+
+
+async def _wrote(store: BufferedThreadStore, thread_id: str, message: dict[str, str]) -> int | None:
+    with suppress(LogUnavailable, OutcomeUnknown):
+        key = message["id"]
+        return (await store.checkpoint_append(thread_id, [message], run_of(thread_id), idempotency_key=key)).thread_seq
+    return None
 
 
 @pytest.mark.long

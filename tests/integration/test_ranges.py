@@ -16,6 +16,8 @@ from nats.aio.client import Client
 
 from bufstore.config import as_nats_config
 from bufstore.embedded import NatsServer
+from bufstore.jetstream.errors import MessageMissing
+from bufstore.jetstream.stream import Shown
 from bufstore.nats import ranges
 from bufstore.nats.ranges import LogReader
 from conftest import Deployment
@@ -103,6 +105,43 @@ async def test_a_node_that_has_not_caught_up_ends_no_read(
         behind = 2
         assert await reader.at_time(0, log) == log.first
         behind = 2
+        assert await reader.at_time(time.time_ns() + 10**9, log) == log.end, "nothing is as young as that"
+
+
+async def test_a_leader_that_the_others_have_left_ends_no_read(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: just after it is back, it leads for itself, and says that there is nothing, as its consumers do.
+
+    Here, in the first two tries; in the first one, it also answers what any copy may answer.
+    """
+    async with written(deployment, 30) as (reader, _), asyncio.timeout(20):
+        log, tries = await reader.look(), 0
+        stream = reader._stream
+        api, leader_get, shown = stream.api, stream._leader_get, stream.shown
+
+        async def of_an_old_leader(verb: str, *arguments: Any, **more: Any) -> dict[str, Any]:
+            nonlocal tries
+            tries += verb.startswith("CONSUMER.CREATE")
+            if tries <= 2 and verb.startswith("STREAM.MSG.GET"):
+                raise MessageMissing("no message found")
+            answer = await api(verb, *arguments, **more)
+            return answer | {"num_pending": 0} if tries <= 2 and "num_pending" in answer else answer
+
+        async def got(*arguments: Any) -> Any:
+            return None if tries <= 2 else await leader_get(*arguments)
+
+        async def copied(*arguments: Any) -> Shown:
+            return Shown([], 0, log.first) if tries <= 1 else await shown(*arguments)
+
+        monkeypatch.setattr(stream, "api", of_an_old_leader)
+        monkeypatch.setattr(stream, "_leader_get", got)
+        monkeypatch.setattr(stream, "shown", copied)
+        async with aclosing(reader.read(log.first, log.end, log.subjects.stored)) as found:
+            assert [read.message.seq async for part in found for read in part] == list(range(log.first, log.end))
+        tries = 0
+        assert await reader.at_time(0, log) == log.first
+        tries = 1
         assert await reader.at_time(time.time_ns() + 10**9, log) == log.end, "nothing is as young as that"
 
 

@@ -2,8 +2,8 @@
 
 For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
 flusher's are never touched. A read delivers the messages of the stream: groups of entries, parts of large entries, and
-what stands beside them. The stream's own sequence identifies a message. A range ends at its last sequence, or when the
-log's leader has nothing left of it. Silence does not end it, nor what another node says, which may not have caught up.
+what stands beside them. The stream's own sequence identifies a message. A range ends at its last sequence, or when a
+node that is as far as the range has nothing left of it. Silence does not end it, nor what a node says that lags.
 """
 
 from __future__ import annotations
@@ -260,26 +260,33 @@ class LogReader:
                 await stream.remove_consumer(name)
 
     async def _check_not_behind(self, start: int, end: int, filters: Sequence[str], since_ns: int | None) -> None:
-        """Raise LogUnavailable when the log's leader has something of the range, though a consumer has nothing left.
+        """Raise LogUnavailable unless nothing of the range is left, as its consumer's node says.
 
         The consumer has one replica. Its node delivers, long before it has caught up, what it has, and says that this
-        is all. The next consumer may be on another node.
+        is all. So one answer must show how far a node is, and what it has: of two nodes that both believe that they
+        lead, the one that the others have left lacks what they have stored since. The next consumer, and the next
+        answer, may come from another node.
         """
-        for subject in filters:
-            if since_ns is not None:
-                behind = await self._last_stored_ns(subject) >= since_ns
-            else:
-                found = await self.first_of(subject, start)
-                behind = found is not None and found.seq < end
-            if behind:
-                raise LogUnavailable("cannot read the log: a node that reads it has not caught up")
+        if start >= end:
+            return
+        shown = await self._stream.shown([">"], 0 if since_ns is not None else start, _SILENCE_S)
+        left = [m.seq for m in shown.messages if m.subject in filters]
+        if shown.end < end - 1 or shown.more:
+            # A log without any message does not say how far the node is, but where it begins.
+            behind = (await self.look()).first < end
+        elif since_ns is not None:
+            behind = bool(left) and await self._stored_ns(max(left)) >= since_ns
+        else:
+            behind = bool(left)
+        if behind:
+            raise LogUnavailable("cannot read the log: a node that reads it has not caught up")
 
-    async def _last_stored_ns(self, subject: str) -> int:
-        """Return when the subject's last message was stored, by the leader; -1 if there is none."""
+    async def _stored_ns(self, sequence: int) -> int:
+        """Return when this message was stored. Raises LogUnavailable when it is not there."""
         try:
-            answer = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", {"last_by_subj": subject})
+            answer = await self._stream.api(f"STREAM.MSG.GET.{self._stream.name}", {"seq": sequence})
         except MessageMissing:
-            return -1
+            raise LogUnavailable(f"cannot read the log: message {sequence} is not there any more") from None
         return _ns_of(answer["message"]["time"])
 
     async def _nothing_left(self, consumer: str, inbox: _Inbox) -> bool:
