@@ -71,7 +71,7 @@ async def work_on(
         history.write("completed", task.key, int(task.payload), task.token)
         await finish(task)
 
-    work._finish = noted  # type: ignore[method-assign]
+    work._afterwards = work._afterwards._replace(finish=noted)
 
     async def handler(task: Task) -> None:
         history.write("began", task.key, int(task.payload), task.token)

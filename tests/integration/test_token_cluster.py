@@ -250,4 +250,5 @@ async def test_a_short_chaos_of_tokens_loses_nothing_and_passes_no_fence(
     assert verdict.accepted > 50
     assert verdict.locked > 5
     assert verdict.begun >= verdict.accepted
+    assert verdict.completed > 50, "else nothing shows what was done twice"
     assert verdict.faults.keys() == set(_SHORT)
