@@ -238,6 +238,18 @@ def test_two_holders_of_a_lock_and_a_token_that_goes_down_are_told(tokens: list[
     assert bool(verdict.wrong) is (tokens != sorted(tokens))
 
 
+@pytest.mark.parametrize("item", range(3))
+def test_an_item_stands_where_it_was_stored_if_nobody_was_told_when(item: int) -> None:
+    """Without an answer it may arrive behind what was submitted after it; items that were accepted stay in order."""
+    submitted = [[n, what, "a", n, 0] for n in range(3) for what in ("submitting", "accepted")]
+    late = [[10 + n, "began", "a", n, n if n != item else 9] for n in range(3)]
+    told, unknown = chaos.Verdict(), chaos.Verdict()
+    chaos.judge({"all": [*submitted, *late]}, 30.0, told)
+    chaos.judge({"all": [*(e for e in submitted if e[1:4] != ["accepted", "a", item]), *late]}, 30.0, unknown)
+    assert bool(told.wrong) is (item < 2)
+    assert not unknown.wrong
+
+
 #: One fault of each kind, in the order that the seed gives.
 _SHORT = ("clock stepped", "node killed", "worker killed", "worker paused")
 
