@@ -13,13 +13,17 @@ import pytest
 from pyspark.sql.datasource import InputPartition
 
 from bufstore import LogUnavailable
+from bufstore.config import as_nats_config
 from bufstore.embedded import Servers
+from bufstore.jetstream.stream import NatsStream
+from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark import DataLoss
+from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.source import log_scan
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from conftest import Deployment
 from helpers import eventually, fresh
-from spark.jobs import prepared, purge, read_options, write
+from spark.jobs import prepared, purge, read_options, settings_of, write
 
 
 def planned(deployment: Deployment, **more: Any) -> tuple[Any, list[Any]]:
@@ -220,3 +224,39 @@ async def test_a_query_outlives_an_outage_of_its_source(spark: Any, own_servers:
     finally:
         await asyncio.to_thread(query.stop)
     assert await asyncio.to_thread(spark.read.parquet(str(tmp_path / "out")).count) == 5
+
+
+async def test_a_read_has_what_was_acknowledged_though_an_old_leader_tells_where_the_log_ends(
+    replicated: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: where a node that was cut off has led, it says for seconds where the log ended before."""
+    thread_id, settings = fresh(), settings_of(replicated)
+    table = {"natsUrl": settings["nats"], "postgresUrl": settings["postgres"], "schema": settings["schema"],
+             "stream": settings["stream"], "table": "messages"}  # fmt: skip
+
+    def messages() -> int:
+        source = BufstoreFormat(table)
+        reader: Any = source.reader(source.schema())
+        return sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part))
+
+    await write(replicated, [thread_id], range(1))
+    before, info = (await _looked(replicated)).end, NatsStream.info
+
+    async def old(self: NatsStream, timeout_s: float = 5.0) -> dict[str, Any]:
+        answer = await info(self, timeout_s)
+        return answer | {"state": answer["state"] | {"last_seq": before - 1}}
+
+    had = await asyncio.to_thread(messages)
+    await write(replicated, [thread_id], range(1, 4))
+    monkeypatch.setattr(NatsStream, "info", old)
+    assert len(await read(replicated)) == 4
+    assert await asyncio.to_thread(messages) == 4 * had
+
+
+async def _looked(deployment: Deployment) -> LogState:
+    reader = LogReader(as_nats_config(deployment.servers.nats.url), deployment.log.stream)
+    await reader.open()
+    try:
+        return await reader.look()
+    finally:
+        await reader.aclose()

@@ -22,15 +22,16 @@ import nats.errors
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
-from bufstore.errors import LogUnavailable, NoLog
+from bufstore.errors import LogFull, LogUnavailable, NoLog
 from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StreamMissing
 from bufstore.jetstream.headers import added, entry_header, status_of
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.pulls import numbers_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import log_config
+from bufstore.nats.fresh_end import PROOF_S
 from bufstore.nats.pull_sizes import PullSizes
 from bufstore.nats.setup import epoch_of, target_of
 
@@ -104,8 +105,12 @@ class LogReader:
         """Close the connection."""
         await self._connection.aclose()
 
-    async def look(self) -> LogState:
-        """Return the log as it is now. Raises NoLog when there is none."""
+    async def look(self, *, fresh: bool = False) -> LogState:
+        """Return the log as it is now. Raises NoLog when there is none.
+
+        `fresh`: with all that was acknowledged before the call. Otherwise a node that led until it was cut off may say,
+        for seconds, where the log ended before. On replicas this stores a message that proves the end.
+        """
         await self._connection.wait_up(_SILENCE_S)
         try:
             info = await self._stream.info()
@@ -116,7 +121,20 @@ class LogReader:
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
         target = target_of(config["metadata"])
-        return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
+        log = LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
+        if fresh and found.replicas > 1:
+            return msgspec.structs.replace(log, end=max(end, await self._proven_end(log.subjects)))
+        return log
+
+    async def _proven_end(self, subjects: Subjects) -> int:
+        """Return the sequence behind all that was acknowledged before the call. Raises LogUnavailable."""
+        try:
+            return await self._stream.publish(Outgoing(subjects.proof, b""), PROOF_S) + 1
+        except LogFull:  # no byte is left for a proof
+            await self._stream.prove(subjects.unused, PROOF_S)
+            return int((await self._stream.info())["state"]["last_seq"]) + 1
+        except AppendUnknown:
+            raise LogUnavailable("cannot read the log: no node proves where it ends") from None
 
     async def message(self, sequence: int) -> StoredMessage | None:
         """Return the message with this sequence, from the leader; None if it is not there any more."""

@@ -39,9 +39,9 @@ async def patiently(call: Callable[[], Awaitable[T]], timeout_s: float = PATIENC
     return await Patience(timeout_s, "a read of the log", numbered=True).until_through(call)
 
 
-async def look(options: ReadOptions) -> LogState:
-    """Return the log as it is now."""
-    return await (await reader_of(options)).look()
+async def look(options: ReadOptions, *, fresh: bool = False) -> LogState:
+    """Return the log as it is now; `fresh`: see `LogReader.look`."""
+    return await (await reader_of(options)).look(fresh=fresh)
 
 
 async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:

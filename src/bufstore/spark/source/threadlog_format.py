@@ -98,7 +98,7 @@ class _Batch(_Reads, DataSourceReader):
         return self._patiently(self._parts)
 
     async def _parts(self) -> list[InputPartition]:
-        options, log = self.options, await self._look()
+        options, log = self.options, await log_scan.look(self.options, fresh=True)
         start = await self._start(log, "earliest")
         end, until = await _place(options, log, options.ending_position, options.ending_timestamp_us, "latest")
         return await _planned(options, log, start, min(end + bool(until), log.end), until)

@@ -56,7 +56,7 @@ async def logs_at(options: TableOptions, moment: Moment) -> LaneLogs:
     """
     ledger = await moment.ledger(0)
     reader = await reader_of(options.log(options.stream))
-    first = await patiently(reader.look)
+    first = await patiently(partial(reader.look, fresh=True))
     configs = lane_logs(first.config)
     endings = options.ending_positions or (None,) * len(configs)
     if len(endings) != len(configs):
@@ -71,7 +71,7 @@ async def logs_at(options: TableOptions, moment: Moment) -> LaneLogs:
         of_lane = options.log(configs[lane].stream)
         if lane:
             ledger, reader = await moment.ledger(lane), await reader_of(of_lane)
-        state = await patiently(reader.look) if lane else first
+        state = await patiently(partial(reader.look, fresh=True)) if lane else first
         check_flushable(of_lane.stream, state.target, kind_of(PostgresThreadStore))
         check_same(of_lane.stream, state.target, ledger.target)
         until = _until(endings[lane], state, ledger, held=options.snapshot is not None)
