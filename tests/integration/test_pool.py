@@ -262,6 +262,29 @@ async def test_a_login_that_is_refused_is_told_to_all_at_once(servers: Servers) 
     await pool.close()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dbname": "no\nwhere"}, r'database "no\\nwhere" does not exist'),
+        ({"channel_binding": "require", "sslmode": "disable"}, "channel binding required"),
+        ({"require_auth": "md5"}, 'authentication method requirement "md5" failed'),
+        ({"options": "-c statement_timout=5s"}, 'unrecognized configuration parameter "statement_timout"'),
+        ({"options": "-c statement_timeout=s3cr3t"}, r'invalid value for parameter "statement_timeout": \*\*\*$'),
+        ({"options": "-z"}, "invalid command-line argument"),
+    ],
+)
+async def test_a_connection_that_can_never_be_made_is_no_outage(
+    servers: Servers, wrong: dict[str, str], said: str
+) -> None:
+    """Regression: callers were told that Postgres is away, and of the database not even that it does not exist."""
+    pool = await open_pool(make_conninfo(servers.postgres.dsn, **wrong), size=1)
+    try:
+        with pytest.raises(StoreMisconfigured, match=said):
+            await backend(pool, 5)
+    finally:
+        await pool.close()
+
+
 async def test_a_password_that_is_changed_in_its_file_is_used_by_the_next_connection(
     servers: Servers, tmp_path: Path
 ) -> None:

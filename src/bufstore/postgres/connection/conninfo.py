@@ -28,7 +28,9 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
         raise ConfigError(f"the Postgres connection string must be a str, not {type(conninfo).__name__}")
     if "\0" in conninfo:
         raise ConfigError("the Postgres connection string has a NUL character, at which libpq would end it")
-    if dialect := _DIALECT.match(conninfo):
+    if (url := conninfo.strip()).startswith(("postgres://", "postgresql://")):
+        conninfo = url  # a secret that is read from a file ends with a newline: libpq would take it for a name's end
+    if dialect := _DIALECT.match(url):
         raise ConfigError(
             f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
         )
@@ -40,12 +42,19 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
         raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
     # libpq takes a part of a password with an unescaped "/", "@" or "#" for the address, and would say it in errors.
     hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
-    if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
+    if "@" in hosts or not all(map(_is_port, ports.split(","))):
         raise ConfigError(
             "the Postgres connection string names no usable host and port; "
             "special characters of user and password in a URL are written as %XX"
         )
-    return found
+    with suppress(ValueError, OverflowError):
+        int(float(found.get("connect_timeout", 0)))  # as psycopg does, whose error shows the value
+        return found
+    raise ConfigError("connect_timeout in the Postgres connection string must be a number of seconds")
+
+
+def _is_port(text: str) -> bool:
+    return text == "" or (_PORT.fullmatch(text) is not None and 0 < int(text) < 1 << 16)
 
 
 def own_conninfo(conninfo: str, **defaults: Any) -> str:

@@ -26,6 +26,7 @@ from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
+from bufstore.printable import printable
 from bufstore.tasks import Closing, spawn, to_the_end
 
 #: The advice when a store is opened again, or by another one.
@@ -38,15 +39,27 @@ _CANCELLED_S = 1.0
 _CLOSE_S = 1.0
 #: A connection goes from caller to caller for this many seconds; then the pool checks whether it is too old.
 _HANDED_ON_S = 60.0
-#: The server's words to a client that will never get in. Only the text says so, if it is English: libpq gives no
-#: SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
+#: What the server, or libpq itself, says to a client that will never get in. Only the text says so, if it is English:
+#: libpq gives no SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
 _REFUSED = re.compile(
     r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
     r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
-    r"does not match host name",
+    r"does not match host name|channel binding required|authentication method requirement|"
+    r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
+    r"unsupported startup parameter|(certificate|private key) file|"
+    # from here on, libpq did not even try
+    r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
+    r"could not parse network address|support is not compiled in|service file|definition of service|"
+    r"GSSAPI encryption required|local user with ID",
     re.IGNORECASE | re.DOTALL,
 )
-_REASON = re.compile(r"failed: (.*)|(connection timeout.*)|(failed to resolve.*)")
+#: A reason is one line, but a quoted name in it may have several.
+_REASON = re.compile(
+    r"failed: ((?:\"[^\"]*\"|.)*)|connection is bad: ((?:\"[^\"]*\"|.)*)|"
+    r"(connection timeout.*)|(failed to resolve.*)|(could not match.*)"
+)
+#: A parameter's value in a reason. It may be anything that somebody wrote into the wrong place.
+_VALUE = re.compile(r"(: )\".*\"|(integer value )\".*\"(?= for connection option)", re.DOTALL)
 
 
 class _Quiet(logging.Filter):
@@ -80,7 +93,7 @@ class _Failure:
 
     def raise_refusal(self) -> None:
         if self.reason is not None and _REFUSED.search(self.reason):
-            raise StoreMisconfigured(f"Postgres refuses the connection: {self.reason}") from None
+            raise StoreMisconfigured(f"Postgres, or its client, refuses the connection: {self.reason}") from None
 
 
 class _Connection(AsyncConnection[TupleRow]):
@@ -92,9 +105,11 @@ class _Connection(AsyncConnection[TupleRow]):
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
-            # Several hosts give several reasons: a refusal stays so. The text names host and user, never a password.
+            # Several hosts give several reasons: a refusal stays so. The text names host, user, database and service,
+            # never a password.
             reasons = ["".join(found) for found in _REASON.findall(str(e))] or ["connection failed"]
-            failure.reason = next(filter(_REFUSED.search, reasons), reasons[-1])
+            reason = next(filter(_REFUSED.search, reasons), reasons[-1])
+            failure.reason = printable(_VALUE.sub(r"\1\2***", reason))
             raise
         failure.reason = None
         owned_here(connection)
