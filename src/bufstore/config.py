@@ -31,6 +31,8 @@ FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
 _SCHEME = re.compile(r"(nats|tls|wss?)://")
+#: Between two URLs of one text. A comma in a password is none: an "@" comes behind it, and no scheme.
+_BETWEEN = re.compile(r",(?=\s*(?:nats|tls|wss?)://|[^@]*\Z)")
 #: The part of a URL behind its user.
 _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 #: Words of a subject: no wildcard, nothing that ends a line of the protocol.
@@ -117,14 +119,25 @@ def mask_url(url: str) -> str:
     return _USER.sub(lambda m: (m[1] or "") + "***@", url)
 
 
+def urls_in(text: str) -> tuple[str, ...]:
+    """Return the NATS URLs in a text, where commas separate them. Each is to be checked: see `split_url`."""
+    return tuple(stripped for url in _BETWEEN.split(text) if (stripped := url.strip()))
+
+
 def split_url(url: str) -> tuple[str, str | None, str | None]:
     """Return a NATS URL without its user, the user (a token if it stands alone) and the password, percent-decoded.
 
-    Raises ConfigError, which shows nothing of the URL, when the part behind the user is no address.
+    Raises ConfigError, which shows nothing of the URL, when the part behind the user is no address, or when it may be
+    several URLs.
     """
     scheme = m[0] if (m := _SCHEME.match(url)) else ""
     # The login ends at the last "@": a password may hold any character.
     login, has_login, address = url[len(scheme) :].rpartition("@")
+    if "@" in login.rpartition(",")[0]:  # another server's, or all one password
+        raise ConfigError(
+            "cannot read NATS URLs that are separated by commas: write the scheme (nats://) of each, and in a password "
+            "%2C for a comma and %40 for an @"
+        )
     bare = scheme + address
     usable = False
     with suppress(ValueError):  # the port is no number
@@ -147,6 +160,7 @@ class NatsConfig(Secretive):
     `token`, or what the URL carries.
     """
 
+    #: One text may hold several URLs, separated by commas (one in a password is written %2C, an @ in one %40).
     #: The other servers of a cluster are learned from these; a process that starts needs one that is there.
     servers: Sequence[str] = field(default=("nats://127.0.0.1:4222",), metadata={"url": True})
     credentials: str | Path | None = field(default=None, metadata={"secret": True})
@@ -163,12 +177,12 @@ class NatsConfig(Secretive):
     connect_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.servers, str):
-            object.__setattr__(self, "servers", (self.servers,))
+        given = (self.servers,) if isinstance(self.servers, str) else tuple(self.servers or ())
+        if not all(isinstance(text, str) for text in given):
+            raise ConfigError("NatsConfig.servers must be URLs")
+        object.__setattr__(self, "servers", tuple(url for text in given for url in urls_in(text)))
         if not self.servers:
             raise ConfigError("NatsConfig.servers is empty")
-        if not all(isinstance(url, str) for url in self.servers):
-            raise ConfigError("NatsConfig.servers must be URLs")
         if (self.user is None) != (self.password is None):
             raise ConfigError("NatsConfig: user and password go together")
         ways = [n for n in ("credentials", "user", "token") if getattr(self, n) is not None]
@@ -336,7 +350,8 @@ class BufferConfig:
         return cls(**({"log": log} | fitted | options))
 
 
-#: How to reach NATS, as an app may say it: a URL, several URLs, keyword fields of a `NatsConfig`, or one.
+#: How to reach NATS, as an app may say it: a URL, several URLs (also in one text, separated by commas), keyword fields
+#: of a `NatsConfig`, or one.
 ToNats: TypeAlias = str | Sequence[str] | NatsConfig | Mapping[str, Any]
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bufstore import BufferConfig, ConfigError, LogConfig, NatsConfig
-from bufstore.config import as_nats_config
+from bufstore.config import as_nats_config, split_url
 from bufstore.jetstream.connection import Connection
 from bufstore.mailbox import MailboxConfig, NatsMailboxNames
 from bufstore.spark.config import SinkConfig
+from bufstore.spark.connection_options import connection, named
 from bufstore.tokens import TokensConfig
 
 SINK = {"nats": "h", "postgres": "dbname=x", "app_id": "a"}
@@ -80,6 +81,40 @@ def test_a_buckets_keys_go_beside_the_api_of_a_domain() -> None:
 def test_a_domain_may_end_with_a_dot_as_a_prefix_may() -> None:
     """Regression: nobody answered on "$JS.hub..API", and the log was called unavailable."""
     assert NatsConfig(domain="hub.").api == NatsConfig(api_prefix="$JS.hub.API.").api == "$JS.hub.API"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("nats://u:p@a:4222,nats://u:p@b:4222", [("a", "u", "p"), ("b", "u", "p")]),
+        (" tls://u:p@a:4222 ,\tnats://b:4222,, ", [("a", "u", "p"), ("b", None, None)]),
+        ("a:4222,b:4222", [("a", None, None), ("b", None, None)]),
+        ("nats://u:p@a:4222,b:4222", [("a", "u", "p"), ("b", None, None)]),
+        ("nats://u:p%2Cnats%3A%2F%2Fq%40c@a:4222,nats://t@b:4222", [("a", "u", "p,nats://q@c"), ("b", "t", None)]),
+        # One password, of which nothing was escaped that must be.
+        ("nats://u:1,p@a:4222", [("a", "u", "1,p")]),
+        ("nats://u:p@q@a:4222", [("a", "u", "p@q")]),
+    ],
+)
+def test_one_text_may_hold_several_nats_urls(
+    text: str, found: list[tuple[str, str | None, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an app's text was read as one URL, of the last server alone, and an environment's as several."""
+    config = as_nats_config(text)
+    for servers in (config.servers, NatsConfig(servers=[text]).servers):
+        split = [split_url(url) for url in servers]
+        assert [(bare.partition("://")[2] or bare, *login) for bare, *login in split] == [
+            (f"{host}:4222", *login) for host, *login in found
+        ]
+    monkeypatch.setenv("BUFSTORE_NATS", text)
+    assert connection(named({}, {})).servers == config.servers
+
+
+@pytest.mark.parametrize("text", ["nats://u:p@a:4222,u:p@b:4222", "u:p@a,u:p@b", "nats://u:p@q,r@a:4222"])
+def test_a_text_that_may_be_one_nats_url_or_several_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"write the scheme \(nats://\) of each, and in a password %2C") as refused:
+        as_nats_config(text)
+    assert "u:p" not in str(refused.value)
 
 
 def test_a_mapping_names_fields_of_a_nats_config() -> None:

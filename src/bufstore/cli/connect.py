@@ -359,7 +359,7 @@ def _servers(data: Path | None) -> Servers:
 
 def _nats_config(urls: str, shared: dict[str, Any]) -> NatsConfig:
     return NatsConfig(
-        servers=tuple(url.strip() for url in urls.split(",") if url.strip()),
+        servers=urls,
         credentials=shared["nats_creds"],
         user=shared["nats_user"],
         # These are no options, because everybody on the machine can read a command line.

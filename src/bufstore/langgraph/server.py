@@ -46,7 +46,7 @@ async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
     log = replace(DEFAULT_LOG, stream=stream, bucket=bucket, subject=subject, lanes=int(lanes))
     async with AsyncBufferedSaver.from_conn_string(
         postgres,
-        [url.strip() for url in nats.split(",") if url.strip()],
+        nats,
         schema=schema,
         buffer_schema=buffer_schema,
         config=BufferConfig(log=log),

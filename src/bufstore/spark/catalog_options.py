@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow
 
-from bufstore.config import split_url
+from bufstore.config import split_url, urls_in
 from bufstore.errors import ConfigError
-from bufstore.spark.connection_options import NATS_VARIABLE, POSTGRES_VARIABLE, words
+from bufstore.spark.connection_options import NATS_VARIABLE, POSTGRES_VARIABLE
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -57,7 +57,7 @@ def of_catalog(given: Mapping[str, str]) -> dict[str, str] | None:
 
 def _has_login(name: str, kept: Mapping[str, str]) -> bool:
     if name in ("nats", "natsurl"):
-        return any(split_url(url)[1] is not None for url in words(kept, name))
+        return any(split_url(url)[1] is not None for url in urls_in(kept[name]))
     if name in ("postgres", "postgresurl"):
         from bufstore.postgres.connection.conninfo import has_secret  # the log alone is read without psycopg
 

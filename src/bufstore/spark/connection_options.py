@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from bufstore.config import LogConfig, NatsConfig, split_url
+from bufstore.config import LogConfig, NatsConfig, split_url, urls_in
 from bufstore.errors import ConfigError
 
 #: Option (Spark's names are not case-sensitive) → what it says. These say where the log is. The plan of a stream shows
@@ -78,14 +78,14 @@ def connection(found: Mapping[str, str]) -> NatsConfig:
             f"give one of the options nats and natsUrl, or {NATS_VARIABLE} in the driver's environment: the URL of a "
             "NATS server"
         )
-    if any(split_url(url)[1] is not None for url in words(found, "nats")):
+    if any(split_url(url)[1] is not None for url in urls_in(found.get("nats", ""))):
         raise ConfigError(
             "option nats has a login in its URL, which plans would show: give the URL as option natsUrl, which Spark "
             "masks, or the login as user and password, token, or credentialsFile"
         )
     given: dict[str, Any] = {field: found[name] for name, field in _FIELDS.items() if name in found}
     return NatsConfig(
-        servers=tuple(words(found, "nats") or words(found, "natsUrl")),
+        servers=found.get("nats") or found.get("natsUrl", ""),
         connect_timeout_s=seconds(found, "connectTimeout", NatsConfig.connect_timeout_s),
         **given,
     )

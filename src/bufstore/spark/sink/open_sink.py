@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from bufstore.config import BufferConfig
@@ -42,5 +41,4 @@ async def open_sink(config: SinkConfig) -> OpenSink:
     # A config with another login or another log gets a store of its own. Both modes share one store, because each open
     # store hears all that is written.
     c = config
-    server = replace(c.server, servers=tuple(c.server.servers))
-    return await loop().opened((server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s), open_)
+    return await loop().opened((c.server, c.postgres, c.schema, c.stream, c.bucket, c.append_timeout_s), open_)
