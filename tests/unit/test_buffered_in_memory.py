@@ -153,6 +153,27 @@ def test_a_flush_is_believed_to_postgres_only() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("what", ["thread", "run"])
+def test_a_read_that_waits_for_a_flush_in_vain_says_what_it_waits_for(what: str) -> None:
+    """Regression: it said "in time" alone, because the limit around the flush ended it without a word."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, flusher=False) as store, instance(nats, inner, flusher=False) as other:
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(ReadNotFresh, match=r"partition [0-9].*no flusher is alive"):
+                if what == "thread":
+                    await store.load_messages(thread_id, consistency=Consistency.STRONG)
+                else:
+                    await other.load_run("of nobody")
+            assert asyncio.get_running_loop().time() - began <= CONFIG.read_timeout_s + 0.1
+        async with instance(nats, inner) as flusher:
+            await flusher.force_flush_all()
+
+    run(main())
+
+
 def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None:
     """The thread's last position is no longer stored, neither in the log nor in a row."""
 

@@ -112,5 +112,6 @@ class Runs:
         return await answered(self._store, self._store.load_run(run_id), self._config.read_timeout_s)
 
     async def _flushed_run(self, run_id: str) -> Run | None:
-        await self._lanes.force_flush_all(timeout_s=self._config.read_timeout_s)
+        # A little less than the caller has, who would otherwise not be told what the flush waits for.
+        await self._lanes.force_flush_all(timeout_s=0.9 * self._config.read_timeout_s)
         return await self._stored(run_id)

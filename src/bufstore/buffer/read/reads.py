@@ -118,14 +118,17 @@ class Reads(Generic[S]):
         """
         self._home.check()
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
+        deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s
         try:
-            async with asyncio.timeout(self._config.read_timeout_s):
+            if level is Consistency.STRONG:
+                # It ends by itself, and says why; a limit around it would end it without a word.
+                needed = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
+            async with asyncio.timeout_at(deadline):
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
                 elif level is Consistency.STRONG:
-                    target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
                     state = await self.restored.counting(
-                        lambda: self._until(thread_id, lambda: self._reader.state(thread_id), target)
+                        lambda: self._until(thread_id, lambda: self._reader.state(thread_id), needed)
                     )
                 else:
                     state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
