@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Self, TypeAlias
@@ -30,9 +31,11 @@ FAILOVER_WINDOW_MAX_S = 30 * 86_400.0
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
-_SCHEME = re.compile(r"(nats|tls|wss?)://")
+_SCHEME = re.compile(r"(nats|tls|wss?)://", re.IGNORECASE | re.ASCII)
+#: What looks like one to whoever wrote it; else its name would be the user.
+_ANY_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE | re.ASCII)
 #: Between two URLs of one text. A comma in a password is none: an "@" comes behind it, and no scheme.
-_BETWEEN = re.compile(r",(?=\s*(?:nats|tls|wss?)://|[^@]*\Z)")
+_BETWEEN = re.compile(r",(?=\s*(?:nats|tls|wss?)://|[^@]*\Z)", re.IGNORECASE)
 #: The part of a URL behind its user.
 _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 #: Words of a subject: no wildcard, nothing that ends a line of the protocol.
@@ -60,7 +63,7 @@ def check_failover_window(seconds: float, what: str) -> None:
 
 
 def check_kinds(config: Any) -> None:
-    """Raise ConfigError if a number or flag of a configuration is anything else, like 8.0, True or "8" for an int."""
+    """Raise ConfigError if a number, flag or text of a configuration is anything else, like 8.0 or "8" for an int."""
     for f in fields(config):
         value, kind = getattr(config, f.name), str(f.type)
         if value is None and kind.endswith(" | None"):
@@ -76,6 +79,10 @@ def check_kinds(config: Any) -> None:
                     raise ConfigError(f"{what} must be a number that a float can hold") from None
             case "bool" if type(value) is not bool:
                 raise ConfigError(f"{what} must be True or False, not {value!r}")
+            case "str" if not isinstance(value, str):
+                raise ConfigError(f"{what} must be a str, not {type(value).__name__}")  # it may be a secret
+            case "str | Path" if not isinstance(value, (str, PathLike)):
+                raise ConfigError(f"{what} must be a str or a Path, not {type(value).__name__}")
 
 
 def check_number(value: object, what: str) -> float:
@@ -120,8 +127,15 @@ def mask_url(url: str) -> str:
 
 
 def urls_in(text: str) -> tuple[str, ...]:
-    """Return the NATS URLs in a text, where commas separate them. Each is to be checked: see `split_url`."""
-    return tuple(stripped for url in _BETWEEN.split(text) if (stripped := url.strip()))
+    """Return the NATS URLs in a text, where commas separate them. Each is to be checked: see `split_url`.
+
+    They have no space around them, and their schemes are in lower case, as whoever uses a URL looks for them.
+    """
+    found = []
+    for url in filter(None, map(str.strip, _BETWEEN.split(text))):
+        scheme = m[0] if (m := _SCHEME.match(url)) else ""
+        found.append(scheme.lower() + url[len(scheme) :])
+    return tuple(found)
 
 
 def split_url(url: str) -> tuple[str, str | None, str | None]:
@@ -130,7 +144,7 @@ def split_url(url: str) -> tuple[str, str | None, str | None]:
     Raises ConfigError, which shows nothing of the URL, when the part behind the user is no address, or when it may be
     several URLs.
     """
-    scheme = m[0] if (m := _SCHEME.match(url)) else ""
+    scheme = m[0].lower() if (m := _SCHEME.match(url)) else ""
     # The login ends at the last "@": a password may hold any character.
     login, has_login, address = url[len(scheme) :].rpartition("@")
     if "@" in login.rpartition(",")[0]:  # another server's, or all one password
@@ -144,6 +158,7 @@ def split_url(url: str) -> tuple[str, str | None, str | None]:
         parts = urlsplit(scheme + address if scheme else f"nats://{address}")
         usable = bool(parts.hostname) and parts.port != 0 and _ADDRESS.fullmatch(address) is not None
         usable = usable and (scheme.startswith("ws") or parts.path in ("", "/"))
+        usable = usable and (scheme != "" or _ANY_SCHEME.match(url) is None)
     if not usable:
         raise ConfigError(
             "cannot read a NATS URL: write nats://[user:password@]host[:port], with %XX for special characters"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,37 @@ def test_a_text_that_may_be_one_nats_url_or_several_is_refused(text: str) -> Non
     with pytest.raises(ConfigError, match=r"write the scheme \(nats://\) of each, and in a password %2C") as refused:
         as_nats_config(text)
     assert "u:p" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["NATS://u:p@h:4222", " nats://u:p@h:4222\n", "Tls://u:p@h:4222"])
+def test_a_nats_url_is_read_whatever_the_case_of_its_scheme_and_with_space_around_it(url: str) -> None:
+    """Regression: the user was `NATS`, or ` nats`, and the password `//u:p`."""
+    (read,) = NatsConfig(servers=url).servers
+    assert read == url.strip().replace("NATS", "nats").replace("Tls", "tls"), "the client looks for tls:// in it"
+    assert split_url(read)[1:] == split_url(url.strip())[1:] == ("u", "p")
+
+
+@pytest.mark.parametrize("url", ["http://u:p@h:4222", "nat://u:p@h:4222"])
+def test_another_scheme_is_no_user_of_nats(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read a NATS URL"):
+        NatsConfig(servers=url)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"user": "u", "password": b"s3cr3t"}, "password must be a str, not bytes"),
+        ({"user": 5, "password": "p"}, "user must be a str, not int"),
+        ({"token": 123}, "token must be a str, not int"),
+        ({"credentials": b"s3cr3t"}, "credentials must be a str or a Path, not bytes"),
+        ({"domain": 5}, "domain must be a str, not int"),
+    ],
+)
+def test_a_login_that_is_no_text_is_refused_and_not_shown(wrong: dict[str, Any], name: str) -> None:
+    """Regression: the first connection failed with a TypeError, or the server refused another login than was meant."""
+    with pytest.raises(ConfigError, match=rf"NatsConfig\.{name}$"):
+        NatsConfig(**wrong)
+    assert NatsConfig(credentials=Path("a.creds")).credentials == Path("a.creds")
 
 
 def test_a_mapping_names_fields_of_a_nats_config() -> None:

@@ -29,6 +29,21 @@ def test_space_around_a_url_is_no_part_of_it(url: str) -> None:
     assert check_conninfo("host=h password='p ' dbname=d\\ ")["dbname"] == "d ", "libpq itself reads this"
 
 
+@pytest.mark.parametrize("name", ["pgbouncer", "pool_size"])
+def test_a_parameter_that_libpq_does_not_know_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not know, {name}: leave it out") as refused:
+        check_conninfo(f"postgresql://u:{SECRET}@h/d?sslmode=require&{name}={SECRET}")
+    assert SECRET not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize("dsn", ["postgresql://u:p/?{}=x@h/d", "postgresql://u:1/?{}=x@h/d", "host=h password=p {}=x"])
+def test_a_piece_of_a_password_is_not_named_as_a_parameter(dsn: str) -> None:
+    piece = SECRET[0] * 9  # not as such in a line that a traceback shows
+    with pytest.raises(ConfigError, match="cannot be read") as refused:
+        check_conninfo(dsn.format(piece))
+    assert piece not in "".join(traceback.format_exception(refused.value))
+
+
 @pytest.mark.parametrize("port", ["0", "65536", "99999", "5432,70000"])
 def test_a_port_that_cannot_be_is_refused(port: str) -> None:
     with pytest.raises(ConfigError, match="no usable host and port"):

@@ -20,6 +20,8 @@ _NO_PRIMARY = frozenset({"standby", "prefer-standby", "read-only"})
 _PRIMARY = "primary" if psycopg.pq.version() >= 140000 else "read-write"
 #: "postgresql+psycopg://", which most apps have in their environment.
 _DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
+#: libpq's words about a parameter of a URL that it does not know.
+_UNKNOWN = re.compile(r"URI query parameter: \"([A-Za-z_]{1,40})\"")
 
 
 def check_conninfo(conninfo: str) -> dict[str, Any]:
@@ -35,11 +37,18 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
             f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
         )
     found: dict[str, Any] | None = None
-    with suppress(psycopg.ProgrammingError, UnicodeError):
+    unknown = ""
+    try:
         found = dict(conninfo_to_dict(conninfo))
+    except (psycopg.ProgrammingError, UnicodeError) as e:
+        unknown = _unknown_parameter(conninfo, str(e))
     if found is None:
         # Not within an except: libpq's message quotes the string with its password, and would be our error's context.
-        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
+        raise ConfigError(
+            f"the Postgres URL has a parameter that libpq does not know, {unknown}: leave it out"
+            if unknown
+            else "the Postgres connection string cannot be read (neither URL nor key=value)"
+        )
     # libpq takes a part of a password with an unescaped "/", "@" or "#" for the address, and would say it in errors.
     hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
     if "@" in hosts or not all(map(_is_port, ports.split(","))):
@@ -51,6 +60,18 @@ def check_conninfo(conninfo: str) -> dict[str, Any]:
         int(float(found.get("connect_timeout", 0)))  # as psycopg does, whose error shows the value
         return found
     raise ConfigError("connect_timeout in the Postgres connection string must be a number of seconds")
+
+
+def _unknown_parameter(url: str, said: str) -> str:
+    """Return the name of the parameter of a URL that libpq does not know; empty if it may be a piece of a password."""
+    server, _, parameters = url.partition("?")
+    named = _UNKNOWN.search(said)
+    if named is None or "@" in parameters:  # the login ends at the last "@"
+        return ""
+    with suppress(ConfigError):
+        check_conninfo(server)
+        return named[1]
+    return ""
 
 
 def _is_port(text: str) -> bool:
