@@ -507,6 +507,33 @@ def test_secrets_are_masked_and_private(shared: Servers) -> None:
     assert (shared.nats.data / "nats.conf").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("mode", ["require", "verify-full"])
+def test_an_exported_sslmode_is_for_other_servers(shared: Servers, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the address of a server without TLS did not say so, and nobody could connect."""
+    monkeypatch.setenv("PGSSLMODE", mode)
+    assert rows(shared.postgres.dsn) == [(1,)]
+
+
+@pytest.mark.parametrize("name", ["é".encode(), b"\xe9"], ids=["utf-8", "latin-1"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_the_folder_may_have_a_name_that_the_locale_cannot_decode(folder: Path, name: bytes, locale: str) -> None:
+    """Regression: a UnicodeEncodeError, or a UnicodeDecodeError."""
+    there = Path(os.fsdecode(os.fsencode(folder) + b"/" + name))
+    there.mkdir(0o711)
+    code = """
+import psycopg
+from bufstore.embedded import Servers
+with Servers() as servers:
+    servers.postgres.restart()
+    psycopg.connect(servers.postgres.dsn).close()
+    print(ascii(str(servers.data)))
+"""
+    environment = ENVIRONMENT | {"TMPDIR": str(there), "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=environment)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert b"embedded-" in found.stdout, "it took the folder"
+
+
 def test_servers_refuse_a_wrong_password(shared: Servers) -> None:
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         rows(f"postgresql://bufstore:wrong@127.0.0.1:{shared.postgres.port}/postgres")

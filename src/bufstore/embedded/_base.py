@@ -322,7 +322,8 @@ def _private(path: str, flags: int) -> int:
 def write_private(path: Path, text: str) -> None:
     """Replace a file in one step, readable by its owner only: a crash leaves the old file or the new one."""
     fresh = path.with_name(f"{path.name}.new")
-    with open(fresh, "w", encoding="utf-8", opener=_private) as file:
+    # In an ASCII locale a path in the text may have bytes that Python could not decode: they are written as they were.
+    with open(fresh, "w", encoding="utf-8", errors="surrogateescape", opener=_private) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

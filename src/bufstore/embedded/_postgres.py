@@ -39,7 +39,8 @@ class PostgresServer(Server):
         return self._address(self._password if self._port else "")
 
     def _address(self, password: str) -> str:
-        return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres"
+        # The server has no TLS, which an exported PGSSLMODE might ask for.
+        return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres?sslmode=disable"
 
     @property
     def _cluster(self) -> Path:
@@ -123,7 +124,7 @@ class PostgresServer(Server):
         super()._sweep()
         lock = self._cluster / "postmaster.pid"
         try:
-            recorded = abs(int(lock.read_text().split("\n", 1)[0]))
+            recorded = abs(int(lock.read_bytes().split(b"\n", 1)[0]))
         except (FileNotFoundError, ValueError):
             return
         # Paused backends outlive a killed parent; we recognize them by the folder they work in.
@@ -135,10 +136,10 @@ class PostgresServer(Server):
 
     def _answers(self, seconds: float) -> bool:
         try:
-            status = (self._cluster / "postmaster.pid").read_text().splitlines()
+            status = (self._cluster / "postmaster.pid").read_bytes().split(b"\n")  # one line is a path, of any bytes
         except FileNotFoundError:
             return False
-        if len(status) < 8 or status[0] != str(self.pid) or status[7].strip() != "ready":
+        if len(status) < 8 or status[0] != str(self.pid).encode() or status[7].strip() != b"ready":
             return False
         environment = _clean_environment() | {
             "PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGUSER": USER, "PGPASSWORD": self._password,
