@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from bufstore import (
+    AlreadyExists,
     BufferedThreadStore,
     Children,
     ConfigError,
@@ -23,6 +24,8 @@ from bufstore import (
     StoreUnavailable,
     ThreadMetadata,
     ThreadQuery,
+    TooLarge,
+    VersionConflict,
     Visibility,
 )
 from bufstore.embedded import Servers
@@ -205,6 +208,47 @@ async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
             found = [await a.load_thread(t) for t in (x, y)]
             assert found[0] is None
             assert found[1] is None or found[1].parent_thread_id is None
+
+
+async def test_a_write_that_another_instance_has_overtaken_sets_no_parent(deployment: Deployment) -> None:
+    """Regression: whether it repeats another, or is refused, was judged by what its own instance had written last."""
+    async with deployment.store() as first, deployment.store(flusher=False) as second:
+        parent, whole, appended, refused = fresh("parent"), fresh("whole"), fresh("appended"), fresh("refused")
+        await first.checkpoint(parent, [], run_of(parent))
+        for thread_id in (whole, appended, refused):
+            await second.checkpoint(thread_id, [said(0)], run_of(thread_id), idempotency_key="second's")
+        for thread_id, messages in ((whole, [said(0), said(1)]), (appended, [said(1)])):
+            run = run_of(thread_id, 1, parent_thread_id=parent)
+            write = "checkpoint" if thread_id == whole else "checkpoint_append"
+            await getattr(first, write)(thread_id, messages, run, idempotency_key="k")
+            await first.set_parent(thread_id, None)
+            assert (await getattr(second, write)(thread_id, messages, run, idempotency_key="k")).repeated
+        await first.checkpoint_append(refused, [said(1)], run_of(refused))
+        run = run_of(refused, 1, parent_thread_id=parent)
+        with pytest.raises(VersionConflict):
+            await second.checkpoint_append(refused, [said(2)], run, expected_version=1)
+        await first.checkpoint_append(refused, [said(3)], run_of(refused))
+        with pytest.raises(AlreadyExists):
+            await second.checkpoint_append(refused, [said(3)], run)
+        for thread_id in (whole, appended, refused):
+            thread = await first.load_thread(thread_id)
+            assert thread is not None
+            assert thread.parent_thread_id is None
+
+
+async def test_a_checkpoint_that_is_too_large_or_of_anothers_run_sets_no_parent(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        parent, thread_id = fresh("parent"), fresh()
+        run = run_of(thread_id, 1, parent_thread_id=parent)
+        await store.checkpoint(parent, [], run_of(parent))
+        await store.checkpoint(thread_id, [], run_of(thread_id))
+        with pytest.raises(AlreadyExists):
+            await store.checkpoint(thread_id, [said(1)], msgspec.structs.replace(run, run_id=run_of(parent).run_id))
+        with pytest.raises(TooLarge):
+            await store.checkpoint(thread_id, ["x" * deployment.log.entry_bytes_max], run)
+        thread = await store.load_thread(thread_id)
+        assert thread is not None
+        assert thread.parent_thread_id is None
 
 
 async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: Deployment) -> None:

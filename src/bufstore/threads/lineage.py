@@ -101,12 +101,13 @@ class NamedParents:
         """Return whether a checkpoint with this run may be written as it is. Changes nothing.
 
         False: the thread cannot get the parent that the run names, or only in turn with other changes of lineage.
+        Raises LineageError for a run that names its own thread.
         """
         parent, good = run.parent_thread_id, self._good
         if parent is None or good.get(run.thread_id) == parent:
             return True
-        if parent == run.thread_id:
-            return False
+        if parent == run.thread_id:  # nobody can have stored that, so it repeats nothing
+            raise LineageError(f"thread {parent!r} cannot be its own parent")
         thread = await self._thread(run.thread_id)
         if thread is None:
             try:
@@ -123,8 +124,6 @@ class NamedParents:
         if await self.agreed(run):
             return
         parent = run.parent_thread_id
-        if parent == run.thread_id:
-            raise LineageError(f"thread {parent!r} cannot be its own parent")
         if self._change is not None and await self._thread(run.thread_id) is not None:
             # The thread may be deleted meanwhile; then it will be new.
             with contextlib.suppress(NotFound):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from bufstore.buffer.append.tip import Draft, NeedBase, NeedVersion, Prepare, Tip
-from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
+from bufstore.errors import AlreadyExists, Rejected, ThreadQuarantined, TooLarge, VersionConflict
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
 from bufstore.threads.model import Run, RunSave, check_run, check_version, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
@@ -118,16 +118,25 @@ def _call(
     return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), run, save, expected_version)
 
 
-class Acceptable(Exception):
-    """The write would be stored: it repeats no other, and nothing stands against it."""
+class Acceptable(Rejected):
+    """The write would be stored: it repeats no other, and nothing stands against it.
+
+    Like what would be refused, it is told by what the log shows now: others may have written since this process looked.
+    """
 
 
-def judging(prepare: Prepare[MessageMemory]) -> Prepare[MessageMemory]:
-    """Make the draft function of a write that ends as the one of `prepare` would, but raises Acceptable at last."""
+def judging(prepare: Prepare[MessageMemory], bytes_max: int) -> Prepare[MessageMemory]:
+    """Make the draft function of a write that ends as the one of `prepare` would, but raises Acceptable at last.
+
+    `bytes_max`: the most bytes that an entry's payload may have.
+    """
 
     def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
-        prepare(tip).undo()
-        raise Acceptable
+        drafted = prepare(tip)
+        drafted.undo()
+        if len(drafted.payload) > bytes_max:
+            raise TooLarge(len(drafted.payload), bytes_max)
+        raise Acceptable("nothing stands against the write")
 
     return draft
 
