@@ -48,6 +48,7 @@ from bufstore.mailbox.nats import NatsBackend, find_mailbox
 from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.notify import MemoryNotifier
+from bufstore.postgres.connection import arrays
 from helpers import eventually, fresh, query
 from mailboxes import Mailboxes
 
@@ -238,6 +239,27 @@ async def test_an_interrupted_purge_leaves_no_thread_on_postgres(on_postgres: Ma
         assert await store.purge_finished(store.backend.now_ms() + 1000) == 1
         left = f"SELECT count(*) FROM {on_postgres.name}.mailbox_threads"
         assert await query(on_postgres.servers.postgres.dsn, left) == [(0,)]
+
+
+async def test_a_purge_that_stands_still_is_ended(on_postgres: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it locked its threads for as long as its process stood."""
+    rows_of, found = arrays.rows_of, []
+
+    async def watched(connection: Any, statement: Any, parameters: Any) -> list[Any]:
+        rows: list[Any] = await rows_of(connection, statement, parameters)
+        cursor = await connection.execute("SHOW idle_in_transaction_session_timeout")
+        found.extend(await cursor.fetchone())
+        return rows
+
+    async with on_postgres.open(1) as (store,):
+        await store.enqueue("t")
+        claim = await store.claim("t", "w")
+        assert claim is not None
+        await store.ack(claim)
+        with monkeypatch.context() as patched:
+            patched.setattr(arrays, "rows_of", watched)
+            assert await store.purge_finished(store.backend.now_ms() + 1000) == 1
+    assert found == ["10s", "10s"]
 
 
 async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,8 +325,10 @@ class PostgresBackend(Backend):
         async def pulling() -> list[Any]:
             rows = await self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
             if rows:
+                # What is due by Postgres' clock must be so by ours, too, or it could not be claimed.
+                self._offset_ms = max(self._offset_ms, rows[0][3] - round(1000 * since_start_s()))
                 await self._idle.end()
-            return rows
+            return [row[:3] for row in rows]
 
         return await self._takes.take(pulling(), self._put_back)
 

@@ -9,7 +9,7 @@ FROM (
     ORDER BY wake_at LIMIT $2::int FOR UPDATE SKIP LOCKED
 ) due
 WHERE t.thread_id = due.thread_id
-RETURNING t.thread_id, t.wakes, t.wake_at;
+RETURNING t.thread_id, t.wakes, t.wake_at, (extract(epoch FROM statement_timestamp()) * 1000)::bigint;
 
 -- name: signal_ack
 -- Answer a signal: the thread is due again with its next dispatch. See 0004_signals.sql.

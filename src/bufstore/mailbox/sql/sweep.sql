@@ -18,10 +18,13 @@ WHERE completed_at IS NOT NULL ORDER BY completed_at, position LIMIT $1::int;
 
 -- name: purge
 -- Remove up to $2 dispatches that finished before $1, the oldest first. This locks their threads, too, until
--- `purge_threads` has ended: nothing is enqueued into them meanwhile. A thread with a step on its way is left out.
+-- `purge_threads` has ended: nothing is enqueued into them meanwhile. If the process stops in between, the locks are soon
+-- released. A thread with a step on its way is left out.
 DELETE FROM {schema}.mailbox_dispatches d USING (
-    SELECT thread_id, dispatch_id FROM {schema}.mailbox_dispatches JOIN {schema}.mailbox_threads USING (thread_id)
-    WHERE completed_at < $1::bigint ORDER BY completed_at, position LIMIT $2::int FOR UPDATE SKIP LOCKED
+    SELECT thread_id, dispatch_id FROM set_config('idle_in_transaction_session_timeout', '10s', true),
+        {schema}.mailbox_dispatches JOIN {schema}.mailbox_threads USING (thread_id)
+    WHERE completed_at < $1::bigint ORDER BY completed_at, position LIMIT $2::int
+    FOR UPDATE OF mailbox_dispatches, mailbox_threads SKIP LOCKED
 ) old
 WHERE d.thread_id = old.thread_id AND d.dispatch_id = old.dispatch_id
 RETURNING d.thread_id;
