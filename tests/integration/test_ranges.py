@@ -10,12 +10,14 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
 
 from bufstore.config import as_nats_config
 from bufstore.embedded import NatsServer
+from bufstore.errors import LogFull
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.stream import Shown
 from bufstore.nats import ranges
@@ -143,6 +145,29 @@ async def test_a_leader_that_the_others_have_left_ends_no_read(
         assert await reader.at_time(0, log) == log.first
         tries = 1
         assert await reader.at_time(time.time_ns() + 10**9, log) == log.end, "nothing is as young as that"
+
+
+async def test_the_end_of_a_full_log_is_proved_in_the_place_of_older_proofs(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a vote was taken for a proof, and then any node was asked where the log ends."""
+    async with written(deployment, 3) as (reader, _):
+        log, publish = await reader.look(), reader._stream.publish
+        ends = [await reader._proven_end(log.subjects) for _ in range(3)]
+        assert ends == [log.end + 1, log.end + 2, log.end + 3]
+
+        before = await reader.look()
+
+        async def full(*arguments: Any) -> int:
+            if (await reader.look()).bytes >= before.bytes:
+                raise LogFull("no byte is left")
+            return await publish(*arguments)
+
+        monkeypatch.setattr(reader._stream, "publish", full)
+        assert await reader._proven_end(log.subjects) == before.end + 1
+        before = msgspec.structs.replace(before, bytes=0)
+        with pytest.raises(LogFull):
+            await reader._proven_end(log.subjects)
 
 
 async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment) -> None:

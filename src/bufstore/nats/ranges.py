@@ -109,7 +109,8 @@ class LogReader:
         """Return the log as it is now. Raises NoLog when there is none.
 
         `fresh`: with all that was acknowledged before the call. Otherwise a node that led until it was cut off may say,
-        for seconds, where the log ended before. On replicas this stores a message that proves the end.
+        for seconds, where the log ended before. On replicas this stores a message that proves the end; raises LogFull
+        when not even that fits.
         """
         await self._connection.wait_up(_SILENCE_S)
         try:
@@ -127,12 +128,14 @@ class LogReader:
         return log
 
     async def _proven_end(self, subjects: Subjects) -> int:
-        """Return the sequence behind all that was acknowledged before the call. Raises LogUnavailable."""
+        """Return the sequence behind all that was acknowledged before the call. Raises LogFull, LogUnavailable."""
+        proof = Outgoing(subjects.proof, b"")
         try:
-            return await self._stream.publish(Outgoing(subjects.proof, b""), PROOF_S) + 1
-        except LogFull:  # no byte is left for a proof
-            await self._stream.prove(subjects.unused, PROOF_S)
-            return int((await self._stream.info())["state"]["last_seq"]) + 1
+            try:
+                return await self._stream.publish(proof, PROOF_S) + 1
+            except LogFull:  # the last proof stays: it tells the holes below it from a loss
+                await self._stream.api(f"STREAM.PURGE.{self._stream.name}", {"filter": subjects.proof, "keep": 1})
+                return await self._stream.publish(proof, PROOF_S) + 1
         except AppendUnknown:
             raise LogUnavailable("cannot read the log: no node proves where it ends") from None
 
