@@ -36,6 +36,8 @@ _SCHEME = re.compile(r"(nats|tls|wss?)://", re.IGNORECASE | re.ASCII)
 _ANY_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE | re.ASCII)
 #: Between two URLs of one text. A comma in a password is none: an "@" comes behind it, and no scheme.
 _BETWEEN = re.compile(r",(?=\s*(?:nats|tls|wss?)://|[^@]*\Z)", re.IGNORECASE)
+#: In a login: a server before a comma, or a user and a password that begins with a number.
+_HOST_AND_PORT = re.compile(r"[^:]*:[0-9]+,")
 #: The part of a URL behind its user.
 _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 #: Words of a subject: no wildcard, nothing that ends a line of the protocol.
@@ -147,7 +149,8 @@ def split_url(url: str) -> tuple[str, str | None, str | None]:
     scheme = m[0].lower() if (m := _SCHEME.match(url)) else ""
     # The login ends at the last "@": a password may hold any character.
     login, has_login, address = url[len(scheme) :].rpartition("@")
-    if "@" in login.rpartition(",")[0]:  # another server's, or all one password
+    # Before a comma, another server may stand: with a login of its own, or as what would be the user.
+    if "@" in login.rpartition(",")[0] or "," in login.partition(":")[0] or _HOST_AND_PORT.match(login):
         raise ConfigError(
             "cannot read NATS URLs that are separated by commas: write the scheme (nats://) of each, and in a password "
             "%2C for a comma and %40 for an @"

@@ -249,6 +249,11 @@ async def test_a_checkpoint_that_is_too_large_or_of_anothers_run_sets_no_parent(
         thread = await store.load_thread(thread_id)
         assert thread is not None
         assert thread.parent_thread_id is None
+        with pytest.raises(LineageError):
+            await store.checkpoint(thread_id, [said(1)], run_of(thread_id, 2, parent_thread_id=fresh()))
+        await store.checkpoint(
+            parent, [said(1)], msgspec.structs.replace(run_of(parent), run_id=run_of(thread_id, 2).run_id)
+        )
 
 
 async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: Deployment) -> None:

@@ -370,6 +370,10 @@ async def test_a_worker_whose_clock_is_a_moment_behind_gets_at_once_what_is_due(
         assert await behind.claim("t", "w") is not None
         # It knows the time now. Before, it was told again and again of what it could not claim yet.
         assert abs(behind.backend.now_ms() - ahead.backend.now_ms()) < 500
+        behind.backend._offset_ms -= 5_000  # Postgres' clock was set: only sweeps set a worker's
+        await query(on_postgres.servers.postgres.dsn, f"UPDATE {on_postgres.name}.mailbox_threads SET wake_at = 0")
+        assert len(await behind.pull_signals(timeout_s=0)) == 2
+        assert behind.backend.now_ms() < ahead.backend.now_ms() - 4_000
 
 
 async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> None:

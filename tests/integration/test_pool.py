@@ -271,6 +271,8 @@ async def test_a_login_that_is_refused_is_told_to_all_at_once(servers: Servers) 
         ({"options": "-c statement_timout=5s"}, 'unrecognized configuration parameter "statement_timout"'),
         ({"options": "-c statement_timeout=s3cr3t"}, r'invalid value for parameter "statement_timeout": \*\*\*$'),
         ({"options": "-z"}, "invalid command-line argument"),
+        ({"options": "s3cr3t"}, r"invalid command-line argument for server process: \*\*\*$"),
+        ({"options": "-c statement_timeout"}, "requires a value"),
     ],
 )
 async def test_a_connection_that_can_never_be_made_is_no_outage(

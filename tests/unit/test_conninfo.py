@@ -36,7 +36,14 @@ def test_a_parameter_that_libpq_does_not_know_is_named(name: str) -> None:
     assert SECRET not in "".join(traceback.format_exception(refused.value))
 
 
-@pytest.mark.parametrize("dsn", ["postgresql://u:p/?{}=x@h/d", "postgresql://u:1/?{}=x@h/d", "host=h password=p {}=x"])
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        *("postgresql://u:p/?{}=x@h/d", "postgresql://u:1/?{}=x@h/d", "host=h password=p {}=x"),
+        *("postgresql://h/d?user=u&password=p&{}", "postgresql://h/d?password=p&{}=x", "postgresql://h/d?{}=p=x"),
+        "postgresql://h/d?sslpassword=p&{}=x",
+    ],
+)
 def test_a_piece_of_a_password_is_not_named_as_a_parameter(dsn: str) -> None:
     piece = SECRET[0] * 9  # not as such in a line that a traceback shows
     with pytest.raises(ConfigError, match="cannot be read") as refused:

@@ -53,6 +53,10 @@ _COUNTED = 10_000
 _SUPERSEDED, _MOVED = 0, 2
 
 
+#: How far a worker may be behind Postgres' clock: see signals.sql.
+_BEHIND_MAX_MS = 1000
+
+
 class PostgresBackend(Backend):
     """See `bufstore.mailbox.ports.Backend`."""
 
@@ -325,8 +329,10 @@ class PostgresBackend(Backend):
         async def pulling() -> list[Any]:
             rows = await self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
             if rows:
-                # What is due by Postgres' clock must be so by ours, too, or it could not be claimed.
-                self._offset_ms = max(self._offset_ms, rows[0][3] - round(1000 * since_start_s()))
+                # What is due by Postgres' clock must be so by ours, too, or it could not be claimed. If it is ahead by
+                # more, it was set.
+                behind_ms = rows[0][3] - self.now_ms()
+                self._offset_ms += behind_ms if 0 < behind_ms <= _BEHIND_MAX_MS else 0
                 await self._idle.end()
             return [row[:3] for row in rows]
 

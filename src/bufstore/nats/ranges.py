@@ -109,8 +109,7 @@ class LogReader:
         """Return the log as it is now. Raises NoLog when there is none.
 
         `fresh`: with all that was acknowledged before the call. Otherwise a node that led until it was cut off may say,
-        for seconds, where the log ended before. On replicas this stores a message that proves the end; raises LogFull
-        when not even that fits.
+        for seconds, where the log ended before. On replicas this stores a message that proves the end.
         """
         await self._connection.wait_up(_SILENCE_S)
         try:
@@ -128,14 +127,17 @@ class LogReader:
         return log
 
     async def _proven_end(self, subjects: Subjects) -> int:
-        """Return the sequence behind all that was acknowledged before the call. Raises LogFull, LogUnavailable."""
-        proof = Outgoing(subjects.proof, b"")
+        """Return the sequence behind all that was acknowledged before the call. Raises LogUnavailable."""
+        stream, proof = self._stream, Outgoing(subjects.proof, b"")
         try:
             try:
-                return await self._stream.publish(proof, PROOF_S) + 1
+                return await stream.publish(proof, PROOF_S) + 1
             except LogFull:  # the last proof stays: it tells the holes below it from a loss
-                await self._stream.api(f"STREAM.PURGE.{self._stream.name}", {"filter": subjects.proof, "keep": 1})
-                return await self._stream.publish(proof, PROOF_S) + 1
+                await stream.api(f"STREAM.PURGE.{stream.name}", {"filter": subjects.proof, "keep": 1})
+                return await stream.publish(proof, PROOF_S) + 1
+        except LogFull:  # as for the store's fresh reads: one node proves that it leads, and a node answers
+            await stream.prove(subjects.unused, PROOF_S)
+            return int((await stream.info())["state"]["last_seq"]) + 1
         except AppendUnknown:
             raise LogUnavailable("cannot read the log: no node proves where it ends") from None
 

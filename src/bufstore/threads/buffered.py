@@ -186,14 +186,14 @@ class BufferedThreadStore(EditedStore):
         producer: ProducerSequence | None,
     ) -> Receipt:
         """Append once the run may be saved. Raises LineageError, and what `Runs.claim` raises."""
-        agreed = await self._lineage.agreed(run)
-        if not agreed:
+        if await self._lineage.agreed(run):
+            await self._runs.claim(run.run_id, run.thread_id)
+        else:
             # The parent comes last: what repeats another, or is refused anyhow, must not set it.
             bytes_max = self.lanes.config.log.entry_bytes_max
             with suppress(Acceptable):
                 return await self._append(kind, call, judging(draft, bytes_max), key, producer)
-        await self._runs.claim(run.run_id, run.thread_id)
-        if not agreed:
+            await self._runs.check_free(run.run_id, run.thread_id)
             await self._lineage.admit(run)
         return await self._append(kind, call, draft, key, producer)
 

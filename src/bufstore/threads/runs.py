@@ -46,9 +46,14 @@ class Runs:
         reach(Failpoint.CLAIM_BEFORE)
         owner = await self._lanes.of(run_id).shared.claim_run(run_id, thread_id, self._config.append_timeout_s)
         reach(Failpoint.CLAIM_STORED)
-        if owner != thread_id:
-            raise AlreadyExists(f"run {run_id!r} belongs to another thread")
+        _check_owner(run_id, owner, thread_id)
         self._claimed[run_id] = thread_id
+
+    async def check_free(self, run_id: str, thread_id: str) -> None:
+        """Raise AlreadyExists if the run is another thread's by now, without claiming it. Raises LogUnavailable."""
+        if self._claimed.get(run_id) != thread_id:
+            found = await self._lanes.of(run_id).shared.thread_of_run(run_id, self._config.append_timeout_s)
+            _check_owner(run_id, found or thread_id, thread_id)
 
     async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
         """The run as it was last saved; None if there is none. Raises as `Reads.thread` does."""
@@ -115,3 +120,8 @@ class Runs:
         # A little less than the caller has, who would otherwise not be told what the flush waits for.
         await self._lanes.force_flush_all(timeout_s=0.9 * self._config.read_timeout_s)
         return await self._stored(run_id)
+
+
+def _check_owner(run_id: str, owner: str, thread_id: str) -> None:
+    if owner != thread_id:
+        raise AlreadyExists(f"run {run_id!r} belongs to another thread")

@@ -21,7 +21,7 @@ _PRIMARY = "primary" if psycopg.pq.version() >= 140000 else "read-write"
 #: "postgresql+psycopg://", which most apps have in their environment.
 _DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 #: libpq's words about a parameter of a URL that it does not know.
-_UNKNOWN = re.compile(r"URI query parameter: \"([A-Za-z_]{1,40})\"")
+_UNKNOWN = re.compile(r"invalid URI query parameter: \"([A-Za-z_]{1,40})\"")
 
 
 def check_conninfo(conninfo: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _unknown_parameter(url: str, said: str) -> str:
     """Return the name of the parameter of a URL that libpq does not know; empty if it may be a piece of a password."""
     server, _, parameters = url.partition("?")
     named = _UNKNOWN.search(said)
-    if named is None or "@" in parameters:  # the login ends at the last "@"
+    if named is None or "@" in parameters or "pass" in parameters.lower():  # the login ends at the last "@"
         return ""
     with suppress(ConfigError):
         check_conninfo(server)

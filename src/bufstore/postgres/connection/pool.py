@@ -46,7 +46,7 @@ _REFUSED = re.compile(
     r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
     r"does not match host name|channel binding required|authentication method requirement|"
     r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
-    r"unsupported startup parameter|(certificate|private key) file|"
+    r"unsupported startup parameter|requires a value|without restarting the server|(certificate|private key) file|"
     # from here on, libpq did not even try
     r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
     r"could not parse network address|support is not compiled in|service file|definition of service|"
@@ -59,7 +59,9 @@ _REASON = re.compile(
     r"(connection timeout.*)|(failed to resolve.*)|(could not match.*)"
 )
 #: A parameter's value in a reason. It may be anything that somebody wrote into the wrong place.
-_VALUE = re.compile(r"(: )\".*\"|(integer value )\".*\"(?= for connection option)", re.DOTALL)
+_VALUE = re.compile(
+    r"(: )\".*\"|(integer value )\".*\"(?= for connection option)|(command-line argument[^:]*: ).*", re.DOTALL
+)
 
 
 class _Quiet(logging.Filter):
@@ -109,7 +111,7 @@ class _Connection(AsyncConnection[TupleRow]):
             # never a password.
             reasons = ["".join(found) for found in _REASON.findall(str(e))] or ["connection failed"]
             reason = next(filter(_REFUSED.search, reasons), reasons[-1])
-            failure.reason = printable(_VALUE.sub(r"\1\2***", reason))
+            failure.reason = printable(_VALUE.sub(r"\1\2\3***", reason))
             raise
         failure.reason = None
         owned_here(connection)
