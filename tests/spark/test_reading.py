@@ -248,7 +248,12 @@ async def test_a_read_has_what_was_acknowledged_though_an_old_leader_tells_where
 
     had = await asyncio.to_thread(messages)
     await write(replicated, [thread_id], range(1, 4))
+    behind = {"endingPosition": str(max(row["position"] for row in await read(replicated)) + 1)}
+    ended = (await _looked(replicated)).end
+    assert len(await read(replicated, **behind)) == 4
+    assert (await _looked(replicated)).end == ended, "an end that is given, and there, needs no proof"
     monkeypatch.setattr(NatsStream, "info", old)
+    assert len(await read(replicated, **behind)) == 4
     assert len(await read(replicated)) == 4
     assert await asyncio.to_thread(messages) == 4 * had
 

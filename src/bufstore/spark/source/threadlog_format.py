@@ -98,9 +98,13 @@ class _Batch(_Reads, DataSourceReader):
         return self._patiently(self._parts)
 
     async def _parts(self) -> list[InputPartition]:
-        options, log = self.options, await log_scan.look(self.options, fresh=True)
-        start = await self._start(log, "earliest")
+        options = self.options
+        to_its_end = options.ending_position in (None, "latest")
+        log = await log_scan.look(options, fresh=to_its_end)
         end, until = await _place(options, log, options.ending_position, options.ending_timestamp_us, "latest")
+        if not to_its_end and end + bool(until) > log.end:  # the node that answered may lag
+            log = await log_scan.look(options, fresh=True)
+        start = await self._start(log, "earliest")
         return await _planned(options, log, start, min(end + bool(until), log.end), until)
 
 
