@@ -614,7 +614,9 @@ async def test_an_id_that_is_used_again_while_its_record_is_purged_is_kept(mailb
 
             if n:
                 enqueueing = asyncio.create_task(again())
-                await store.purge_finished(int(1000 * time.time()) + 60_000)
+                while not enqueueing.done():  # a purge leaves out a thread in whose row an enqueue is at work
+                    await store.purge_finished(int(1000 * time.time()) + 60_000)
+                    await asyncio.sleep(0)
                 await enqueueing
                 await store.purge_finished(int(1000 * time.time()) + 60_000)
             else:
