@@ -488,6 +488,30 @@ async def test_a_parent_that_is_deleted_while_a_run_names_it_is_checked_again(
     assert await shared.load_messages(child) == [1, 2]
 
 
+async def test_a_refused_parent_makes_nobody_look_at_the_parents_of_others_again(
+    shared: PostgresThreadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: one refusal forgot the parents of all threads."""
+    parent, child, other = fresh(), fresh(), fresh()
+    for thread_id in (parent, other):
+        await shared.checkpoint(thread_id, [], run_of(thread_id))
+    named = msgspec.structs.replace(run_of(child), parent_thread_id=parent)
+    await shared.checkpoint(child, [1], named)
+    with pytest.raises(LineageError):
+        await shared.checkpoint(other, [1], msgspec.structs.replace(run_of(other), parent_thread_id=fresh()))
+    with pytest.raises(VersionConflict):
+        run = msgspec.structs.replace(run_of(other), parent_thread_id=parent)
+        await shared.checkpoint_append(other, [1], run, expected_version=7)
+    with pytest.raises(LineageError):
+        await shared.set_parent(parent, child)
+
+    async def unasked(thread_id: str) -> None:
+        raise AssertionError(f"nobody has to look at {thread_id}")
+
+    monkeypatch.setattr(shared._parents, "_thread", unasked)
+    await shared.checkpoint(child, [1, 2], named)
+
+
 @pytest.mark.parametrize("append", [False, True])
 async def test_a_repeat_is_recognized_though_its_parent_is_gone(append: bool, shared: PostgresThreadStore) -> None:
     """Regression: the repeat of a stored write was refused, as if nothing were stored."""

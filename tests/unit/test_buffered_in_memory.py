@@ -529,6 +529,36 @@ def test_a_parent_that_is_deleted_while_a_run_names_it_is_checked_again(monkeypa
     alone(main)
 
 
+def test_a_refused_parent_makes_nobody_look_at_the_parents_of_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one refusal forgot the parents of all threads."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        named = replace_run(run_of("c"), parent_thread_id="p")
+        for thread_id in ("p", "x"):
+            await store.checkpoint(thread_id, [], run_of(thread_id))
+        await store.checkpoint("c", [1], named)
+        with pytest.raises(LineageError):
+            await store.checkpoint("x", [1], replace_run(run_of("x"), parent_thread_id="nobody"))
+        with pytest.raises(LineageError):
+            await store.set_parent("p", "c")
+        looked = list[str]()
+        joined = store.buffer.reads.joined
+
+        async def looking(thread_id: str, *arguments: Any, **options: Any) -> Any:
+            looked.append(thread_id)
+            return await joined(thread_id, *arguments, **options)
+
+        monkeypatch.setattr(store.buffer.reads, "joined", looking)
+        await store.checkpoint("c", [1, 2], named)
+        assert not looked
+        await store.set_parent("x", "p")
+        looked.clear()
+        await store.checkpoint("c", [1, 2, 3], named)
+        assert looked == ["c"], "after a change it looks again"
+
+    alone(main)
+
+
 def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_its_change_may_take() -> None:
     """The record may be garbage or of a newer release, whose change may be going on, but not for ever."""
 

@@ -144,9 +144,8 @@ class BufferedLineage:
         self._edits.check_store()
         mine = _Record(secrets.randbits(63), wanted, mark=mark)
         try:
-            with self._parents.changing():
-                async with asyncio.timeout(self._config.flush_timeout_s):
-                    return await self._in_turn(wanted, mine, going)
+            async with asyncio.timeout(self._config.flush_timeout_s):
+                return await self._in_turn(wanted, mine, going)
         except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout, StoreMisconfigured) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
@@ -157,7 +156,9 @@ class BufferedLineage:
                 ) from e
             raise
         finally:
-            self._placed.discard(mine.id)
+            if mine.id in self._placed:
+                self._placed.discard(mine.id)
+                self._parents.forget()
 
     async def _in_turn(self, wanted: LineageChange, mine: _Record, going: Going | None) -> Receipt:
         if self._turn.locked():
@@ -269,6 +270,8 @@ class BufferedLineage:
             raise
         except (Overtaken, Rejected):
             pass  # another process did it; or the change can go no further, and must not stop others
+        finally:
+            self._parents.forget()
         await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int, going: Going | None = None) -> Receipt:

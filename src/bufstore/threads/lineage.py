@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.errors import InvalidQuery, LineageError, NotFound
+from bufstore.errors import InvalidQuery, LineageError, NotFound, Rejected
 from bufstore.newest import Newest
 from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
@@ -76,10 +76,10 @@ def deletion(thread_id: str, children: Children) -> LineageChange:
 
 
 class NamedParents:
-    """Checks the parent that a run names, before the first checkpoint; later checkpoints pay nothing.
+    """Checks the parent that a run names, before the first checkpoint; later ones pay nothing while it is remembered.
 
     A parent is sticky: once a thread has one, later runs cannot change it. A checked parent is remembered for this
-    process's life, or until this process changes the thread's lineage.
+    process's life, or until this process changes the lineage of any thread. A change that is refused forgets nothing.
 
     A new thread is nobody's ancestor, so it can get any parent that exists. An existing thread without a parent could
     close a circle with another thread that gets one at the same moment. So `change` sets its parent in turn with other
@@ -131,13 +131,21 @@ class NamedParents:
                 return
         await check_parent(self._thread, run.thread_id, parent)
 
+    def forget(self) -> None:
+        """The lineage has changed: what was found before is not remembered any more."""
+        self._good = Newest(_REMEMBERED)  # a check that has begun remembers in the memory that it began with
+
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """The lineage changes in this context: what is found before its end is not remembered behind it."""
+        """The lineage changes in this context, unless it ends as Rejected: then all is as it was."""
         try:
             yield
-        finally:  # a check that has begun remembers in the memory that it began with
-            self._good = Newest(_REMEMBERED)
+        except Rejected:
+            raise
+        except BaseException:
+            self.forget()
+            raise
+        self.forget()
 
 
 async def check(family: Family, wanted: LineageChange) -> None:

@@ -199,9 +199,9 @@ class PostgresThreadStore(ListedStore, EditedStore):
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
         with contextlib.nullcontext() if agreed else self._parents.changing():
             row = await self._exactly_once(call.thread_id, key, parameters, None if agreed else run)
-        outcome, saves, last_id, version = row
-        if outcome not in ("stored", "repeated"):
-            raise _refusal(outcome, call, expected, version)
+            outcome, saves, last_id, version = row
+            if outcome not in ("stored", "repeated"):
+                raise _refusal(outcome, call, expected, version)
         # If the second try finds what the first one has stored, that is no repetition.
         repeated = outcome == "repeated" and last_id != entry_id and call.key is not None
         return Receipt(call.thread_id, saves, last_id if repeated else entry_id, version, repeated)
