@@ -512,6 +512,35 @@ async def test_a_refused_parent_makes_nobody_look_at_the_parents_of_others_again
     await shared.checkpoint(child, [1, 2], named)
 
 
+async def test_a_parent_that_there_is_none_of_is_refused_also_while_others_change_the_lineage_for_long(
+    server: PostgresServer,
+) -> None:
+    """Regression: the checkpoint waited for its turn, and ended as if Postgres were away."""
+    async with ready(server.dsn, schema="held", timeout_s=2) as store:
+        there, parent, gone = fresh(), fresh(), fresh()
+        for thread_id in (there, parent, gone):
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+        repeated = msgspec.structs.replace(run_of(there, "repeated"), parent_thread_id=gone)
+        await store.checkpoint(there, [1], repeated, idempotency_key="k")
+        await store.delete_thread(gone, children=Children.DETACH)
+        async with store.pool.lend(60) as connection, connection.transaction():
+            await store._sql.on(connection, "lock_lineage", store.schema)
+            for thread_id in (there, fresh()):
+                named = msgspec.structs.replace(run_of(thread_id), parent_thread_id=fresh())
+                before = time.monotonic()
+                with pytest.raises(LineageError):
+                    await store.checkpoint(thread_id, [2], named)
+                assert time.monotonic() < before + 1
+                with pytest.raises(VersionConflict):
+                    await store.checkpoint_append(thread_id, [2], named, expected_version=7)
+            assert (await store.checkpoint(there, [1], repeated, idempotency_key="k")).repeated
+            with pytest.raises(StoreUnavailable):
+                await store.checkpoint(there, [2], msgspec.structs.replace(run_of(there), parent_thread_id=parent))
+        thread = await store.load_thread(there)
+        assert thread is not None
+        assert (thread.parent_thread_id, await store.load_messages(there)) == (None, [1])
+
+
 @pytest.mark.parametrize("append", [False, True])
 async def test_a_repeat_is_recognized_though_its_parent_is_gone(append: bool, shared: PostgresThreadStore) -> None:
     """Regression: the repeat of a stored write was refused, as if nothing were stored."""

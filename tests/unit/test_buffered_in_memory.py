@@ -559,6 +559,21 @@ def test_a_refused_parent_makes_nobody_look_at_the_parents_of_others_again(monke
     alone(main)
 
 
+def test_a_parent_that_there_is_none_of_is_refused_also_while_others_change_the_lineage_for_long() -> None:
+    """Regression: the checkpoint waited for its turn, and was then stored unchecked: its thread got that parent."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        await store.checkpoint("t", [1], run_of("t"))
+        async with store._lineage._turn:
+            before = asyncio.get_running_loop().time()
+            with pytest.raises(LineageError):
+                await store.checkpoint("t", [1, 2], replace_run(run_of("t"), parent_thread_id="nobody"))
+            assert asyncio.get_running_loop().time() < before + store.buffer.config.read_timeout_s / 2
+        assert await store.load_messages("t") == [1]
+
+    alone(main)
+
+
 def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_its_change_may_take() -> None:
     """The record may be garbage or of a newer release, whose change may be going on, but not for ever."""
 

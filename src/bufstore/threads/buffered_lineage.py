@@ -113,7 +113,7 @@ class BufferedLineage:
         """Check the parent that a run names, and claim its id, before a checkpoint of it.
 
         When only Postgres knows the parent and it is away, or the lane of the parent or of the record is away or full,
-        nothing is checked: the checkpoint is more important.
+        or changes of lineage take all of ``read_timeout_s``, nothing is checked: the checkpoint is more important.
         Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
         if run.parent_thread_id is not None:

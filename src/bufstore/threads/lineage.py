@@ -121,10 +121,12 @@ class NamedParents:
 
     async def check(self, run: Run) -> None:
         """Raise LineageError if the run names a parent that its thread cannot get; a thread that has one keeps it."""
-        if await self.agreed(run):
-            return
         parent = run.parent_thread_id
+        if parent is None or await self.agreed(run):
+            return
         if self._change is not None and await self._thread(run.thread_id) is not None:
+            if await self._thread(parent) is None:  # no change of lineage makes it: nothing to wait for
+                raise nowhere(run.thread_id, parent)
             # The thread may be deleted meanwhile; then it will be new.
             with contextlib.suppress(NotFound):
                 await self._change(new_parent(run.thread_id, parent))
@@ -169,8 +171,13 @@ async def check_parent(thread: FindThread, thread_id: str, parent_thread_id: str
         seen.add(above)
         ancestor = await thread(above)
         if ancestor is None:
-            raise LineageError(f"thread {thread_id!r} would descend from thread {above!r}, which does not exist")
+            raise nowhere(thread_id, above)
         above = ancestor.parent_thread_id
+
+
+def nowhere(thread_id: str, above: str) -> LineageError:
+    """The error for a thread that would descend from one that there is none of."""
+    return LineageError(f"thread {thread_id!r} would descend from thread {above!r}, which does not exist")
 
 
 async def carry_out(family: Family, wanted: LineageChange) -> Receipt:

@@ -14,7 +14,7 @@ from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.statements import Statements
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.edits import Known, WantedEdit
-from bufstore.threads.lineage import Family, LineageChange, carry_out, check, check_parent
+from bufstore.threads.lineage import Family, LineageChange, carry_out, check, check_parent, nowhere
 from bufstore.threads.model import Run, Thread, ThreadChange
 from bufstore.threads.postgres.rows import thread_of, thread_state
 from bufstore.types import Receipt
@@ -50,19 +50,21 @@ class DirectEdits:
             raise OutcomeUnknown(wanted.thread_id, secrets.token_hex(8)) from e
 
     async def checkpoint(self, connection: AsyncConnection[Any], parameters: Sequence[Any], run: Run) -> list[Any]:
-        """Run the checkpoint function in turn with changes of lineage; return its row.
+        """Run the checkpoint function in turn with changes of lineage, if there is the parent; return its row.
 
         Raises LineageError, with nothing stored, if that would give the thread a parent that it cannot have. A write
         that repeats another, or is refused anyhow, gets as far as the function, and no further.
         """
-        thread, thread_id = self._family(connection).thread, run.thread_id
+        thread, thread_id, parent = self._family(connection).thread, run.thread_id, run.parent_thread_id
         async with connection.transaction():
-            await self._sql.on(connection, "lock_lineage", self._schema)
+            ((there, *_),) = await self._sql.on(connection, "lock_lineage_below", self._schema, parent)
             ((*row,),) = await self._sql.on(connection, "checkpoint", *parameters)
             stored = await thread(thread_id) if row[0] == "stored" else None
             # A thread that has got another parent meanwhile keeps it.
-            if stored is not None and run.parent_thread_id in (stored.parent_thread_id, thread_id):
-                await check_parent(thread, thread_id, run.parent_thread_id)
+            if stored is not None and parent is not None and parent in (stored.parent_thread_id, thread_id):
+                if not there:
+                    raise nowhere(thread_id, parent)
+                await check_parent(thread, thread_id, parent)
         return row
 
     async def _edit_on(self, connection: AsyncConnection[Any], wanted: WantedEdit) -> Receipt:
