@@ -84,7 +84,7 @@ class NamedParents:
     A new thread is nobody's ancestor, so it can get any parent that exists. An existing thread without a parent could
     close a circle with another thread that gets one at the same moment. So `change` sets its parent in turn with other
     changes, before the checkpoint, and after everything else that may stand against the checkpoint: what is refused,
-    or repeats another, changes nothing.
+    or repeats another, changes nothing, unless another writer comes between (docs/adr/0007-lineage-by-a-record.md).
     """
 
     def __init__(
