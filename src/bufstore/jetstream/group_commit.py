@@ -152,7 +152,7 @@ class GroupCommit:
         waiting = [*self._waiting, *self._large]
         self._waiting.clear()
         self._large.clear()
-        end_all(waiting, Closed("the store was closed before the entry was sent"))
+        end_all(waiting, unsent(closed=True))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
         """Queue a unit. The future gives the sequence of its last message once it is durable.
@@ -223,7 +223,7 @@ class GroupCommit:
     def _sent(self, units: list[AppendUnit], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before it began; then it could tell nobody
-            end_all(units, Closed("the store was closed before the entry was sent"))
+            end_all(units, unsent(closed=self._closed))
         elif interrupted(task):  # wherever it was
             end_all(units, AppendUnknown("a signal interrupted the write"))
         self._go_on(units)  # if that has not been done: nothing may wait for it any more
@@ -248,7 +248,7 @@ class GroupCommit:
         try:
             await (self._store_one(group[0]) if large else self._store(group))
         except asyncio.CancelledError:
-            end_all(group, AppendUnknown("the store was closed while the entry was on its way"))
+            end_all(group, unanswered(closed=self._closed))
             raise
         except Exception as e:
             # Never leave writers waiting until their deadlines.
@@ -380,6 +380,19 @@ class GroupCommit:
 
 def _about(message: Outgoing) -> str:
     return message.expected_of or message.subject
+
+
+def unsent(*, closed: bool) -> BufstoreError:
+    """Return the error of a unit whose task was ended before it sent the unit, by a close or by somebody else."""
+    if closed:
+        return Closed("the store was closed before the entry was sent")
+    return LogUnavailable("the task that writes was cancelled before the entry was sent; nothing was stored; retry")
+
+
+def unanswered(*, closed: bool) -> AppendUnknown:
+    """Return the error of a unit whose task was ended after it may have sent the unit."""
+    ended = "the store was closed" if closed else "the task that writes was cancelled"
+    return AppendUnknown(f"{ended} while the entry was on its way")
 
 
 def end_all(units: Iterable[AppendUnit], error: Exception) -> None:

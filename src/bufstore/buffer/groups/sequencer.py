@@ -38,7 +38,7 @@ from bufstore.config import large_bytes_max
 from bufstore.errors import BufstoreError, Closed, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.errors import MessageTooLarge
-from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
+from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one, unanswered, unsent
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
 from bufstore.tasks import end, spawn
@@ -109,7 +109,7 @@ class Sequencer:
         waiting = [*self._waiting, *self._large]  # also of a task that was cancelled before it began
         self._waiting.clear()
         self._large.clear()
-        _end_all(waiting, Closed("the store was closed before the entry was sent"))
+        _end_all(waiting, unsent(closed=True))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
         """Queue a unit. The future gives the place of its last entry once it is durable.
@@ -295,7 +295,7 @@ class Sequencer:
                     seqs = [await self._stream.publish(part, self._timeout_s) for part in parts]
                     messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
         except asyncio.CancelledError:
-            end_one(queued.unit, Closed("the store was closed before the entry was sent"))
+            end_one(queued.unit, unsent(closed=self._closed))
             raise
         except AppendUnknown as e:
             self._unanswered_parts += 1
@@ -329,7 +329,7 @@ class Sequencer:
         try:
             return await self._store(units)
         except asyncio.CancelledError:
-            _end_all(units, AppendUnknown("the store was closed while the entry was on its way"))
+            _end_all(units, unanswered(closed=self._closed))
             raise
         except BufstoreError as e:  # the log could not be looked at, and nothing was sent
             _end_all(units, e)
