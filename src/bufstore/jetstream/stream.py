@@ -14,6 +14,7 @@ import nats.errors
 
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
+from bufstore.jetstream.answers import NO_ANSWER, Answer, answer_of
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, StreamMissing, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
@@ -38,7 +39,6 @@ _NOWHERE = 1 << 62
 #: The most bytes that the headers of a message take, unless the message is an entry of a log.
 _HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
-_NO_ANSWER = "NATS answered a request with something that is no answer to it"
 #: Requests that are idempotent: every consumer here has a name.
 _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
 
@@ -60,7 +60,6 @@ class Shown(NamedTuple):
 
 
 _ack_decoder = msgspec.json.Decoder(_PubAck)
-_answer_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class NatsStream:
@@ -217,7 +216,7 @@ class NatsStream:
         with suppress(MessageMissing):
             await self.delete(_NOWHERE)
 
-    async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> Answer:
         """Send a request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
         try:
             answer = await self._connection.request(
@@ -230,11 +229,11 @@ class NatsStream:
             raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
         return self._result(answer)
 
-    async def info(self, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def info(self, timeout_s: float = 5.0) -> Answer:
         """Return what the server says of the stream."""
         return await self.api(f"STREAM.INFO.{self.name}", timeout_s=timeout_s)
 
-    async def consumer(self, name: str, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def consumer(self, name: str, timeout_s: float = 5.0) -> Answer:
         """Return what the server says of a consumer of the stream. Raises ConsumerMissing."""
         return await self.api(f"CONSUMER.INFO.{self.name}.{name}", timeout_s=timeout_s)
 
@@ -255,12 +254,12 @@ class NatsStream:
         up_to = {} if seq is None else {"seq": seq + 1}
         await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to}, timeout_s)
 
-    def _result(self, answer: bytes) -> dict[str, Any]:
+    def _result(self, answer: bytes) -> Answer:
+        result = answer_of(answer)
         try:
-            result = _answer_decoder.decode(answer)
             error = msgspec.convert(result.get("error"), ApiError | None)
         except ValueError:
-            raise LogUnavailable(_NO_ANSWER) from None
+            raise LogUnavailable(NO_ANSWER) from None
         if error is not None:
             raise to_error(error, self.name)
         return result
@@ -275,13 +274,13 @@ class NatsStream:
         try:
             got = _get_decoder.decode(answer)
         except ValueError:
-            raise LogUnavailable(_NO_ANSWER) from None
+            raise LogUnavailable(NO_ANSWER) from None
         if got.error is not None:
             if got.error.err_code == 10037:  # no message found
                 return None
             raise to_error(got.error, self.name)
         if (m := got.message) is None:
-            raise LogUnavailable(_NO_ANSWER)
+            raise LogUnavailable(NO_ANSWER)
         return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
 
     async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:

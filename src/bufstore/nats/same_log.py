@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
 
-from bufstore.errors import BufstoreError, LogRolledBack
+from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable
+from bufstore.jetstream.answers import Answer, answer_of
 from bufstore.jetstream.connection import AGAIN_S
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
@@ -124,7 +123,7 @@ class SameLog:
     async def look(self, client: Client, info_subject: str, barrier: str) -> str | None:
         """Return why the log that this connection leads to is not the one we know; None when it is.
 
-        Raises what `Client.request` raises, Unproven.
+        Raises what `Client.request` raises, Unproven, LogUnavailable.
         """
         if not self.highest:
             return None
@@ -148,8 +147,8 @@ class SameLog:
         """Return the same, proved by a write: its position is above all that was ever acknowledged in this log."""
         try:
             answer = await client.request(barrier, b"", timeout=2)
-            seq = int(json.loads(answer.data).get("seq", 0))
-        except (nats.errors.NoRespondersError, ValueError):
+            seq = int(answer_of(answer.data).get("seq", 0))
+        except (nats.errors.NoRespondersError, LogUnavailable):
             seq = 0
         if not seq:
             if missing and self._gone_for(asyncio.get_running_loop().time()):
@@ -167,13 +166,12 @@ class SameLog:
         return now - self._gone_since > GONE_S
 
 
-async def _ask(client: Client, subject: str) -> dict[str, Any]:
+async def _ask(client: Client, subject: str) -> Answer:
     """Ask in short tries: a request sent while no node leads is never answered, even once a node leads."""
     pause = AGAIN_S
     async with asyncio.timeout(_ASK_S):
         while True:
             with contextlib.suppress(nats.errors.TimeoutError):
                 answer = await client.request(subject, b"", timeout=pause)
-                info: dict[str, Any] = json.loads(answer.data)
-                return info
+                return answer_of(answer.data)
             pause *= 2
