@@ -235,7 +235,8 @@ class OutcomeUnknown(BufstoreError):
     A retry is safe: repeat the same call, with ``idempotency_key=error.token`` if it takes one. The store that raised
     this finds the entry again as long as the log holds it (``failover_window_s`` at least). Another process knows only
     the keys of a thread's last 16 entries; if others may have written more since, look before you repeat an append.
-    Only Postgres knows what became of a thread's first entry in the log: while it is away, that stays unknown.
+    Only Postgres knows what became of a thread's first entry in the log: while it is away, that stays unknown. If a
+    retry ends so at once, the error's cause says why nothing will tell: do not repeat that call, look instead.
     """
 
     def __init__(self, thread_id: str, token: str) -> None:

@@ -1055,6 +1055,45 @@ def test_a_retry_with_a_token_waits_for_a_log_that_is_away() -> None:
     test(main)
 
 
+def test_a_whole_list_that_may_be_in_quarantine_stays_unknown_and_another_one_heals_its_thread() -> None:
+    """Its thread was in quarantine before: nothing tells whether it was parked, or passed over. No wait ends that."""
+
+    async def main(world: World, one: Instance) -> None:
+        loop = asyncio.get_running_loop()
+        await _break(world, one)
+        await world.flush_and_purge()
+        sent = False
+
+        def lost(kind: str) -> str:
+            nonlocal sent
+            sent = sent or kind != "read"
+            return "stored" if kind != "read" else "unavailable" if sent else ""
+
+        world.log.fault = lost
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.checkpoint(["a", "b"], run_id="r")
+        world.log.fault = lambda kind: ""
+        (entry,) = world.tail("t")
+        assert isinstance(entry, StoredEntry)
+        await world.flush(poison=frozenset({entry.entry.id}))
+        one.appender.forget("t")
+        assert entry.seq in world.ledger.parked.entries
+        for _ in range(2):
+            began = loop.time()
+            with pytest.raises(OutcomeUnknown) as again:
+                await one.checkpoint(["a", "b"], run_id="r", key=unknown.value.token)
+            assert loop.time() - began < 1
+            assert "quarantine" in str(again.value.__cause__)
+        await one.checkpoint(["a", "b", "c"])
+        await world.flush()
+        assert await world.messages() == ["a", "b", "c"]
+        with pytest.raises(OutcomeUnknown):
+            await one.checkpoint(["a", "b"], run_id="r", key=unknown.value.token)
+        assert await world.messages() == ["a", "b", "c"], "a retry is safe"
+
+    test(main)
+
+
 def test_an_error_nobody_thought_of_leaves_no_lane_stuck() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

@@ -275,7 +275,7 @@ class Appender(Generic[S, M]):
         """The receipt of an earlier try with this key; None if it is not stored, so that only this one can be.
 
         Waits while the log is away, or Postgres when only Postgres can tell: a caller that repeats a call until its
-        outcome is known must not spin. Raises OutcomeUnknown.
+        outcome is known must not spin. Raises OutcomeUnknown; at once, and with the reason, if no wait will tell.
         """
         found = None
         try:
@@ -285,8 +285,8 @@ class Appender(Generic[S, M]):
                 ):
                     with attempt:
                         found = await self._unresolved.find(thread_id, write.item)
-        except (TimeoutError, AppendUnknown):
-            raise OutcomeUnknown(thread_id, key) from None
+        except (TimeoutError, AppendUnknown) as e:
+            raise OutcomeUnknown(thread_id, key) from (e if isinstance(e, AppendUnknown) else None)
         if found is None:
             return None
         entry, same = found
