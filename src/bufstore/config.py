@@ -304,8 +304,10 @@ class BufferConfig:
     """How the buffer works. The defaults fit most apps; each field names who has a reason to change it."""
 
     log: LogConfig = field(default_factory=LogConfig)
-    #: Developer: how long a write may take before OutcomeUnknown, LogUnavailable or LogFull is raised. Before the first
-    #: write of a run, its registration may take as long again, and the check of its parent `read_timeout_s`.
+    #: Developer: how long a write may take before OutcomeUnknown, LogUnavailable or LogFull is raised. What comes
+    #: before the first write of a run has times of its own, so that the log has all of this one: the run's registration
+    #: as long again, and the check of its parent `read_timeout_s`. If a thread that is there gets the parent, both may
+    #: take up to four times as long.
     append_timeout_s: float = 10.0
     #: Developer: how long a read may try to reach its consistency level.
     read_timeout_s: float = 10.0
