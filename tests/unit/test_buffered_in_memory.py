@@ -472,6 +472,41 @@ def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another()
     run(main())
 
 
+@pytest.mark.parametrize("refused", [False, True], ids=["carried out", "refused"])
+def test_a_change_of_lineage_that_cannot_be_marked_because_the_bucket_is_full_is_not_said_to_be_refused(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the call said that nothing was stored, though its change was carried out, or would be by the next."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        for thread_id in ("child", "parent"):
+            await store.save_thread(thread_id)
+        put = store.buffer.shared.put_lineage
+
+        async def full(record: bytes, *arguments: Any) -> int:
+            if buffered_lineage._decode(record).done:
+                raise LogFull("the bucket is full")
+            return await put(record, *arguments)
+
+        async def quarantined(*_: Any, **__: Any) -> Receipt:
+            raise ThreadQuarantined("child", 1)
+
+        monkeypatch.setattr(store.buffer.shared, "put_lineage", full)
+        if refused:
+            monkeypatch.setattr(store._edits, "edit", quarantined)
+        with pytest.raises(OutcomeUnknown):
+            await store.set_parent("child", "parent")
+        with pytest.raises(LogUnavailable, match="full"):
+            await store.set_parent("parent", None)
+        monkeypatch.undo()
+        await store.set_parent("parent", None)
+        thread = await store.load_thread("child")
+        assert thread is not None
+        assert thread.parent_thread_id == "parent"
+
+    alone(main)
+
+
 @pytest.mark.parametrize("children", [Children.DETACH, Children.CASCADE])
 def test_a_deletion_finds_a_child_that_changes_between_two_pages(
     children: Children, monkeypatch: pytest.MonkeyPatch

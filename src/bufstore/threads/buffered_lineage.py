@@ -284,13 +284,16 @@ class BufferedLineage:
         would repeat the change, and a repeated deletion would delete what was written in between.
         """
         done = _encode(msgspec.structs.replace(record, done=True))
-        async for attempt in AsyncRetrying(
-            wait=wait_random_exponential(multiplier=0.02, max=0.2),
-            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
-        ):
-            with attempt, contextlib.suppress(Conflict):
-                await self._shared.put_lineage(done, seq, self._config.append_timeout_s)
-                return True
+        try:
+            async for attempt in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.02, max=0.2),
+                retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+            ):
+                with attempt, contextlib.suppress(Conflict):
+                    await self._shared.put_lineage(done, seq, self._config.append_timeout_s)
+                    return True
+        except LogFull as e:  # no refusal of the change, which has its place
+            raise LogUnavailable(str(e)) from None
         return False
 
     async def _record(self) -> tuple[int, _Record | None]:
