@@ -97,7 +97,7 @@ def check_number(value: object, what: str) -> float:
 def check_timeout(value: object, what: str) -> None:
     """Raise ConfigError unless `value` is a number of seconds above 0."""
     if not 0 < check_number(value, what) <= SECONDS_MAX and value != float("inf"):
-        raise ConfigError(f"{what} must be positive, and seconds")
+        raise ConfigError(f"{what} must be a positive number of seconds")
 
 
 def as_seconds(value: object, what: str) -> float:

@@ -16,7 +16,7 @@ from typing import Protocol
 from bufstore.errors import ConfigError
 
 #: The message of the error that a call raises in a forked process.
-FORKED = "a store does not outlive a fork: open one in each process"
+FORKED = "a store cannot be used after a fork: open one in each process"
 
 
 class Connected(Protocol):

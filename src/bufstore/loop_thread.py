@@ -265,9 +265,9 @@ class LoopThread:
     def _check_caller(self) -> None:
         self._check_thread()
         if os.getpid() != self._process:
-            raise ConfigError("a blocking store does not outlive a fork: open one in each process")
+            raise ConfigError("a blocking store cannot be used after a fork: open one in each process")
         if exit_came():
-            raise Closed("the interpreter ends: call the store, and close it, before that")
+            raise Closed("the interpreter is shutting down: use and close the store before that")
 
     def _goes_on(self) -> bool:
         return not (self._stopped or exit_came())
@@ -285,8 +285,8 @@ class LoopThread:
         if self._unfit is None:
             return Closed(why)
         return ConfigError(
-            f"no event loop can run here: {self._unfit}. (Threads that gevent has patched are one thread: in such a "
-            "process one blocking store can be open, and nothing else with an event loop.)"
+            f"no event loop can run here: {self._unfit}. (gevent runs all patched threads as one: in such a process "
+            "only one blocking store can be open, and nothing else with an event loop.)"
         )
 
     def _check_thread(self) -> None:

@@ -97,7 +97,7 @@ class BufferedSession:
         # Whatever the store's own level is: a caller that pops must see which items others have popped.
         found = await self._store.load_messages(self.session_id, consistency=Consistency.READ_YOUR_WRITES) or []
         if not all(isinstance(message, dict) and {"id", "item"} <= message.keys() for message in found):
-            raise InvalidRecord(f"thread {self.session_id!r} has messages that are not of a session")
+            raise InvalidRecord(f"thread {self.session_id!r} has messages that no session wrote")
         return found
 
 

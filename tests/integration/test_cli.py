@@ -238,7 +238,7 @@ def test_what_only_looks_makes_no_log(servers: Servers) -> None:
         (["status", "--nats", "nats://x"], "--postgres (or BUFSTORE_POSTGRES) is missing"),
         (["status", "--postgres", "dbname=x"], "--nats (or BUFSTORE_NATS) is missing"),
         (["status", "--embedded", "--nats", "nats://x"], "leave out --nats"),
-        (["status", "--data", "x"], "--data is the folder of --embedded"),
+        (["status", "--data", "x"], "--data is for embedded servers"),
         (["flush", "--embedded"], "either a THREAD or --all"),
         (["flush", "x", "--all", "--embedded"], "either a THREAD or --all"),
         (["import", "no-such-file", "--embedded"], "does not exist"),

@@ -107,7 +107,7 @@ async def test_a_log_and_a_database_that_do_not_belong_together(servers: Servers
     code, checks = await doctor(one)
     assert (code, checks["Postgres log"]["level"]) == (2, "bad"), checks
     assert "is gone" in checks["Postgres log"]["found"]
-    assert checks["NATS log"]["advice"].startswith("see what Postgres says of it")
+    assert checks["NATS log"]["advice"].startswith("see the check `log`")
 
 
 async def test_tables_of_an_earlier_release_are_left_as_they_are(made: Deployment) -> None:
@@ -267,7 +267,7 @@ async def test_an_account_without_room_for_what_has_to_be_made(servers: Servers,
             found = checks.get("NATS room", {"level": None, "found": ""})
             return code, found["level"], found["found"]
 
-        assert await room("one") == (2, "bad", "0 of 1 streams are there, 2 must be made")
+        assert await room("one") == (2, "bad", "0 of 1 streams are used, and 2 must be made")
         code, level, found = await room("small")
         assert (code, level) == (1, "warning"), "an app may have configured less"
         assert "reserves 2.1 GB by default" in found
@@ -276,7 +276,7 @@ async def test_an_account_without_room_for_what_has_to_be_made(servers: Servers,
             with pytest.raises(BufstoreError):
                 async with deployments[user].store(nats=urls[user]):
                     pass
-        assert await room("one") == (2, "bad", "1 of 1 streams are there, 1 must be made")
+        assert await room("one") == (2, "bad", "1 of 1 streams are used, and 1 must be made")
         assert await room("tiny") == (2, "bad", "67.1 MB of 67.1 MB of storage are reserved")
     finally:
         await asyncio.to_thread(server.stop)

@@ -27,7 +27,7 @@ def test_a_fork_is_refused_each_call_and_shares_no_connection_with_its_parent(se
     )
     assert ended.returncode == 0, ended.stderr.decode()
     told = json.loads(ended.stdout)
-    refused = "ConfigError: a store does not outlive a fork: open one in each process"
+    refused = "ConfigError: a store cannot be used after a fork: open one in each process"
     assert told["calls"] == dict.fromkeys(told["calls"], refused)
     assert told["shared"] == []
     assert set(told["closed"]) == {"done"}

@@ -121,7 +121,7 @@ async def test_looking_at_a_mailbox_makes_no_consumer(servers: Servers) -> None:
         for command in (("mailbox", "status", "NAME"), ("doctor", "--mailbox", "NAME")):
             found = await run(boxes, *command, "--json")
             assert "consumer not found" in found.out, found
-            assert "the next instance that is opened makes it anew" in found.out, found
+            assert "the next instance that is opened makes it again" in found.out, found
     async with boxes.open(1, signal_ack_wait_s=60.0) as (store,):
         assert await store.claim("t", "w") is not None
 
@@ -143,7 +143,7 @@ async def test_the_doctor_looks_at_a_mailbox(servers: Servers) -> None:
         await store.enqueue("t", now_ms=store.backend.now_ms() - 3600_000)
         found = await run(boxes, "doctor", "--mailbox", boxes.name, "--json")
         said = {c["what"]: c["found"] for c in found.json["checks"] if c["part"] == f"mailbox {boxes.name}"}
-        assert said["sweeper"] == "no lease is over"
+        assert said["sweeper"] == "no lease has expired"
         assert said["workers"].endswith("1 signals waiting")
         levels = {c["what"]: c["level"] for c in found.json["checks"] if c["part"] == f"mailbox {boxes.name}"}
         assert set(levels) == {"room", "sweeper", "workers"}

@@ -101,7 +101,7 @@ async def test_what_is_no_list_of_items_and_no_session_is_refused(session: Buffe
             await session.add_items(cast(Any, wrong))
     await session._store.append_messages(session.session_id, ["of the app", {"id": "m"}])
     for call in (session.get_items, session.pop_item):
-        with pytest.raises(InvalidRecord, match="not of a session"):
+        with pytest.raises(InvalidRecord, match="no session wrote"):
             await call()
 
 

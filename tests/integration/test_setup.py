@@ -184,7 +184,7 @@ async def test_a_stream_of_somebody_else_is_refused(deployment: Deployment) -> N
         await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
         config = {"name": deployment.log.stream, "subjects": [f"{deployment.name}.>"]}
         await store.buffer.session.stream.api(f"STREAM.CREATE.{deployment.log.stream}", config)
-    with pytest.raises(ConfigDrift, match="not ours"):
+    with pytest.raises(ConfigDrift, match="did not create this stream"):
         async with deployment.store():
             pass
 
@@ -198,7 +198,7 @@ async def test_a_log_of_an_earlier_release_is_refused_and_told_how_to_go_on(depl
         await store.buffer.session.stream.api(
             f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": older}
         )
-    with pytest.raises(ConfigDrift, match=r"flush --all`; remove the stream .* begin a new log by `bufstore repair"):
+    with pytest.raises(ConfigDrift, match=r"flush --all`; remove the stream .* begin a new log with `bufstore repair"):
         async with deployment.store():
             pass
     # A repair refuses such a log too, and loses none of it.

@@ -547,7 +547,7 @@ async def test_an_end_that_failed_is_in_doubt_until_the_key_is_extended(
             patched.setattr(work._register, "write", away)
             with pytest.raises(LogUnavailable):
                 await end()
-        with pytest.raises(TokenLost, match="may be"):
+        with pytest.raises(TokenLost, match="may already"):
             task.check()
         await task.extend()  # nothing that was sent before can take effect any more
         task.check()

@@ -298,7 +298,7 @@ async def test_who_may_not_migrate_a_mailbox_is_told_what_does(guarded: tuple[st
     assert "Nothing is missing" in (await setup("--sql")).out
     assert "up to date" in (await setup()).out
     for wrong in (["--own-store"], ["--partitions", "8"]):
-        assert "--mailbox goes with neither" in (await setup(*wrong)).err
+        assert "--mailbox makes no log" in (await setup(*wrong)).err
     async with PostgresMailboxStore(app, schema=schema) as mailbox:
         await mailbox.enqueue("t", b"x")
         assert await mailbox.claim("t", "me") is not None

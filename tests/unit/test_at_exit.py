@@ -100,7 +100,7 @@ stores = {"late": bufstore.BlockingThreadStore(opened), "early": bufstore.Blocki
 """
     code, out, err = _ended(program)
     assert (code, err) == (0, "")
-    closed = "Closed('the interpreter ends: call the store, and close it, before that')"
+    closed = "Closed('the interpreter is shutting down: use and close the store before that')"
     assert out.splitlines() == ["early None", f"late {closed}"]
 
 

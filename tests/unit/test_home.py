@@ -41,7 +41,7 @@ async def main():
         home.check()
     except BaseException as e:
         said += " " + str(e)
-    os._exit(said != "{expected} a store does not outlive a fork: open one in each process")
+    os._exit(said != "{expected} a store cannot be used after a fork: open one in each process")
 
 asyncio.run(main())
 """

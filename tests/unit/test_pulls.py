@@ -91,7 +91,7 @@ async def test_a_request_ends_with_what_came_or_with_why_nothing_does() -> None:
 
 async def test_a_request_that_no_consumer_serves_ends_with_what_to_do() -> None:
     pulls = _pulls(_Client())
-    gone = "the consumer is gone, or has no leader now: if that does not pass, open again, which creates it"
+    gone = "the consumer is gone, or has no leader now: if this lasts, open again, which creates it"
     for n, (code, says) in enumerate((("503", gone), ("409", "the consumer answers: 409"))):
         task = await _asked(pulls, pulls.next(5))
         pulls._on_message(f"inbox.{n}", "", b"", b"NATS/1.0 %s\r\n\r\n" % code.encode())

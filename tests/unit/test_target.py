@@ -244,5 +244,5 @@ def test_a_log_whose_metadata_somebody_has_damaged_is_refused(damage: str | dict
 
 @pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": {"somebody's": "own"}}])
 def test_a_stream_that_is_no_log_is_refused(metadata: dict[str, Any]) -> None:
-    with pytest.raises(ConfigDrift, match="not ours"):
+    with pytest.raises(ConfigDrift, match="did not create"):
         said_by({"name": "LOG"} | metadata)

@@ -100,8 +100,8 @@ def test_what_no_page_can_be_of_is_refused() -> None:
                     await refused(call, InvalidQuery, "must be an int")
                 await refused(found.discard([wrong]), InvalidQuery, "a position must be an int")
             for wrong in ("12", 5, None):
-                await refused(found.discard(wrong), InvalidQuery, "seqs must be several positions")
-            await refused(store.bulk.claim(cast(Any, ["run"])), InvalidRecord, "runs must be of Run, not str")
+                await refused(found.discard(wrong), InvalidQuery, "seqs must be a list of positions")
+            await refused(store.bulk.claim(cast(Any, ["run"])), InvalidRecord, "each run must be a Run, not str")
             for time in ("1", [1], True):
                 await refused(store.force_flush_all(timeout_s=cast(Any, time)), ConfigError, "must be a number")
             await store.force_flush_all(timeout_s=10**400)
@@ -114,7 +114,7 @@ def test_a_mailbox_is_asked_with_limits_that_any_store_can_take() -> None:
         async with MemoryMailboxStore() as mailbox:
             found: Any = mailbox
             await refused(found.list_finished(limit=1 << 31), InvalidQuery, "below")
-            await refused(found.list_dispatches("t", Status.QUEUED), InvalidQuery, "statuses must be several")
+            await refused(found.list_dispatches("t", Status.QUEUED), InvalidQuery, "statuses must be a list")
             for wrong in ("1", True):
                 await refused(found.pull_signals(timeout_s=wrong), ConfigError, "timeout_s must be a number")
                 await refused(found.deliver_live("t", b"", timeout_s=wrong), ConfigError, "timeout_s must be a number")

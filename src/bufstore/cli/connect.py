@@ -58,7 +58,7 @@ _OPTIONS = (
                  help="NATS server; several are separated by commas."),
     click.option("--postgres", metavar="DSN", envvar="BUFSTORE_POSTGRES", show_envvar=True,
                  help="Postgres, as URL or key=value."),
-    click.option("--embedded", is_flag=True, help="Start servers of our own for this command, on 127.0.0.1."),
+    click.option("--embedded", is_flag=True, help="Start servers just for this command, on 127.0.0.1."),
     click.option("--data", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
                  help="With --embedded: keep the data in this folder. Default: a fresh temporary one."),
     click.option("--nats-creds", metavar="FILE", envvar="BUFSTORE_NATS_CREDS", show_envvar=True,
@@ -68,7 +68,7 @@ _OPTIONS = (
     click.option("--tls-ca", metavar="FILE", envvar="BUFSTORE_TLS_CA", show_envvar=True, type=_FILE,
                  help="CA certificates (PEM) to check NATS' certificate with. Default: those this system trusts."),
     click.option("--tls-cert", metavar="FILE", envvar="BUFSTORE_TLS_CERT", show_envvar=True, type=_FILE,
-                 help="Our certificate (PEM) for a NATS that asks for one. (TLS for Postgres is part of its DSN.)"),
+                 help="Client certificate (PEM) for a NATS that asks for one. (TLS for Postgres is part of its DSN.)"),
     click.option("--tls-key", metavar="FILE", envvar="BUFSTORE_TLS_KEY", show_envvar=True, type=_FILE,
                  help="The private key of --tls-cert, if that file does not hold it."),
     click.option("--schema", default="bufstore", show_default=True, envvar="BUFSTORE_SCHEMA", show_envvar=True,
@@ -258,7 +258,7 @@ class Options:
         """Give the target; embedded servers run inside the block. Raises EmbeddedError."""
         if self._unopened is None:
             raise click.UsageError(
-                "Where to? Give --nats and --postgres (or BUFSTORE_NATS and BUFSTORE_POSTGRES), or --embedded."
+                "No servers given: use --nats and --postgres (or BUFSTORE_NATS and BUFSTORE_POSTGRES), or --embedded."
             )
         servers = self._unopened.servers
         if servers is None:
@@ -330,7 +330,7 @@ def _target(
     nats, postgres = shared["nats"], shared["postgres"]
     embedded = shared["embedded"] or (embedded_by_default and not (nats or postgres))
     if shared["data"] is not None and not embedded:
-        raise click.UsageError("--data is the folder of --embedded servers.")
+        raise click.UsageError("--data is for embedded servers: add --embedded, or leave out --data.")
     names = {name: shared[name] for name in ("schema", "stream", "bucket")}
     # Names become part of subjects and statements, so they are checked before a server is asked anything.
     reporting_errors(LogConfig)(stream=names["stream"], bucket=names["bucket"])

@@ -215,6 +215,6 @@ async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterat
         await buffer.log.epoch(checked=False)
         with patient:
             if not await (target.has_ledger(config) if applies else buffer.ledger.look()):
-                raise ConfigError(f"schema {target.schema!r} of this database has no tables of a buffer")
+                raise ConfigError(f"schema {target.schema!r} of this database has no buffer tables")
             check_same(target.stream, buffer.log.target, await buffer.ledger.target())
         yield Inspection(buffer)

@@ -9,7 +9,7 @@ import msgspec
 
 from bufstore.errors import LogUnavailable
 
-NO_ANSWER = "NATS answered a request with something that is no answer to it"
+NO_ANSWER = "NATS sent a reply that does not answer the request"
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 

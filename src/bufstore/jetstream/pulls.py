@@ -29,7 +29,7 @@ class PullRefused(LogUnavailable):
 
     def __init__(self, code: str, text: str) -> None:
         if code == "503":
-            said = "the consumer is gone, or has no leader now: if that does not pass, open again, which creates it"
+            said = "the consumer is gone, or has no leader now: if this lasts, open again, which creates it"
         else:
             said = f"the consumer answers: {code} {text}".rstrip()
         super().__init__(said)

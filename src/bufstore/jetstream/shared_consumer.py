@@ -46,5 +46,5 @@ class SharedConsumer:
         except ConsumerMissing as e:
             raise ConsumerMissing(
                 f"{e}: somebody removed {self._name!r} of stream {self._stream.name}. Nothing is lost: "
-                "the next instance that is opened makes it anew"
+                "the next instance that is opened makes it again"
             ) from None

@@ -266,7 +266,7 @@ def _bytes_of(row: CheckpointRow | BlobRow | WriteRow) -> int:
 
 def _prune(thread_id: str, outlines: list[Outline]) -> Drop | None:
     if any(outline.delta for outline in outlines):
-        raise NotImplementedError(f"thread {thread_id!r} has a DeltaChannel, whose value stands in earlier checkpoints")
+        raise NotImplementedError(f"thread {thread_id!r} has a DeltaChannel, which needs its earlier checkpoints")
     return all_but_latest(outlines)
 
 

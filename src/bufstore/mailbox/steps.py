@@ -143,12 +143,12 @@ class Steps:
                     ) from e
                 raise
             if step is None and unsure:
-                raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now there is nothing left to do")
+                raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and a retry found nothing left to do")
             if step is None:
                 return None
             ends = _ends(thread, step)
             if unsure and ends != sent_ends:
-                raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and now it would end another claim")
+                raise StepUnknown(f"a step of thread {thread_id!r} got no answer, and a retry would end another claim")
             sent, sent_ends = step, ends
             return Done(await self.write(thread, step, step_id, now_ms), step)
 

@@ -359,7 +359,7 @@ class MailboxStore:
         """Return the thread's dispatches, in the order of claims. The cost grows with what is kept of the thread."""
         limit, offset = model.check_limit(limit), model.check_limit(offset, "offset")
         if statuses is not None and not isinstance(statuses, Iterable):
-            raise InvalidQuery(f"statuses must be several, as in [Status.QUEUED], not {statuses!r}")
+            raise InvalidQuery(f"statuses must be a list, as in [Status.QUEUED], not {statuses!r}")
         chosen = list(Status) if statuses is None else [*statuses]
         for status in chosen:
             check_choice(status, Status, "a status", InvalidQuery)

@@ -59,7 +59,7 @@ def said_by(found: Mapping[str, Any]) -> tuple[Windows, Target]:
             expected="what was written when the log was made",
             found=f"without {e.args[0]}" if isinstance(e, KeyError) else str(e),
             way_out="Somebody has changed it since. `nats stream edit --metadata` sets all of it at once: give all "
-            "that it says now, and what lacks. domain, store, target and epoch stand in table buffer_log of Postgres, "
+            "present values and the missing ones. domain, store, target and epoch are in table buffer_log of Postgres, "
             f"form is {_FORM}, and the rest is in the app's LogConfig.",
         ) from None
     return windows, target
@@ -184,7 +184,7 @@ def check_owner(config: LogConfig, found: Mapping[str, Any]) -> None:
             "log",
             expected=config.stream,
             found=log,
-            way_out="It has the flushers and the runs of that log: set LogConfig.bucket to one of this log's own.",
+            way_out="The bucket belongs to that log: set LogConfig.bucket to a name of its own for this log.",
         )
 
 
@@ -226,7 +226,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
             found=True,
             way_out="Nothing can be written to it any more, and the server cannot undo that. Let the running processes "
             f"flush it; what is not flushed is lost when you remove the stream (`nats stream rm {config.stream}`) and "
-            "begin a new log by `bufstore repair --apply`.",
+            "begin a new log with `bufstore repair --apply`.",
         )
     check(what, _UNSET, found, "", f"nats stream edit {config.stream}")
     wanted = stream_config(config, epoch_of(found), target_of(metadata))
@@ -271,8 +271,7 @@ def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
             "partitions",
             expected="a number",
             found=None,
-            way_out="bufstore did not create this stream, it is not ours: choose another one. (Or all that it said of "
-            "itself was removed by hand.)",
+            way_out="bufstore did not create this stream (or somebody removed its metadata): choose another one.",
         )
     if form != _FORM and (form is not None or begun):
         raise ConfigDrift(
@@ -283,7 +282,7 @@ def _check_form(stream: str, metadata: Mapping[str, Any]) -> None:
             way_out="An earlier release wrote this log (or somebody has removed bufstore.form since: then set it to "
             f"{_FORM} again with `nats stream edit --metadata`, which sets all of the metadata at once). With that "
             "release, stop all writers and run `bufstore flush --all`; remove the stream "
-            f"(`nats stream rm {stream}`); then, with this release, begin a new log by `bufstore repair --apply`.",
+            f"(`nats stream rm {stream}`); then, with this release, begin a new log with `bufstore repair --apply`.",
         )
 
 

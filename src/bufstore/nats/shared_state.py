@@ -372,7 +372,7 @@ class NatsSharedState:
                 heard(msg)
             except (ValueError, MalformedEntry):  # anybody may publish here
                 what = {"action": "hot_ignored"}
-                _log.debug("ignoring a message that is not understood: %s", msg.subject, extra=what)
+                _log.debug("ignoring a message that cannot be decoded: %s", msg.subject, extra=what)
 
         await self._subscriptions.add(subject, on_message, pending_msgs_limit=0, pending_bytes_limit=0)
 

@@ -49,7 +49,7 @@ class Loop:
                 with suppress(TimeoutError):
                     running.exception(_LOOKS_S)
                 if exit_came() and not running.done():
-                    raise Closed("the interpreter ends")
+                    raise Closed("the interpreter is shutting down")
             return cast(T, running.result())
         except BaseException:  # also Ctrl-C
             running.cancel()
@@ -59,7 +59,7 @@ class Loop:
         """Run `work` on the loop beside the caller. Raises Closed when the interpreter ends."""
         if exit_came():
             work.close()
-            raise Closed("the interpreter ends")
+            raise Closed("the interpreter is shutting down")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def each(self, found: AsyncGenerator[T]) -> Iterator[T]:

@@ -308,8 +308,8 @@ class BufferedLineage:
             if now - self._unread[1] >= self._config.flush_timeout_s:
                 return seq, None
             raise LineageError(
-                "this release cannot read the lineage record in the shared state; it is replaced by a change that "
-                f"comes {self._config.flush_timeout_s:g} s later and finds it unchanged"
+                "this release cannot read the lineage record in the shared state; a change that "
+                f"finds it unchanged {self._config.flush_timeout_s:g} s from now replaces it: retry then"
             ) from None
 
     async def _joined(self, thread_id: str) -> tuple[ThreadState, int]:

@@ -71,7 +71,7 @@ class BulkWriter:
                 continue
             before = run
             if not isinstance(run, Run):
-                raise InvalidRecord(f"runs must be of Run, not {type(run).__name__}")
+                raise InvalidRecord(f"each run must be a Run, not {type(run).__name__}")
             if run.parent_thread_id is None and not self._runs.admitted(run):
                 with suppress(Rejected):
                     check_run(run)

@@ -49,7 +49,7 @@ _MARGIN = 0.1
 _RENEWED = 1 / 3
 _UNRENEWED = "it was not renewed in time"
 _ENDED = "it has already been completed or given back"
-_ENDING = "it was to be completed or given back, and may be"
+_ENDING = "it may already have been completed or given back"
 
 
 class Seen(NamedTuple):

@@ -141,5 +141,5 @@ class Lock(Lease):
                 raise
         finally:
             self._holding.stop()
-            self._reason = self._reason or ("released" if self._over else "it was to be released, and may be")
+            self._reason = self._reason or ("released" if self._over else "it may have been released")
             self.lost.set()

@@ -263,8 +263,8 @@ class Appender(Generic[S, M]):
                     return StoreUnavailable(
                         f"only Postgres knows thread {thread_id!r}: {down}; nothing was stored; retry"
                     )
-                where = "in the log and in Postgres, one of which is slow"
-                return LogUnavailable(f"thread {thread_id!r} was not found in time {where}; nothing was stored; retry")
+                why = "the log or Postgres is slow"
+                return LogUnavailable(f"thread {thread_id!r} was not found in time: {why}; nothing was stored; retry")
             why = f": {self._log.trouble}" if self._log.trouble else ""
             return LogUnavailable(f"the log accepted no entry in time{why}; nothing was stored; retry")
         if behind is not None:

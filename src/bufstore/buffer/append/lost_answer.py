@@ -44,7 +44,7 @@ async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bo
                 if behind and behind[0].header == first.header:  # the header has the id and the checksum
                     return behind[0].seq + len(unit.messages) - 1
                 if behind:
-                    return Conflict("another entry stands where ours would")
+                    return Conflict("another entry took the position of ours")
                 if not known():
                     raise _StillUnknown
                 return await group.submit(unit.messages)

@@ -68,8 +68,8 @@ class Unresolved:
             stands = found is None or counts(found.entry, watermark, found.behind)
             if stands is None:
                 raise AppendUnknown(
-                    "the entry was flushed, and others have written so much since, or the thread is in quarantine, so "
-                    "that its outcome can no longer be determined"
+                    "its outcome can no longer be determined: the entry was flushed and too much was written since, or "
+                    "the thread is in quarantine"
                 )
             if not stands:
                 return None

@@ -271,7 +271,7 @@ class Flusher:
                 owned.collect()
             except Exception:
                 _log.exception(
-                    "cannot decode what arrived of partition %d, which is taken again; nothing is lost",
+                    "cannot decode an entry of partition %d; the partition is taken over again; nothing is lost",
                     owned.cursor.partition,
                     extra={"action": "flusher_error"},
                 )

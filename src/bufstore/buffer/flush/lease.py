@@ -79,7 +79,7 @@ class Lease:
             except (BufstoreError, AppendUnknown) as e:
                 if str(e) != said:  # it tries several times a second
                     _log.warning(
-                        "cannot renew the lease; takes no new partitions until it can: %s",
+                        "cannot renew the lease; this flusher takes no new partitions until it can: %s",
                         e,
                         extra={"action": "lease_error"},
                     )

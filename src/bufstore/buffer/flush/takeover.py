@@ -51,7 +51,7 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
     """Return why the log is not the one that the cursor belongs to; None when it is. Raises LogUnavailable."""
     end = await log.end(5.0)
     if end < cursor.seq:
-        return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+        return f"the log ends at {end}, but Postgres has applied partition {cursor.partition} up to {cursor.seq}"
     if (erased := await log.erased()) and cursor.seq <= erased:
         return (
             f"the log is erased up to {erased}, but Postgres has applied partition {cursor.partition} only up to "
@@ -69,7 +69,7 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
 async def never_flushed(log: Log, cursors: Iterable[Cursor]) -> str | None:
     """Return why the log cannot be that of a Postgres that has flushed nothing of it; None if it can, or it has."""
     if all(cursor.seq < log.generation_start for cursor in cursors) and (first := await log.purged_to()):
-        return f"the log is purged up to {first}, and this Postgres has flushed nothing of it"
+        return f"the log is purged up to {first}, but nothing of it was flushed into this Postgres"
     return None
 
 

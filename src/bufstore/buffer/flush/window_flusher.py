@@ -186,7 +186,7 @@ class WindowFlusher:
             # The other threads must not wait for this: the cursor stays, as if the space were used up.
             self.queues.not_before = self._loop.time() + _OTHERS_S
             _log.error(
-                "entries that wait cannot be written into the ledger, they stay in the log: %s",
+                "waiting entries cannot be written into the ledger; they stay in the log: %s",
                 e,
                 extra={"action": "queue_failed"},
             )

@@ -135,7 +135,7 @@ class Feeds:
     async def open(self, partition: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
         """Deliver a partition's entries from the place `start` on. Raises LogUnavailable, Closed."""
         if (before := self._feeds.get(partition)) is not None:
-            before.lose("the partition is followed anew")
+            before.lose("the partition is followed again")
             self._leave(before)
         feed = self._feeds[partition] = PartitionFeed(self, partition, start, wake)
         try:

@@ -27,7 +27,7 @@ class Gap(Exception):
     """A group names another predecessor than the last that was seen: groups are missing, or the log went back."""
 
     def __init__(self, group: Group, seen: int) -> None:
-        super().__init__(f"group {group.seq} stands behind {group.before}, and {seen} was seen last")
+        super().__init__(f"group {group.seq} follows group {group.before}, but the last group seen is {seen}")
         self.group = group
 
 

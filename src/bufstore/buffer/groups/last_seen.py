@@ -80,7 +80,7 @@ async def holds_up_to(log: GroupsInStream, subject: str, seen: Seen, timeout_s: 
         return min(await _last(log, subject, timeout_s), seen.seq)
     behind = (await log.part(subject, seen.seq, timeout_s, 1)).messages
     if not behind:
-        raise LogUnavailable("the replica that answered does not show yet what stands behind the last group seen")
+        raise LogUnavailable("the replica that answered does not show yet what follows the last group seen")
     group = group_in(behind[0])
     return min(group.before, seen.seq) if group is not None else seen.seq
 

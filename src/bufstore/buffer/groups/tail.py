@@ -95,7 +95,7 @@ class Tail:
         """
         if not await self.last_seen.confirm():
             await self._refuse_if_lost()
-            text = "the last group was removed from the log; reading the log anew"
+            text = "the last group was removed from the log; reading the log again"
             _log.error(text, extra={"action": "log_group_removed"})
             self._anew = True
         elif self.last_seen.only_heard and not await self.last_seen.is_there():
@@ -275,7 +275,7 @@ class Tail:
                     anew = True
                     self.last_seen.doubt()
                     await self._begin()
-                    _log.warning("following the log anew: %s", e, extra={"action": "log_gap"})
+                    _log.warning("following the log again: %s", e, extra={"action": "log_gap"})
                     left = None
                 continue
             left = part.more if left is None else left - len(part.messages)

@@ -97,7 +97,7 @@ class Quarantine:
         A thread that has no entries left in quarantine goes on from what Postgres holds.
         """
         if isinstance(seqs, (str, bytes)) or not isinstance(seqs, Iterable):
-            raise InvalidQuery(f"seqs must be several positions, not {seqs!r}")
+            raise InvalidQuery(f"seqs must be a list of positions, not {seqs!r}")
         seqs = [s for s in seqs if 0 <= _whole(s, "a position") <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
         try:

@@ -62,7 +62,7 @@ def reason_to_repair(
     if epoch < log_epoch:
         return f"stream {stream} has epoch {log_epoch}, Postgres knows epoch {epoch}: Postgres is an older copy"
     if log_end < applied:
-        return f"stream {stream} ends at {log_end}, Postgres has applied entries up to {applied}"
+        return f"stream {stream} ends at {log_end}, but Postgres has applied entries up to {applied}"
     return None
 
 

@@ -82,7 +82,7 @@ class DemoReport(msgspec.Struct, kw_only=True):
     type=Finite(min=0),
     default=5.0,
     show_default=True,
-    help="For how many of the --seconds Postgres is stopped (embedded servers only).",
+    help="Seconds during which Postgres is stopped (embedded servers only).",
 )
 @click.option(
     "--think-ms",
@@ -91,7 +91,7 @@ class DemoReport(msgspec.Struct, kw_only=True):
     show_default=True,
     help="How long an agent thinks before a message, on average.",
 )
-@click.option("--seed", type=int, help="Of the generated conversations. Default: another one each time.")
+@click.option("--seed", type=int, help="Seed of the generated conversations. Default: a new one each time.")
 @connects(embedded_by_default=True)
 def demo(options: Options, seconds: float, writers: int, outage: float, think_ms: float, seed: int | None) -> None:
     """Show what the buffer does, on embedded servers unless others are named.

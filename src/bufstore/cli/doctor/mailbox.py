@@ -26,7 +26,7 @@ async def check_mailbox(target: Endpoints, name: str) -> list[CheckResult]:
     notes.room("room", g.bytes or 0, g.bytes_max or -1, _FULL, "purge finished dispatches, or raise max_bytes")
     swept = (g.oldest_lease_over_s or 0) < _PASSES * interval_s
     expired_s = g.oldest_lease_over_s
-    over = "no lease is over" if expired_s is None else f"longest-expired lease: {lasting(expired_s)}"
+    over = "no lease has expired" if expired_s is None else f"longest-expired lease: {lasting(expired_s)}"
     notes.require("sweeper", swept, over, "run a Sweeper in every process that works on the mailbox")
     oldest = "none" if g.oldest_queued_s is None else lasting(g.oldest_queued_s)
     waits = f"oldest in a queue: {oldest}; {g.signals_waiting} signals waiting"

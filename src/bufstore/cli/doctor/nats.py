@@ -87,7 +87,7 @@ async def _look(
         found = await target.find_log()
     except StreamMissing:
         # We do not say that the next store makes the log: only Postgres can tell whether there was one before.
-        notes.say("log", Level.WARNING, f"there is no {target.stream}", "see what Postgres says of it (log)")
+        notes.say("log", Level.WARNING, f"there is no {target.stream}", "see the check `log` under Postgres")
         config = LogConfig(stream=target.stream, bucket=target.bucket)
         bucket = await _lacks(stream, bucket_stream(config))
         _room(notes, account, 1 + bucket, LogConfig.max_bytes)
@@ -104,7 +104,7 @@ async def _look(
     try:
         _drift(notes, "log", lambda: check_stream(config, info["config"]))
     except LogRolledBack as e:  # out of service: nothing answers on its subjects, so permissions cannot be tried
-        notes.say("log settings", Level.BAD, e.reason, "see Going back in time in docs/OPERATIONS.md")
+        notes.say("log settings", Level.BAD, e.reason, "see 'Going back in time' in docs/OPERATIONS.md")
         return log
     _agreed(notes, found.target, windows_of(info["config"]["metadata"]))
     _copies(notes, info)
@@ -165,7 +165,7 @@ def _room(notes: Notes, account: Mapping[str, Any], lacking: int, reserves: int)
     streams, streams_max = int(account.get("streams", 0)), int(limits.get("max_streams", -1))
     reserved, limit = int(account.get("reserved_storage", 0)), int(limits.get("max_storage", -1))
     if 0 < streams_max < streams + lacking:
-        found = f"{streams} of {streams_max} streams are there, {lacking} must be made"
+        found = f"{streams} of {streams_max} streams are used, and {lacking} must be made"
         notes.say("room", Level.BAD, found, "raise the account's max_streams")
     elif 0 < limit < reserved + max(reserves, 1):
         found = f"{decimal(reserved)} of {decimal(limit)} of storage are reserved"
@@ -182,7 +182,7 @@ def _drift(notes: Notes, what: str, compare: Any) -> None:
     except ConfigDrift as e:
         notes.say(f"{what} settings", Level.BAD, str(e), "change it back: see docs/OPERATIONS.md")
     else:
-        notes.say(f"{what} settings", Level.OK, "as they must be")
+        notes.say(f"{what} settings", Level.OK, "as required")
 
 
 def _agreed(notes: Notes, target: Target, windows: Windows) -> None:
@@ -191,7 +191,7 @@ def _agreed(notes: Notes, target: Target, windows: Windows) -> None:
     window = f"{windows.failover_window_s:g} s{', archived' if windows.archive else ''}"
     if windows.changing:
         window += f", becoming {windows.next_failover_window_s:g} s{', archived' if windows.next_archive else ''}"
-    notes.require("windows", not windows.changing, window, "when every process was restarted: `bufstore log settle`")
+    notes.require("windows", not windows.changing, window, "once every process has restarted: `bufstore log settle`")
 
 
 def _copies(notes: Notes, info: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ async def _permissions(
     notes.require(
         "permissions",
         not refused,
-        f"those of {role.value}, as far as can be tried" if not refused else f"no answer on {'; '.join(refused)}",
+        f"those of {role.value}, as far as they can be tested" if not refused else f"no answer on {'; '.join(refused)}",
         _advice(role),
         Level.BAD,
     )

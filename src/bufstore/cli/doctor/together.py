@@ -14,7 +14,7 @@ from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
 from bufstore.memory.ledger import MemoryLedger
 
 _TIMEOUT_S = 5.0
-_WHERE = "see Where a log is flushed to, and Going back in time, in docs/OPERATIONS.md"
+_WHERE = "see 'Where a log is flushed to' and 'Going back in time' in docs/OPERATIONS.md"
 
 
 class SeenLog(NamedTuple):
@@ -48,7 +48,7 @@ async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, ta
         notes.say("log", Level.OK, "belongs to this database")
     else:
         notes.say("log", Level.OK, "nothing of it is flushed here: the first store that opens makes it")
-    advice = "see Threads that wait in docs/OPERATIONS.md"
+    advice = "see 'Threads that wait' in docs/OPERATIONS.md"
     notes.require("waiting entries", not waiting.entries, str(waiting), advice)
 
 

@@ -235,7 +235,7 @@ class Importer:
         first = self.journal.begin(line.thread_id)
         if self._overwrite or (first and line.thread_id not in taken):
             return ""
-        where = "stands in an earlier line"
+        where = "is already in an earlier line"
         if first:  # an import that was interrupted leaves a part of some threads
             found, given = taken[line.thread_id], len(line.messages)
             where = "exists" if found == given else f"exists with {found} messages, and the line has {given}"

@@ -42,7 +42,7 @@ class EraseReport(msgspec.Struct, kw_only=True):
     type=click.Choice([c.value for c in Children]),
     default=Children.REJECT.value,
     show_default=True,
-    help="What becomes of child threads: they forbid it, stay without a parent, or are erased too.",
+    help="What happens to child threads: they prevent it, lose their parent, or are erased too.",
 )
 @connects()
 def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
@@ -78,13 +78,13 @@ def _show(report: EraseReport) -> None:
     for erasure in report.erased:
         click.echo(_said(erasure))
     for failed in report.failed:
-        say(f"{failed.thread_id!r}: not erased, or not wholly; repeat it once this is settled: {failed.message}")
+        say(f"{failed.thread_id!r}: not erased, or only in part; repeat it once this is settled: {failed.message}")
 
 
 def _said(erasure: Erasure) -> str:
     name = repr(erasure.thread_ids[0])
     if not erasure.found:
-        return f"{name}: there was nothing of it"
+        return f"{name}: nothing found to erase"
     others = len(erasure.thread_ids) - 1
     lines = [
         f"{name}{f' and {others} descendants' if others else ''}: erased; {erasure.log_messages} messages of the log, "

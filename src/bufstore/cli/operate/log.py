@@ -53,7 +53,7 @@ def show_(options: Options) -> None:
 
 @log.command("set")
 @click.option("--failover-window", type=Finite(min=0.001), metavar="SECONDS", help="The new failover_window_s.")
-@click.option("--archive/--no-archive", default=None, help="Whether nothing leaves the log before it is archived.")
+@click.option("--archive/--no-archive", default=None, help="Whether entries stay in the log until they are archived.")
 @connects()
 def set_(options: Options, failover_window: float | None, archive: bool | None) -> None:
     """Begin a change, or undo one that is under way by setting the present values.

@@ -95,11 +95,11 @@ class Where(Time):
 @click.command()
 @click.option("--thread", "threads", metavar="THREAD", multiple=True, help="Only entries of this thread (repeatable).")
 @click.option("--partition", "partitions", type=click.IntRange(min=0), multiple=True, help="Only of this partition.")
-@click.option("--after", type=Where(), help="Only entries behind this position, or stored from this time on.")
+@click.option("--after", type=Where(), help="Only entries after this position, or stored from this time on.")
 @click.option("--before", type=Where(), help="Only entries before this position, or stored before this time.")
 @click.option("--limit", type=COUNT, default=20, show_default=True,
-              help="At most so many: with --after the first ones, else the last ones.")  # fmt: skip
-@click.option("--follow", is_flag=True, help="Go on with what is written from now on, until interrupted.")
+              help="At most this many: the first ones with --after, else the last ones.")  # fmt: skip
+@click.option("--follow", is_flag=True, help="Keep showing new entries until interrupted.")
 @click.option("--payload", is_flag=True, help="Show what the entries say, too: messages and run.")
 @connects()
 def entries(options: Options, limit: int, follow: bool, **wanted: Any) -> None:
@@ -108,7 +108,7 @@ def entries(options: Options, limit: int, follow: bool, **wanted: Any) -> None:
     Reads without disturbing anybody. With --json and --follow: one object a line.
     """
     if follow and wanted["before"] is not None:
-        raise click.UsageError("--follow goes on for good: leave out --before.")
+        raise click.UsageError("--follow has no end: leave out --before.")
     asked = Wanted(**wanted)
     found: list[LogEntry] = []
     show = (show_json if options.as_json else _show) if follow else found.append

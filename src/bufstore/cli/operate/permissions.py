@@ -26,7 +26,7 @@ from bufstore.nats import permissions as nats
     show_default=True,
     help="LogConfig.replicas; with more than 1, an app needs more permissions.",
 )
-@click.option("--api-prefix", metavar="SUBJECT", help="Of the JetStream API, where it is not $JS.API.")
+@click.option("--api-prefix", metavar="SUBJECT", help="Prefix of the JetStream API, if it is not $JS.API.")
 @click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")
 def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) -> None:
     """Print what NATS must permit a user of this role, to stand in a nats-server's configuration.

@@ -88,7 +88,7 @@ def quarantine() -> None:
 
 @quarantine.command("list")
 @click.option("--thread", metavar="THREAD", help="Only entries of this thread.")
-@click.option("--after", type=POSITION, default=0, metavar="ID", help="Only entries behind this one: the next page.")
+@click.option("--after", type=POSITION, default=0, metavar="ID", help="Only entries after this one: the next page.")
 @click.option("--limit", type=COUNT, default=100, show_default=True, help="How many entries at most.")
 @connects()
 def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
@@ -198,7 +198,7 @@ async def replayed(it: Quarantine, thread_id: str, start: int = 0, *, one_of_man
 
 
 def _staying(entries: Sequence[ParkedInfo], error: BufstoreError) -> list[Replayed]:
-    reason = f"its thread cannot be had (does another session hold its row?): {error}"
+    reason = f"its thread cannot be locked (does another session hold its row?): {error}"
     return [Replayed(seq=e.seq, thread_id=e.thread_id, outcome=Outcome.WAITS, reason=reason) for e in entries]
 
 

@@ -15,7 +15,7 @@ from bufstore.threads.repairing import repair_buffer, repairing
 
 
 @click.command()
-@click.option("--apply", "apply", is_flag=True, help="Do it. Without, nothing is changed.")
+@click.option("--apply", "apply", is_flag=True, help="Do it. Without this option, nothing is changed.")
 @click.option(
     "--lane",
     type=click.IntRange(min=0),
@@ -70,7 +70,7 @@ def _command(target: Endpoints, lane: int | None) -> str:
 
 def _lines(found: Repaired, how: str) -> list[str]:
     if found.reason is None:
-        return ["log and Postgres fit together: there is nothing to repair"]
+        return ["log and Postgres agree: there is nothing to repair"]
     lines = [f"found: {found.reason}"]
     if found.done:
         lines.append(f"applied {found.applied} entries of {found.threads} threads that the log shows")
@@ -81,8 +81,8 @@ def _lines(found: Repaired, how: str) -> list[str]:
         lines.append(f"  {found.applied} would be applied, {found.parked} fit nowhere and would go to quarantine")
         lines.append(f"then the stream would be removed, and the next start would create generation {found.epoch}")
         if found.unarchived_from is not None:
-            lines.append(f"no archive has the log from position {found.unarchived_from} on, and none can have it then:")
-            lines.append("  run `bufstore spark archive` before")
+            lines.append(f"no archive has the log from position {found.unarchived_from} on, and none can get it then:")
+            lines.append("  run `bufstore spark archive` first")
         lines.append("nothing was changed; stop all instances, then: " + how)
     return lines
 

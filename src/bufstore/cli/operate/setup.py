@@ -81,9 +81,9 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     context = click.get_current_context()
     wanted = {name: value for name, value in log.items() if value is not None}
     if mailbox and (own_store or wanted):
-        raise click.UsageError("--mailbox goes with neither --own-store nor what a log is to be like.")
+        raise click.UsageError("--mailbox makes no log: leave out --own-store and the options of a new log.")
     if own_store and wanted.keys() - {"lanes"}:
-        raise click.UsageError("--own-store makes no log: of what a log is to be like, it takes only --lanes.")
+        raise click.UsageError("--own-store makes no log: of the options of a new log, it takes only --lanes.")
     reporting_errors(LogConfig)(**wanted)
     if as_sql:
         if options.as_json:
@@ -200,4 +200,4 @@ def _show(report: SetupReport) -> None:
     for role in report.granted:
         click.echo(f"role {role} may use them, and needs no CREATE")
     if report.log_made is not None:
-        click.echo(f"log {report.log} and its bucket: {'made' if report.log_made else 'there, as they must be'}")
+        click.echo(f"log {report.log} and its bucket: {'made' if report.log_made else 'already there, as required'}")

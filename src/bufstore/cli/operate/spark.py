@@ -20,7 +20,7 @@ _MASTER = click.option(
     "--master",
     default="local[*,4]",
     show_default=True,
-    help="Spark's master, or sc://… for Connect. With spark-submit: its.",
+    help="Spark's master, or sc://… for Connect. Under spark-submit: the one given there.",
 )
 _TASKS = click.option("--tasks", type=click.IntRange(min=1), help="Tasks at the same time. Default: Spark's.")
 
@@ -53,7 +53,7 @@ def drain(options: Options, master: str, tasks: int | None, timeout: float) -> N
 @click.argument("path")
 @_MASTER
 @_TASKS
-@click.option("--start", type=POSITION, help="Message of the stream to begin at. Default: where it ends.")
+@click.option("--start", type=POSITION, help="Message of the stream to begin at. Default: where the archive ends.")
 @connects()
 def archive(options: Options, path: str, master: str, tasks: int | None, start: int | None) -> None:
     """Write the part of the log that the archive at PATH lacks, as Parquet."""
@@ -83,7 +83,7 @@ def table(options: Options, path: str, master: str, merging: bool, before: datet
     from bufstore.spark.log_archive import tables_job
 
     if ranges and before is None:
-        raise click.UsageError("--ranges goes with --expire.")
+        raise click.UsageError("--ranges needs --expire.")
     with _session(master, progress=not options.as_json) as session:
         report = tables_job.tabulate(session, path)
         if merging:

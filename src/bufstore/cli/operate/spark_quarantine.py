@@ -49,7 +49,7 @@ def quarantine() -> None:
 @quarantine.command("list")
 @click.option("--thread", metavar="THREAD", help="Only rows of this thread.")
 @click.option("--app", metavar="APP_ID", help="Only rows of this sink.")
-@click.option("--after", type=POSITION, default=0, metavar="ID", help="Only rows behind this one: the next page.")
+@click.option("--after", type=POSITION, default=0, metavar="ID", help="Only rows after this one: the next page.")
 @click.option("--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="How many at most.")
 @connects(nats_needed=False)
 def list_(options: Options, thread: str | None, app: str | None, after: int, limit: int) -> None:
@@ -78,7 +78,7 @@ def replay(options: Options, ids: Sequence[int], thread: str | None, everything:
     if [bool(ids), thread is not None, everything].count(True) != 1:
         raise click.UsageError("Replay what? Give IDs, --thread, or --all.")
     if row is not None and len(ids) != 1:
-        raise click.UsageError("--row stands for one row: give its ID.")
+        raise click.UsageError("--row replaces one row: give the ID of that row.")
 
     async def work(target: Endpoints) -> list[RowReplay]:
         async with _parked(target) as parked:

@@ -23,7 +23,7 @@ from bufstore.tokens.work import ExclusiveWork
 _TIMEOUT_S = 5.0
 #: Whatever number the streams have: with this one, only leaders are asked.
 _REPLICAS = 3
-_LOCK = click.option("--lock", is_flag=True, help="KEY is that of a lock, and not of items of work.")
+_LOCK = click.option("--lock", is_flag=True, help="KEY names a lock, not items of work.")
 
 
 class TokensStatus(msgspec.Struct, kw_only=True):
@@ -127,7 +127,7 @@ def who(options: Options, name: str, key: str, lock: bool) -> None:
 @click.argument("name")
 @click.argument("key")
 @_LOCK
-@click.option("--force", is_flag=True, help="Also when somebody holds it: the holder finds it lost.")
+@click.option("--force", is_flag=True, help="Release KEY even if somebody holds it: the holder loses it.")
 @connects(postgres_needed=False)
 def release(options: Options, name: str, key: str, lock: bool, force: bool) -> None:
     """Take KEY from its holder. Its item goes to another worker."""

@@ -148,7 +148,7 @@ async def look(connection: AsyncConnection[Any], schema: str, folder: Traversabl
         return False
     if lacking.versions:
         raise ConfigError(
-            f"the {part} tables in schema {schema!r} were made by an older release, and who only looks does not "
+            f"the {part} tables in schema {schema!r} were made by an older release, and reading does not "
             f"migrate them (to version {max(texts)}): open the store once with this release, or run `bufstore setup`"
         )
     if lacking.functions:

@@ -170,7 +170,7 @@ class PostgresLedger:
             else:
                 if ended:
                     _log.warning(
-                        "ended session %d of Postgres: it stood still in a flush, and held rows of buffer_partitions",
+                        "ended Postgres session %d: it was stuck in a flush and held rows of buffer_partitions",
                         flush.pid,
                         extra={"action": "frozen_flush_ended"},
                     )

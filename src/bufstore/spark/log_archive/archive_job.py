@@ -121,8 +121,8 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
     last = max(manifests, key=lambda m: m.end)
     if last.created == log.created and last.end > log.end:
         raise DataLoss(
-            f"the archive ends with {last.name}, but the log before {log.end}: it has lost its end, and gives these "
-            "positions anew. Repair it (`bufstore repair`), then give start to continue with the log as it is then"
+            f"the archive ends with {last.name}, but the log ends before {log.end}: it has lost its end and "
+            "will reuse these positions. Repair it (`bufstore repair`), then give start to continue with the new log"
         )
     if last.created != log.created:
         check_begin(manifests, log.created, log.first)

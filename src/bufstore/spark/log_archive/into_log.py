@@ -76,7 +76,8 @@ def wanted(
     if row.broken_since is not None:
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r} is in quarantine")
     if row.waits_to and not held:
-        return Wanted([], refused=len(items), reason=f"entries of thread {thread_id!r} wait to be flushed: see status")
+        reason = f"entries of thread {thread_id!r} wait to be flushed: see `bufstore status`"
+        return Wanted([], refused=len(items), reason=reason)
     if last and last not in ids:
         where = "the log" if held else "Postgres"
         reason = f"the last entry of thread {thread_id!r} in {where} is not among the archived entries to restore"

@@ -122,7 +122,7 @@ async def _check_whole(reader: LogReader, log: LogState) -> None:
     first = await patiently(partial(reader.first_of, log.subjects.groups, log.first))
     group = group_in(first) if first is not None else None
     if group is not None and group.before:
-        raise DataLoss(f"the log is purged up to message {group.seq}, and Postgres has flushed nothing of it")
+        raise DataLoss(f"the log is purged up to message {group.seq}, but nothing of it was flushed into Postgres")
 
 
 def _span(log: LogState, flushed: int, until: int) -> Span:
