@@ -44,7 +44,7 @@ _OWNER = "repair"
 class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     """What a repair would do, or has done."""
 
-    #: Why log and Postgres do not fit together; None: they do, and there is nothing to repair.
+    #: Why log and Postgres do not agree; None: they do, and there is nothing to repair.
     reason: str | None
     #: False: nothing was changed; the numbers say what a repair would do.
     done: bool = False

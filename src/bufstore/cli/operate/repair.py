@@ -23,7 +23,7 @@ from bufstore.threads.repairing import repair_buffer, repairing
 )
 @connects()
 def repair(options: Options, apply: bool, lane: int | None) -> None:
-    """After LogRolledBack: say why log and Postgres do not fit together, and what can be saved.
+    """After LogRolledBack: say why log and Postgres do not agree, and what can be saved.
 
     With --apply (stop all instances first): what the log has and Postgres lacks is applied, or goes
     to quarantine if it fits nowhere; then the stream is removed, and the next start makes a new one.
