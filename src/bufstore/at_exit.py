@@ -1,6 +1,6 @@
-"""Event loops in threads of their own, which stand still while the interpreter ends.
+"""Event loops in threads of their own, which are halted while the interpreter shuts down.
 
-Python does not end daemon threads; it lets them run while it takes itself apart. What they then call may be gone:
+Python does not end daemon threads; it lets them run while it shuts down. What they then call may be gone:
 uvloop's loop asks for a thread state that was freed, and the process, whose work is done, ends with SIGSEGV. OpenSSL
 frees what a connection is using, in the same way.
 """

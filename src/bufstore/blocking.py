@@ -4,8 +4,8 @@
         store.checkpoint("thread-1", messages, run)
 
 The methods are generated from those of the asynchronous stores and have their types. Any number of threads may call at
-once; their calls run side by side on the one loop. Threads that gevent has patched are one thread, where only one loop
-can run: such a process can have one store, which greenlets share. In a subinterpreter, close the store before it ends.
+once; their calls run side by side on the one loop. gevent runs all patched threads as one, where only one loop can run:
+such a process can have one store, which greenlets share. In a subinterpreter, close the store before it ends.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _BufferedCalls:
 
 
 class BlockingBufferedStore(_BufferedCalls, BlockingThreadStore):
-    """A `BufferedThreadStore` whose calls block: its reads take levels and receipts, and it has the administration."""
+    """A `BufferedThreadStore` whose calls block: with levels and receipts for reads, and the operator's methods."""
 
     def __init__(
         self, open_store: Callable[[], Awaitable[BufferedThreadStore]], *, call_timeout_s: float = 60.0

@@ -260,7 +260,7 @@ class StepUnknown(BufstoreError):
 
 
 class SubmitUnknown(BufstoreError):
-    """The item was sent and no answer came, or no worker could be told: it may or may not be worked on.
+    """The item was sent and no answer came, or no worker could be notified: it may or may not be worked on.
 
     Submit it again if the work may be done twice.
     """
@@ -311,7 +311,7 @@ class FlushTimeout(BufstoreError):
 class StoreMisconfigured(BufstoreError):
     """Postgres refuses for a reason that only an operator can remove: login, missing table, permission, read-only.
 
-    Also: an app's own store does what no flush or read can build on.
+    Also raised when an app's own store breaks its contract.
     """
 
 
@@ -328,7 +328,7 @@ class LogRolledBack(BufstoreError):
 
 
 class DataLoss(BufstoreError):
-    """A reader of the log (a Spark job, an archive) found that messages are gone that it has not read yet.
+    """A reader of the log (a Spark job, an archive) found that messages which it has not read yet are gone.
 
     They are in Postgres if they were purged after their flush. With ``failOnDataLoss=false``, or from another position,
     the reader goes on without them.

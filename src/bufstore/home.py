@@ -1,7 +1,7 @@
 """The event loop and the process in which something was opened, the only ones that may use it.
 
 A forked process has copies of everything and shares the sockets with its parent, so that the reads and writes of the
-two would mix. So it lets go of the sockets, and uses nothing that its parent has opened.
+two would mix. So the child lets go of the sockets, and uses nothing that its parent has opened.
 """
 
 from __future__ import annotations

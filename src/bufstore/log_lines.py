@@ -1,7 +1,7 @@
 """The lines that this package logs. A line that an app's logging cannot take is lost, and nothing else.
 
 `logging` passes on what a record factory or a filter raises, and what a handler raises that does not keep to its
-`handleError`. It would end the task that wanted to say something: of all things one that goes on after a fault.
+`handleError`. It would end the task that logs, often one that is just recovering from a fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Taking things for callers that may be cancelled meanwhile: nothing is taken by half, or for nobody."""
+"""Taking things for callers that may be cancelled meanwhile: nothing stays half taken, or taken for nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks and calls side by side, for whoever has begun them."""
+"""Tasks and calls side by side, on behalf of their caller."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The envelope: how an entry is written to the log, and read back.
 
-Everything that the buffer needs to know of an entry stands in the entry's header,
+Everything that the buffer needs to know of an entry is in the entry's header,
 ``<version>.<checksum>.<base64 of msgpack>``; the body is the domain's payload and nothing else. So an entry whose body
 can no longer be decoded still has its place in the chain.
 

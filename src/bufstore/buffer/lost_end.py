@@ -1,11 +1,11 @@
 """Decides whether the end that a log has lost was flushed.
 
 A server of one replica that lost the end of its file goes on behind what is missing, and so it does after a purge by
-hand. Who has seen what is gone asks Postgres. A cursor stands on an entry that was delivered, and everything of its
-partition before it was delivered, too. So a cursor among the entries that were seen says all. One behind them may have
-come there after they were lost; then the partition's last entry counts as flushed only if its thread remembers it. It
-does not if the entry had a key and others have written to the thread since, or sixteen times, or if it deleted the
-thread; nor can it be asked about an entry that the process has not in memory any more. Then the answer is no.
+hand. A process that has seen what is gone asks Postgres. A cursor stands on an entry that was delivered, and everything
+of its partition before it was delivered, too. So a cursor among the entries that were seen says all. One behind them
+may have come there after they were lost; then the partition's last entry counts as flushed only if its thread remembers
+it. It does not if the entry had a key and others have written to the thread since, or sixteen times, or if it deleted
+the thread; nor can it be asked about an entry that the process no longer has in memory. Then the answer is no.
 """
 
 from __future__ import annotations

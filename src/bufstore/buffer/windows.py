@@ -1,6 +1,6 @@
 """The windows that all flushers and writers of a log must agree on, and how they change at run time: the decision.
 
-A writer that finds nothing of a thread in the log relies on this: purged entries were committed a whole window ago. So
+A writer that does not find a thread in the log relies on this: purged entries were committed a whole window ago. So
 no flusher may keep entries for less time than any writer relies on. At rest the log names one window. During a change
 it names two: flushers keep entries for the larger one, and writers rely on the smaller one, until every process has
 read the log again; only then does the new window stand alone. Whether the window is raised or lowered, or the change

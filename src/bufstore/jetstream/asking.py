@@ -1,4 +1,4 @@
-"""Finds out when NATS permits a subscription that it refused: it does not tell."""
+"""Finds out when NATS permits a subscription that it refused: NATS does not say so by itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The one table from the server's error codes to our errors.
 
-Codes are the server's own (``err_code`` of an API error); texts only tell apart errors that share a code.
+Codes are the server's own (``err_code`` of an API error); texts only distinguish errors that share a code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What NATS does not permit: the log tells of each subject once in a while."""
+"""What NATS does not permit: the log names each subject once in a while."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads of a stream that show every write that returned before them, also on replicas.
 
 A single server answers each read as of one moment. Of replicas, only the leader is up to date, and it shows one message
-at a time; any copy shows many, and may lag. So the leader tells how far a copy must be to be believed. A leader that
+at a time; any copy shows many, and may lag. So the leader says how far a copy must be to be believed. A leader that
 the others have left still answers for seconds: so its answer must show what we have written ourselves.
 """
 

@@ -2,7 +2,7 @@
 
 When a write gets no answer in time, its connection is thrown away, together with what still waits in the connection's
 buffers. On a slow network that time may be over before the bytes have left. So while bytes of a large write leave, the
-connection is alive, and every wait for the answer to a write on it begins anew. Callers have deadlines of their own.
+connection is alive, and every wait for the answer to a write on it starts over. Callers have deadlines of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this process read last of each thread, so that it can read on while Postgres is away."""
+"""What this process read last of each thread, so that it can go on reading while Postgres is away."""
 
 from __future__ import annotations
 

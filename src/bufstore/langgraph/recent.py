@@ -1,7 +1,7 @@
 """What this process knows of the threads that it goes on with: their newest rows, up to the thread's last entry.
 
 A graph reads a thread when a run begins, writes to it, and reads it again when the next run begins. What the process
-has read and has written behind that equals what Postgres and the log's tail would show, as long as the last entry of
+has read, and has written after that, equals what Postgres and the log's tail would show, as long as the last entry of
 these is the thread's last entry in the log (docs/adr/0045). Pure: no I/O, no clock.
 """
 

@@ -241,7 +241,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """Flush what is acknowledged now, then yield checkpoints, newest first. They are read a page at a time.
 
         Raises FlushTimeout, StoreUnavailable, LogUnavailable, and ThreadQuarantined when the config names a thread: a
-        list of all threads has of one in quarantine what was flushed.
+        list of all threads shows what was flushed of one in quarantine.
         """
         thread_id, _, checkpoint_id = place(config) if config else (None, None, None)
         query = Query(
@@ -275,8 +275,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def aprune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
         """Delete the threads ("delete"), or all but the newest checkpoint of each namespace ("keep_latest").
 
-        Raises NotImplementedError, before anything is deleted, for "keep_latest" on a thread with a DeltaChannel,
-        whose value stands in earlier checkpoints; ConcurrentWriter for a thread to which others keep writing; and like
+        Raises NotImplementedError, before anything is deleted, for "keep_latest" on a thread with a DeltaChannel, which
+        needs its earlier checkpoints; ConcurrentWriter for a thread to which others keep writing; and like
         `alist` and `aput`.
         """
         if strategy not in ("keep_latest", "delete"):
@@ -293,12 +293,12 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def aprune_idle(self, idle_for: timedelta, *, strategy: str = "keep_latest") -> list[str]:
         """Prune, as `aprune` does, the threads whose last checkpoint is older than `idle_for`. Returns those pruned.
 
-        A checkpoint's time is that of the process that made it; what time it is, is taken from this machine or from
+        A checkpoint's time is that of the process that made it; the present time is that of this machine or of
         Postgres, whichever is earlier.
 
         A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile.
         Threads in quarantine are left alone, and with "keep_latest" those with a DeltaChannel. Raises like `aprune`,
-        and ValueError for what is no time to be idle for.
+        and ValueError for an impossible `idle_for`.
         """
         if strategy not in ("keep_latest", "delete"):
             raise ValueError(f"unknown strategy {strategy!r}")

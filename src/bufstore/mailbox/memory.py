@@ -94,7 +94,7 @@ class MemoryMailbox:
         self.numbers = itertools.count(1)
 
     def of(self, thread_id: str) -> _Thread:
-        """Return the thread; if nothing is kept of it, an empty one, which is not kept either."""
+        """Return the thread; an unknown one is empty, and is not kept."""
         return self.threads.get(thread_id) or _Thread(MailboxThread(thread_id=thread_id))
 
     def wake(self, thread_id: str, at_ms: float) -> None:

@@ -1,4 +1,4 @@
-"""Taking back claims whose lease is over, in an order in which those that resist hold up no other."""
+"""Taking back claims whose lease is over, in an order in which those that fail hold up no other."""
 
 from __future__ import annotations
 

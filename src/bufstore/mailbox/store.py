@@ -308,8 +308,8 @@ class MailboxStore:
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
         """Supersede all that is queued now, in one write. A claim's holder is told to stop when it extends or starts.
 
-        Lists the superseded dispatches as far as the call's time allows (`Interruption.complete`). In a thread of which
-        nothing is kept there is nothing to do: its epoch stays 0.
+        Lists the superseded dispatches as far as the call's time allows (`Interruption.complete`). A thread that the
+        mailbox does not know stays as it is: its epoch is 0.
         """
         check_id(thread_id, "thread_id")
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
@@ -337,7 +337,7 @@ class MailboxStore:
         return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded, complete=complete)
 
     async def current_epoch(self, thread_id: str) -> int:
-        """Return a number that grows with each interrupt; 0 when there was none, or nothing is kept of the thread."""
+        """Return a number that grows with each interrupt; 0 when there was none, or the thread is unknown."""
         return (await self.backend.thread(check_id(thread_id, "thread_id"))).epoch
 
     async def supersede_claimed(self, thread_id: str, *, now_ms: int | None = None) -> Dispatch | None:

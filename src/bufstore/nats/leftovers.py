@@ -1,6 +1,6 @@
 """Removes consumers that this process made and no longer follows.
 
-A consumer that nobody asks for anything goes by itself after a minute, but each election of its leader begins that
+A consumer that nobody uses goes by itself after a minute, but each election of its leader begins that
 minute again. Where leaders are elected often, abandoned consumers pile up, and each of them holds elections of its own:
 the consumers that are needed get their leaders later. So a removal is tried until the server has answered, and for some
 seconds longer, because a request to make the consumer may still be on its way.

@@ -3,7 +3,8 @@
 For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
 flusher's are never touched. A read delivers the messages of the stream: groups of entries, parts of large entries, and
 what stands beside them. The stream's own sequence identifies a message. A range ends at its last sequence, or when a
-node that is as far as the range has nothing left of it. Silence does not end it, nor what a node says that lags.
+node that has got as far as the range has nothing left of it. Silence does not end it, nor does the answer of a node
+that lags.
 """
 
 from __future__ import annotations

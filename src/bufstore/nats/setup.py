@@ -1,4 +1,4 @@
-"""The stream and the bucket as they must be, and the errors when they are not."""
+"""The required settings of stream and bucket, and the errors when they differ."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ C = TypeVar("C", bound=Callable[..., None])
 
 
 class Notifier:
-    """Tells and hears of work. All adapters pass the `NOTIFY_CHECKS` of `tests/conformance`.
+    """Announces work, and hears of it. All adapters pass the `NOTIFY_CHECKS` of `tests/conformance`.
 
     Kinds and ids are any text that `bufstore.types.check_id` takes; what it refuses raises InvalidId. After `aclose`
     every call raises Closed. `notify_*` raises nothing else but InvalidQuery, for a wrong count. `listen_*` raises
@@ -121,7 +121,7 @@ class Notifier:
         await self._tell(self._broker.publish(Event.COMPLETED, check_id(work_id, "the work id")))
 
     async def listen_completed(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
-        """Call back when this work is said to be done."""
+        """Call back when this work is reported as done."""
         return await self._completed.subscribe([check_id(work_id, "the work id")], _here(callback))
 
     async def notify_ownership_lost(self, work_id: str) -> None:
@@ -129,11 +129,11 @@ class Notifier:
         await self._tell(self._broker.publish(Event.OWNERSHIP_LOST, check_id(work_id, "the work id")))
 
     async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
-        """Call back when this work is said to be somebody else's: look whether it is, then stop."""
+        """Call back when this work is reported as somebody else's: check whether it is, then stop."""
         return await self._lost.subscribe([check_id(work_id, "the work id")], _here(callback))
 
     def statistics(self) -> NotifierStatistics:
-        """Return what has been told, heard and dropped."""
+        """Return what has been sent, heard and dropped."""
         return NotifierStatistics(
             healthy=self._healthy and not self._refused,
             published=self._published,

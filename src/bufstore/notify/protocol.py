@@ -1,4 +1,4 @@
-"""What a notifier promises: three events, told to all listeners, as hints and never as truth.
+"""What a notifier promises: three events, sent to all listeners, as hints and never as truth.
 
 A notification says "go and look", not "it is so": it may be lost, doubled or late. Listeners also poll, less
 often. In return, notifying never fails and never takes long: when the server is away the event is dropped, counted and

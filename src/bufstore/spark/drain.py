@@ -88,7 +88,7 @@ def bulk_drain(
 ) -> DrainReport:
     """Return once everything that is in the log now is in Postgres, flushed by `tasks` tasks (default: Spark's cores).
 
-    More tasks than partitions of the log are of no use. `on_lag` is called now and then with the number of positions
+    More tasks than the log has partitions do not help. `on_lag` is called now and then with the number of positions
     that are left; its errors are logged. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so),
     ConfigError when there is no log.
     """

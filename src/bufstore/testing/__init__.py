@@ -9,7 +9,7 @@
         async with await BufferedThreadStore.open(MyStore(DSN), nats=NATS, postgres=DSN) as store:
             await check(store)
 
-`APPLY_CHECKS` call the one method that writes, directly and without a log, and tell more when it is wrong:
+`APPLY_CHECKS` call the one method that writes, directly and without a log, and say more when it is wrong:
 
     from bufstore.testing import APPLY_CHECKS, Applier
 

@@ -147,7 +147,7 @@ class BufferedThreadStore(EditedStore):
         `producer`: for pipelines that may repeat their work. If the thread already has this number from this producer,
         the write has no effect, however much later it comes; the receipt says ``repeated``. Not together with a key.
 
-        Needs Postgres only for a key or a producer, on a thread of which the log shows nothing or only the first entry.
+        Needs Postgres only for a key or a producer, on a thread of which the log shows at most the first entry.
         Raises StoreUnavailable if Postgres is down then.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)

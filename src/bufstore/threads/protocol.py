@@ -110,7 +110,7 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
         run id belongs to another thread) or LineageError (the thread has no parent yet, and the one that the run names
         does not exist or is the thread's descendant) before anything is stored; IdempotencyConflict for a key that
         was used with other content (a key used with the same content returns a receipt with ``repeated`` set and
-        stores nothing; once the thread was deleted, its keys may be forgotten, and a repeat begins it anew).
+        stores nothing; once the thread was deleted, its keys may be forgotten, and a repeat creates it again).
         """
 
     async def checkpoint_append(
@@ -169,7 +169,7 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
     async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
         """Delete the thread with its messages, runs, metadata and state. Raises NotFound.
 
-        `children`: whether the thread's children forbid the deletion (LineageError), stay without a parent, or are
+        `children`: whether the thread's children prevent the deletion (LineageError), stay without a parent, or are
         deleted too. A later write to the thread's id makes a new thread. A repetition raises NotFound.
         """
 

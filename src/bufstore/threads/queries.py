@@ -1,7 +1,7 @@
 """What can be asked of many messages, runs and threads, and the cursors of the pages that answer.
 
 A cursor is opaque and carries the shape of its query. With another query it is refused, because it would silently skip
-or repeat items. Pages continue behind the last item that was delivered (not at a count of items), so writes
+or repeat items. Pages continue after the last item that was delivered (not at a count of items), so writes
 and deletions in the meantime do not shift the other items.
 """
 

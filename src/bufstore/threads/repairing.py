@@ -32,7 +32,7 @@ async def repair(
     apply: bool = False,
     lane: int = 0,
 ) -> Repaired:
-    """Find out why log and Postgres do not fit together. With `apply`, save what the log has, and begin anew.
+    """Find out why log and Postgres do not agree. With `apply`, save what the log has, and begin a new log.
 
     The other arguments are those of `BufferedThreadStore.open`. Without `apply` nothing is changed, and the report says
     what would be done. With it, all instances must have been stopped (ConfigError while flushers are alive); what the

@@ -1,4 +1,4 @@
-"""What a wrapped store answers: in the time of a read, and with errors that end no more than the read."""
+"""What a wrapped store answers, within a read's time; its errors end only the read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A plain lock with a time to live: one record per held key, which the server removes when its time is over.
 
-Acquiring, extending and releasing a lock are each a compare-and-set on that record: a holder that comes too late is
-told so, and does no harm.
+Acquiring, extending and releasing a lock are each a compare-and-set on that record: a holder that comes too late gets
+an error, and does no harm.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class ExclusiveWork(Keyed):
         """Work until `stopping`: call `handler` with each item, and mark the item done when it returns.
 
         An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled. An item
-        that was begun `TokensConfig.max_attempts` times, also by processes that died of it, goes to `dead_letter`
+        that was started `TokensConfig.max_attempts` times, also by processes that died of it, goes to `dead_letter`
         instead; when that returns, the item is done. While NATS refuses or is away, it tries again; once `stopping` is
         set, it tries for some 10 s to mark as done what ends.
         """

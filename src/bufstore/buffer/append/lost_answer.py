@@ -1,8 +1,8 @@
-"""Finds out what became of a unit whose answer was lost: asks the log what stands behind the unit's predecessor.
+"""Finds out what became of a unit whose answer was lost: asks the log what follows the unit's predecessor.
 
-If the unit stands there, it is stored: it is whole in one group, so its first entry tells. If another's entry does, the
-unit can never be stored any more. If nothing does, the same unit is sent again, and whichever copy arrives first wins:
-the other fails the compare-and-set.
+If the unit follows it, the unit is stored: it is whole in one group, so its first entry is enough. If another's entry
+does, the unit can never be stored any more. If nothing does, the same unit is sent again, and whichever copy arrives
+first wins: the other fails the compare-and-set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The writes whose callers wait, and until when they wait."""
+"""The writes whose callers wait, and their deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why the log refused a write lately: what health says, and what the caller of that write is told."""
+"""Why the log refused a write lately: for health, and for the caller of that write."""
 
 from __future__ import annotations
 

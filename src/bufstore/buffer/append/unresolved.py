@@ -1,13 +1,13 @@
 """Remembers writes that ended as unknown, so that a retry with their key is exact whatever others have written since.
 
 A thread's entries carry its last 16 keys; a writer that got OutcomeUnknown while others go on writing may come back
-later than that. The process that sent the write remembers which entry it was sent behind. If the write was stored, it
-stands behind that entry, as long as the log holds it. If something else stands there, the write never will be stored.
+later than that. The process that sent the write remembers which entry it was to follow. If the write was stored, it
+follows that entry, as long as the log holds it. If something else does, the write never will be stored.
 If nothing does, the compare-and-set decides between the write and its retry.
 
-Once all entries of a thread are in every Postgres there will be, the log shows nothing of the thread, though it holds
-them for long after that. Then Postgres tells whether anything was written behind that entry. If so, and others have
-written so much since that the thread's keys do not tell, the log is read from that entry on. That is rare, and may take
+Once all entries of a thread are in Postgres for good, the log shows nothing of the thread, though it holds them for
+long after that. Then Postgres shows whether anything was written after that entry. If so, and others have written so
+much since that the thread's keys do not show it, the log is read from that entry on. That is rare, and may take
 more time than a call has.
 
 An entry that expected nothing in the log may have landed late and be superseded: the watermark tells whether it counts.

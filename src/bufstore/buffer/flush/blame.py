@@ -1,7 +1,7 @@
 """Decides whether a refusal of the store is the fault of the entries, or of something that concerns all threads.
 
 A new NOT NULL column makes the store refuse every thread; a value that a column does not accept, only its own thread.
-So the threads that are refused for one reason are compared with the threads of which the store has taken something
+So the threads that are refused for one reason are compared with the threads from which the store has taken something
 since: while more are refused than taken, no entry is to blame. Where little is written, threads come one at a time; so
 a thread that was parked for the reason still counts until the store has taken something after it. No I/O and no clock.
 """

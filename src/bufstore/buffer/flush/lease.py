@@ -1,4 +1,4 @@
-"""Keeps one flusher in the list of live flushers, and tells it which partitions are its own."""
+"""Keeps one flusher in the list of live flushers, and says which partitions it owns."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ how much the commit is older than the last look that saw Postgres with it.
 
 What a confirmation is good for. We asked Postgres at C, and its cursor had passed the commit made at T. So it was still
 there at C, and any copy of it that takes over has everything that was committed before
-C - failover_window_s. If T is earlier than that, the commit is in every Postgres there will be: its entries may go at
-any time after C, even while Postgres is away, without asking again. A later failover changes nothing: its copy is one
+C - failover_window_s. If T is earlier than that, the commit is in Postgres for good: its entries may go at any time
+after C, even while Postgres is away, without asking again. A later failover changes nothing: its copy is one
 of a Postgres that has the commit. Entries committed after C - failover_window_s stay until a later confirmation. So
 entries that go were committed at least `failover_window_s` ago by the clock, which writers and readers rely on.
 
-A new owner of a partition starts anew: whatever it finds flushed counts as committed when it took the partition. So
+A new owner of a partition starts over: whatever it finds flushed counts as committed when it took the partition. So
 Postgres is asked regularly, needed or not, and confirmed entries can go when the space is needed.
 """
 

@@ -1,4 +1,4 @@
-"""Reads threads backwards: from the last entry of each, and each group once for all threads that stand in it."""
+"""Reads threads backwards: from the last entry of each, and each group once for all threads in it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ bounded number of bytes on its way, and the server closes the connection of a cl
 partition that comes too late for the second delivery is served when that one has ended.
 
 A partition that comes a moment after the common delivery has begun gets no second one, which might go over a whole
-backlog beside the common one and never catch up. The common one begins anew for all, and a partition that had some of
+backlog beside the common one and never catch up. The common one starts over for all, and a partition that had some of
 it already gets nothing twice.
 """
 

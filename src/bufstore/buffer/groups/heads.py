@@ -1,7 +1,7 @@
 """What a process knows of the groups in the log: the last entry of each thread, and up to where that is complete.
 
 The head of each thread with entries above the *floor* is known, up to the last group that was seen. Below the floor,
-everything is in every Postgres there will be (`bufstore.buffer.flush.passed`), so nobody needs to be shown it. Groups
+everything is in Postgres for good (`bufstore.buffer.flush.passed`), so nobody needs to be shown it. Groups
 are observed in the order of the log and without a gap: each names the one before it.
 
 Pure: no I/O, no clock.

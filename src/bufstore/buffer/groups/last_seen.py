@@ -3,10 +3,10 @@
 A group that this process has read or stored is certain. When the log holds something else in its place, or ends before
 it, the log went back: acknowledged entries are gone, and used positions are used again. Then the log is refused. The
 process looks before it sends the first group on each new connection, and when a group is refused although nothing
-stands behind the one before it. A group that others only told of need not be there. It is compared with the log at the
-next look; if it is not there, everything is read anew.
+follows the one before it. A group that others only announced need not be there. It is compared with the log at the next
+look; if it is not there, everything is read again.
 
-A node that lags, or that leads no more, may answer that there is nothing. So an absence is believed only of a log whose
+A node that lags, or no longer leads, may answer that there is nothing. So an absence is believed only of a log whose
 leader has proved itself. Retention never takes the last group, so a group that it took has others behind it.
 """
 

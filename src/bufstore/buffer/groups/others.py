@@ -1,9 +1,9 @@
 """The other processes that write: this one hears of their groups while they are in its way, and takes turns with them.
 
 Writers tell each other of their groups once these are stored. So a writer that waits for its turn knows what is in the
-log when the turn comes, and asks nothing. They begin with a first refusal, of which the refused writer tells. Each goes
-on until it, or all others, have written nothing for a while. A writer that is in nobody's way tells nothing, and hears
-only of refusals.
+log when the turn comes, and asks nothing. They begin with a first refusal, which the refused writer announces. Each
+goes on until it, or all others, have written nothing for a while. A writer that is in nobody's way announces nothing,
+and hears only of refusals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Entries that are too large for one message: their parts are stored first, and the group only names them.
 
-The parts stand on a subject of their own, without an expectation: they count for nothing until a group names them.
+The parts have a subject of their own, without an expectation: they count for nothing until a group names them.
 A part stays in the log as long as a group that names it. A part whose group never came is purged with everything
-around it, once a group stands behind it (`bufstore.buffer.groups.purging`). Until its group is stored, a part stays
+around it, once a group follows it (`bufstore.buffer.groups.purging`). Until its group is stored, a part stays
 only because it is younger than what is purged.
 """
 

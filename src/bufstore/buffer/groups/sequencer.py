@@ -1,14 +1,14 @@
-"""The writer of groups: one group on its way, and it goes behind the last group that this process has seen.
+"""The writer of groups: one group on its way, which follows the last group that this process has seen.
 
 A group is stored only if nobody stored one since (the expected last sequence of the groups' subject). So its writer
 knew every entry before it, and what it checked against these still holds: the log contains only what counts. Units that
-come while a group is on its way make the next one. A second group on its way would be wrong: sent behind one that
-loses, it could still be stored, although it was drafted on the loser.
+come while a group is on its way make the next one. A second group on its way would be wrong: sent after one that loses,
+it could still be stored, although it was drafted on the loser.
 
 If another writer was first, the units whose threads were touched meanwhile end with Conflict, and the rest goes with
 the next group. What the others wrote is heard (`bufstore.buffer.groups.others`), or read. If no answer comes, what
-stands behind the predecessor decides. If it is ours, it is stored. If it is another's, ours can never be stored. If
-nothing stands there, the same bytes go out again with the same expectation, so at most one copy is stored. Until the
+follows the predecessor decides. If it is ours, it is stored. If it is another's, ours can never be stored. If nothing
+follows, the same bytes go out again with the same expectation, so at most one copy is stored. Until the
 outcome is known, nothing else is sent.
 """
 

@@ -5,11 +5,12 @@ no writer is always too late because its way is longer. A writer that is far awa
 that has written lets the others write for most of the time that its own turn takes, before its turn comes again. Of
 some writers that are near and one that is far, the far one gets about half of the time, and not nearly all of it.
 
-All this is a hint. A writer that knows nothing of turns, or is wrong, loses a try. A writer that lets its turn pass
-without a word is waited for no more. Only a share of all time is spent on waiting for those never seen to write.
+All this is a hint. A writer that does not know about turns, or is wrong, loses a try. The others no longer wait for a
+writer that lets its turn pass without a word. Only a share of all time is spent on waiting for those never seen to
+write.
 
-Pure: no I/O, no clock. The order rests on what each writer has told last, and on nothing that it told before. So those
-that began to listen at different times have the same order as soon as each writer has told something.
+Pure: no I/O, no clock. The order rests on what each writer has announced last, and on nothing before that. So those
+that began to listen at different times have the same order as soon as each writer has announced something.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Erases threads' entries from the log, before retention would purge them.
 
 The rule is the same as for a purge (`bufstore.buffer.flush.passed`): a group of entries may leave the log when the
-owners of all partitions have said that everything in the group and before it is in every Postgres there will be. Then
+owners of all partitions have said that everything in the group and before it is in Postgres for good. Then
 no failover needs the group again, and no cursor stands in it. Entries of other threads in the group go with it:
 Postgres has them.
 """
@@ -59,7 +59,7 @@ class Eraser:
         await self._waiter.partitions(targets, self._config.flush_timeout_s)
 
     async def _settled(self, remains: Remains) -> None:
-        """Return once everything that goes is in every Postgres there will be, and in the archive if there is one."""
+        """Return once everything that goes is in Postgres for good, and in the archive if there is one."""
         await self._log.fill()
         windows, settled = self._log.windows, 0
         try:

@@ -1,4 +1,4 @@
-"""Tells how much space the log has and for how long it lasts, from its unflushed part and how fast that grows."""
+"""Computes how much space the log has and for how long it lasts, from its unflushed part and how fast that grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repair for a log and a Postgres that no longer fit together: saves what the log has, begins a new generation.
+"""The repair for a log and a Postgres that no longer agree: saves what the log has, begins a new generation.
 
 Theory of operation. However the two came apart (the log lost its end, is gone, or is an older copy; Postgres is an
 older copy, or went back further than the log reaches), the repair is the same. The stream is taken out of service. Its
@@ -9,7 +9,7 @@ remembers. A repair takes the partitions as a flusher does, and each of its step
 taken them: of two repairs, the one that began first ends with an error.
 
 Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be repeated, so an interrupted
-repair is begun anew.
+repair is run again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides what can be saved from a log that no longer fits Postgres, without I/O.
+"""Decides what can be saved from a log that no longer agrees with Postgres, without I/O.
 
 Three things may have happened. The log lost its last entries: Postgres has applied more than the log shows. Postgres
 went back further than the log reaches: entries in between are gone. Or both went on from a common past: entries

@@ -15,7 +15,7 @@ from bufstore.jetstream.messages import Held, Outgoing, StoredMessage
 class Floor(NamedTuple):
     """The positions below which a partition's part of the log is no longer needed."""
 
-    #: Everything below is in every Postgres there will be (`bufstore.buffer.flush.passed`).
+    #: Everything below is in Postgres for good (`bufstore.buffer.flush.passed`).
     settled: int
     #: Everything below may leave the log.
     purgeable: int
@@ -315,7 +315,7 @@ class Log(Generations, Protocol):
         """
 
     async def settled(self) -> int:
-        """The position below which everything is in every Postgres there will be, as the owners have said by now."""
+        """The position below which everything is in Postgres for good, as the owners have said by now."""
 
     async def remains(self, below: Mapping[str, int]) -> Remains:
         """What the log still holds of these threads below a position each. Reads the whole log."""

@@ -1,4 +1,4 @@
-"""Puts a thread's unflushed tail on its state, by the same decision and with the same change as a flush."""
+"""Puts a thread's unflushed tail on top of its state, by the same decision and with the same change as a flush."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decides whether Postgres still has the entries below the log's floor, which nobody looks for in the log.
 
-Everything below the log's floor is in every Postgres there will be, so reads and writers ask Postgres alone for it. But
-a Postgres may lack some of it when it was restored from a backup, or failed over to a copy that had missed more than
+Everything below the log's floor is in Postgres for good, so reads and writers ask Postgres alone for it. Yet a Postgres
+may lack some of it when it was restored from a backup, or failed over to a copy that had missed more than
 `failover_window_s`. Then one of its cursors stands below the floor, and the log has an entry in between. Such a
 Postgres counts as away, for all but flushers. The flushers go on from its cursors, and once they are past the floor it
 counts again. If the log does not reach back to a cursor, the flushers refuse the log.

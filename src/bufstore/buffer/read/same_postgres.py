@@ -1,8 +1,8 @@
-"""Reads that Postgres alone answers, behind a flush, must not be answered by another Postgres than the flush's.
+"""Reads that Postgres alone answers, after a flush, must be answered by the Postgres that has the flush.
 
 A read that joins the log's tail is not misled by a Postgres that has failed over to a copy without the last commits.
 One that waits for a flush and then asks Postgres would be: the copy may lack what the flush has waited for. So such a
-read asks afterwards whether it was the same run of the same server all the time, and begins anew if not.
+read asks afterwards whether it was the same run of the same server all the time, and starts over if not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether log and Postgres belong together: every store decides this when it opens; here it is asked before."""
+"""Whether log and Postgres belong together: every store checks this when it opens; here it is checked before."""
 
 from __future__ import annotations
 

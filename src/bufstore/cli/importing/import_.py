@@ -182,7 +182,7 @@ class _Progress:
 
 
 class Importer:
-    """Writes the threads of an input. `report` is told of each line that is not imported, and why."""
+    """Writes the threads of an input. `report` gets each line that is not imported, and why."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`bufstore log entries`: what stands in the log, entry by entry. A message of the stream holds many entries."""
+"""`bufstore log entries`: what is in the log, entry by entry. A message of the stream holds many entries."""
 
 from __future__ import annotations
 

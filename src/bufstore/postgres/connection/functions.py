@@ -1,4 +1,4 @@
-"""The functions of a schema. Their texts name it.
+"""The functions of a schema, whose texts name the schema.
 
 Where a schema is renamed, or a copy of one is restored and renamed, Postgres takes everything along but the texts of
 functions: these go on reading and writing the schema that they were made for. So they are made again before anybody

@@ -1,4 +1,4 @@
-"""Decides which flush stands still for so long that its process counts as frozen; see `PostgresLedger.take`."""
+"""Decides which flush has been stuck for so long that its process counts as frozen; see `PostgresLedger.take`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def archive(
 
     It begins where the newest range ends; a new archive begins with the log's first message, or at sequence `start`.
     Once the manifest is written, the flushers may purge the range (`LogConfig.archive`); if a run dies before it tells
-    them, the next run does. Keep one archive for each deployment: another folder begins anew, and the flushers keep
+    them, the next run does. Keep one archive for each deployment: another folder starts over, and the flushers keep
     only what lies above the furthest position that was archived.
 
     Raises DataLoss when a part was purged before it was archived, when the log ends before the archive does, or when

@@ -1,4 +1,4 @@
-"""Of which log an archive is: one of a store's lanes, or its only one; decisions, without I/O."""
+"""Which log an archive is of: one of a store's lanes, or its only one; decisions, without I/O."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def compact(spark: SparkSession, path: str, *, rows: int = ROWS, range_messages:
 def expire(
     spark: SparkSession, path: str, *, before: datetime | None = None, ranges: bool = False, grace: timedelta = _GRACE
 ) -> int:
-    """Remove parts and ranges of which others were made longer than `grace` ago, and parts whose entries were all
+    """Remove parts and ranges that were merged into others longer than `grace` ago, and parts whose entries were all
     stored before `before`; with `ranges`, also ranges whose messages all were, and were archived before it. Returns how
     many were removed.
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch are written that ended with bad rows: once these are corrected, the batch comes again changed.
+"""Which rows of a batch that ended with bad rows are written: once these are corrected, the batch comes again changed.
 
 A row's number in the store is its batch and its place among its thread's rows (docs/adr/0014). When somebody takes rows
 away at the source, the places behind them shift, and a new row would be taken for a repeat. So a batch that comes again

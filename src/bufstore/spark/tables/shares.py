@@ -1,6 +1,6 @@
 """Which task reads which threads: ranges of a hash that Postgres and Python compute alike; decisions, without I/O.
 
-Shares are not ranges of ids: new threads stand in the log only, and their ids are often close together (they begin with
+Shares are not ranges of ids: new threads are in the log only, and their ids are often close together (they begin with
 a date), so one task would hold the whole tail.
 """
 

@@ -1,4 +1,4 @@
-"""The tables as which a deployment is read, and their rows; no I/O, no Spark in here."""
+"""The tables that show a deployment, and their rows; no I/O, no Spark in here."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class PostgresThreadStore(ListedStore, EditedStore):
         return decode_message(rows[0][0]) if rows else None
 
     async def load_state(self, thread_id: str, *, with_watermark: bool = False) -> ThreadState:
-        """The thread, encoded, as of one snapshot; an empty state when Postgres knows nothing of it.
+        """The thread, encoded, as of one snapshot; an empty state when Postgres does not have it.
 
         `with_watermark`: read the buffer's row for the thread, too (its tables must be in the same schema).
         """
