@@ -35,7 +35,7 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
     metavar="URL",
     envvar="BUFSTORE_NATS_MONITOR",
     show_envvar=True,
-    help="The monitoring port of NATS, for the same.",
+    help="The monitoring port of NATS, to see the same.",
 )
 @click.option(
     "--role",

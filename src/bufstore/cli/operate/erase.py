@@ -20,7 +20,7 @@ from bufstore.types import check_id
 
 
 class FailedErasure(msgspec.Struct, kw_only=True):
-    """A thread that is not erased, or not wholly."""
+    """A thread that is not erased, or only in part."""
 
     thread_id: str
     #: The name of the error (`bufstore.errors`).
@@ -49,8 +49,8 @@ def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
     """Delete each THREAD and remove its content from the log and from quarantine.
 
     Takes as long as Postgres may need the entries again (failover_window_s, a minute by default). Archives are not
-    touched: the report says whether they may hold the content. Exit code 1 if something may be left, or there was
-    nothing, or a thread failed; the others are erased all the same.
+    touched: the report says whether they may hold the content. Exit code 1 if something may be left, or nothing
+    was found, or a thread failed; the others are erased all the same.
     """
     report = options.run(lambda target: _erase(target, threads, Children(children)))
     wrong = report.failed or any(e.archived_below or e.written_again or not e.found for e in report.erased)

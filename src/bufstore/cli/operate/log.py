@@ -1,4 +1,4 @@
-"""`bufstore log`: its entries, what it says of itself, and changing that while processes run."""
+"""`bufstore log`: its entries, the settings that it records, and changing these while processes run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LogSettings(msgspec.Struct, kw_only=True):
 
 @click.group("log")
 def log() -> None:
-    """The log's entries; and what it says of itself.
+    """The log's entries, and the settings that it records.
 
-    That is where it is flushed to, its failover window, and whether it is archived. Flushers and writers go by it.
+    These are where it is flushed to, its failover window, and whether it is archived. Flushers and writers go by it.
     `set` begins a change, `settle` ends it once every process has been restarted with the new LogConfig; in between
     both configurations may open the log, and nothing is at risk.
     """
@@ -47,7 +47,7 @@ log.add_command(entries)
 @log.command("show")
 @connects()
 def show_(options: Options) -> None:
-    """Show what the log says of itself."""
+    """Show the settings that the log records."""
     _change(options)
 
 

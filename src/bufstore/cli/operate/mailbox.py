@@ -73,7 +73,7 @@ def mailbox() -> None:
 
 @mailbox.command("status")
 @_NAME
-@click.option("--count", is_flag=True, help="Also count dispatches by status, which costs what is kept.")
+@click.option("--count", is_flag=True, help="Also count dispatches by status; the cost grows with what is kept.")
 @connects(postgres_needed=False, nats_needed=False)
 def status(options: Options, name: str, count: bool) -> None:
     """Show what waits, and for how long."""

@@ -29,7 +29,7 @@ from bufstore.nats import permissions as nats
 @click.option("--api-prefix", metavar="SUBJECT", help="Prefix of the JetStream API, if it is not $JS.API.")
 @click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")
 def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) -> None:
-    """Print what NATS must permit a user of this role, to stand in a nats-server's configuration.
+    """Print what NATS must permit a user of this role, as a block for nats-server's configuration.
 
     app: writes and reads (BufferConfig.flusher False). flusher: flushes as well; a process with both is one. operator:
     these commands. With no more than this an app makes neither stream nor bucket: `bufstore setup` does, as operator.

@@ -24,7 +24,7 @@ from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUn
 
 _PAGE = 1000
 _BYTES_SHOWN = 400
-#: The errors that mean that Postgres is away, or that only one thread cannot be had.
+#: The errors that mean that Postgres is away, or that only one thread cannot be locked.
 _OF_ONE = (StoreUnavailable, StoreMisconfigured)
 
 

@@ -73,7 +73,7 @@ class SetupReport(msgspec.Struct, kw_only=True):
 def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, mailbox: bool, **log: Any) -> None:
     """Make or migrate tables, stream and bucket, with an owner's rights, so that apps need none.
 
-    May be repeated; run it before a new release starts, with --grant again: new tables need it. What stands there with
+    May be repeated; run it before a new release starts, with --grant again: new tables need it. What exists with
     other settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own gets
     its log by opening that once with the owner's rights.
     """

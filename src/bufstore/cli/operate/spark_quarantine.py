@@ -70,7 +70,7 @@ def list_(options: Options, thread: str | None, app: str | None, after: int, lim
 @click.option("--row", metavar="JSON", help="Write this row in the place of the one ID.")
 @connects()
 def replay(options: Options, ids: Sequence[int], thread: str | None, everything: bool, row: str | None) -> None:
-    """Write rows behind what their threads hold now: IDs, those of a THREAD, or --all.
+    """Write rows after what their threads hold now: IDs, those of a THREAD, or --all.
 
     Each is written once and then removed; safe to do again. A row that is refused stays, with its new cause: correct it
     with --row. Exit code 1 when something stays.

@@ -38,7 +38,7 @@ def _show(found: Verification) -> None:
         f"{found.quarantined} in quarantine, "
         f"{len(found.members)} flushers alive ({found.seconds:.2f} s)"
     )
-    console.print("all is as it should be" if found.ok else f"{found.wrong} rules do not hold:")
+    console.print("no rule is broken" if found.ok else f"{found.wrong} rules are broken:")
     if found.ok:
         return
     rows = ((f.rule, "-" if f.partition is None else f.partition, f.thread_id or "-", f.detail) for f in found.findings)
