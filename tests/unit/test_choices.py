@@ -115,7 +115,7 @@ def test_jobs_refuse_what_they_do_not_know() -> None:
         restore(cast(Any, None), "path", cast(Any, None), into=MISTYPED)
     with pytest.raises(ConfigError, match="by must be 'partition'"):
         lag(cast(Any, None), cast(Any, None), MISTYPED)
-    with pytest.raises(ConfigError, match="window_s must be positive"):
+    with pytest.raises(ConfigError, match="window_s must be a positive number"):
         coalescing(cast(Any, None), 0)
 
 
