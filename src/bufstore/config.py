@@ -65,7 +65,10 @@ def check_failover_window(seconds: float, what: str) -> None:
 
 
 def check_kinds(config: Any) -> None:
-    """Raise ConfigError if a number, flag or text of a configuration is anything else, like 8.0 or "8" for an int."""
+    """Raise ConfigError if a field of a configuration is of another type, like 8.0 or "8" for an int.
+
+    A field of several texts becomes a tuple; one text alone counts as several.
+    """
     for f in fields(config):
         value, kind = getattr(config, f.name), str(f.type)
         if value is None and kind.endswith(" | None"):
@@ -85,6 +88,17 @@ def check_kinds(config: Any) -> None:
                 raise ConfigError(f"{what} must be a str, not {type(value).__name__}")  # it may be a secret
             case "str | Path" if not isinstance(value, (str, PathLike)):
                 raise ConfigError(f"{what} must be a str or a Path, not {type(value).__name__}")
+            case "Sequence[str]":
+                texts = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+                if not all(isinstance(text, str) for text in texts):
+                    raise ConfigError(f"{what} must be {'URLs' if f.metadata.get('url') else 'texts'}, each a str")
+                object.__setattr__(config, f.name, texts)
+            case "Mapping[str, Any]" if not isinstance(value, Mapping):
+                raise ConfigError(f"{what} must be a mapping, not {type(value).__name__}")
+            case "SSLContext" if not isinstance(value, SSLContext):
+                raise ConfigError(f"{what} must be an ssl.SSLContext, not {type(value).__name__}")
+            case "LogConfig" if not isinstance(value, LogConfig):
+                raise ConfigError(f"{what} must be a LogConfig, not {type(value).__name__}")
 
 
 def check_number(value: object, what: str) -> float:
@@ -195,10 +209,8 @@ class NatsConfig(Secretive):
     connect_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        given = (self.servers,) if isinstance(self.servers, str) else tuple(self.servers or ())
-        if not all(isinstance(text, str) for text in given):
-            raise ConfigError("NatsConfig.servers must be URLs")
-        object.__setattr__(self, "servers", tuple(url for text in given for url in urls_in(text)))
+        check_kinds(self)
+        object.__setattr__(self, "servers", tuple(url for text in self.servers for url in urls_in(text)))
         if not self.servers:
             raise ConfigError("NatsConfig.servers is empty")
         if (self.user is None) != (self.password is None):
@@ -208,7 +220,6 @@ class NatsConfig(Secretive):
             raise ConfigError(f"NatsConfig: choose only one of {', '.join(ways)}")
         if self.domain and self.api_prefix:
             raise ConfigError("NatsConfig: domain and api_prefix exclude each other")
-        check_kinds(self)
         check_timeout(self.connect_timeout_s, "NatsConfig.connect_timeout_s")
         for name in ("domain", "api_prefix"):
             value = getattr(self, name)
@@ -271,8 +282,6 @@ class LogConfig:
     def __post_init__(self) -> None:
         for name in ("stream", "bucket", "subject"):
             check_name(getattr(self, name), f"LogConfig.{name}")
-        if isinstance(self.placement_tags, str):
-            object.__setattr__(self, "placement_tags", (self.placement_tags,))
         check_kinds(self)
         if not 1 <= self.partitions <= 256:
             raise ConfigError("LogConfig.partitions must be 1 to 256")

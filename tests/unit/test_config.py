@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, ConfigError, LogConfig, NatsConfig
+from bufstore import BufferConfig, ConfigError, InvalidId, LogConfig, NatsConfig, PostgresThreadStore
 from bufstore.config import as_nats_config, split_url
 from bufstore.jetstream.connection import Connection
 from bufstore.mailbox import MailboxConfig, NatsMailboxNames
-from bufstore.spark.config import SinkConfig
+from bufstore.spark.config import Deployment, SinkConfig
 from bufstore.spark.connection_options import connection, named
-from bufstore.tokens import TokensConfig
+from bufstore.tokens import Storage, TokensConfig
 
-SINK = {"nats": "h", "postgres": "dbname=x", "app_id": "a"}
+DEPLOYMENT = {"nats": "h", "postgres": "dbname=x"}
+SINK = DEPLOYMENT | {"app_id": "a"}
 CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
     (LogConfig, {}),
     (BufferConfig, {}),
@@ -62,6 +63,32 @@ def test_a_time_is_a_number_and_a_flag_a_bool(kind: type[Any], needed: dict[str,
     for wrong in (float("nan"), 10**400):
         with pytest.raises(ConfigError, match=name):
             kind(**needed | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed", "name"),
+    [
+        (kind, needed, f.name)
+        for kind, needed in [*CONFIGS, (NatsConfig, {}), (Storage, {}), (Deployment, DEPLOYMENT)]
+        for f in fields(kind)
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(kind: type[Any], needed: dict[str, Any], name: str) -> None:
+    """Regression: a bare TypeError or AttributeError, or an error of the first connection that named no field."""
+    for wrong in (object(), b"x", [object()]):
+        with pytest.raises((ConfigError, InvalidId), match=f"(?i){name}"):
+            kind(**needed | {name: wrong})
+
+
+def test_a_store_whose_schema_or_pool_size_is_of_a_wrong_type_is_refused() -> None:
+    """Regression: a bare TypeError."""
+    wrong: Any
+    for wrong in (None, 5, b"bufstore"):
+        with pytest.raises(ConfigError, match="schema must be a str, not "):
+            PostgresThreadStore("", schema=wrong)
+    for wrong in ("8", 8.0, True):
+        with pytest.raises(ConfigError, match="the size of a pool must be a whole number"):
+            PostgresThreadStore("", pool_size=wrong)
 
 
 @pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])

@@ -81,8 +81,6 @@ class NatsMailboxNames:
     def __post_init__(self) -> None:
         for name in ("bucket", "consumer", "live_subject"):
             check_name(getattr(self, name), f"NatsMailboxNames.{name}")
-        if isinstance(self.placement_tags, str):
-            object.__setattr__(self, "placement_tags", (self.placement_tags,))
         check_kinds(self)
         if not 1 <= self.replicas <= 5:
             raise ConfigError("NatsMailboxNames.replicas must be 1 to 5")

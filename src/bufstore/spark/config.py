@@ -39,6 +39,7 @@ class Deployment(Secretive):
     bucket: str = LogConfig.bucket
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         object.__setattr__(self, "nats", as_nats_config(self.nats))
         if self.server.tls is not None:
             raise ConfigError(
@@ -112,7 +113,6 @@ class SinkConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kinds(self)
         check_id(self.app_id, "app_id")
         check_choice(self.mode, Mode, "SinkConfig.mode", ConfigError)
         check_choice(self.bad_rows, BadRows, "SinkConfig.bad_rows", ConfigError)

@@ -72,6 +72,8 @@ _LOCKS_S = 6.0
 
 def check_schema(schema: str) -> str:
     """Return `schema` if it can name our schema; else raise ConfigError."""
+    if not isinstance(schema, str):
+        raise ConfigError(f"the schema must be a str, not {type(schema).__name__}")
     reserved = "\0" in schema or _BODY_QUOTE in schema or schema.startswith("pg_")
     try:
         size = len(schema.encode())
