@@ -290,6 +290,47 @@ async def test_an_interrupted_purge_takes_no_id_away(on_nats: Mailboxes, monkeyp
         assert (again.dispatch_id, again.payload) == ("d", b"second")
 
 
+@pytest.mark.parametrize("when", ["before", "behind", "full"])
+async def test_an_interrupted_purge_leaves_no_keys_on_nats(
+    when: str, on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: broken off behind the purge of records, it left their keys and threads in the bucket for ever."""
+    async with on_nats.open(1) as (store,):
+        thread_id, backend = fresh(), _nats(store)
+        await store.enqueue(thread_id, dispatch_id="d", dedupe_key="k", priority=3)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        await store.ack(claim)
+        bucket, t = backend._bucket, token(thread_id)
+        purge, put_each = bucket.stream.purge, bucket.put_each
+        records: list[int] = []
+
+        async def interrupted(*_: Any) -> None:
+            if when == "behind":
+                await purge(*_)
+            raise LogUnavailable("away")
+
+        async def full(messages: Any) -> set[str]:
+            records.append(len(await bucket.all(backend._keys.of("x", t, "*"))))
+            if records[-1]:
+                raise LogFull("full")
+            return await put_each(messages)
+
+        with monkeypatch.context() as patched:
+            if when == "full":
+                patched.setattr(bucket, "put_each", full)
+                assert await store.purge_finished(store.backend.now_ms() + 1000) == 1
+            else:
+                patched.setattr(bucket.stream, "purge", interrupted)
+                with pytest.raises(LogUnavailable):
+                    await store.purge_finished(store.backend.now_ms() + 1000)
+        await store.purge_finished(store.backend.now_ms() + 1000)
+        for key in (f"i.{t}", f"k.{t}", f"x.{t}", f"p.{t}"):
+            assert await bucket.all(backend._keys.of(key, "*")) == []
+        left = await bucket.last([backend._keys.thread(thread_id)])
+        assert [m.body for m in left.values()] == [b""]
+
+
 async def test_a_purge_leaves_the_keys_of_a_dispatch_that_takes_an_id_meanwhile(
     on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from bufstore import elapsed
-from bufstore.errors import MalformedEntry
+from bufstore.errors import LogFull, MalformedEntry
 from bufstore.jetstream.errors import ConsumerMissing, TooManyResults
 from bufstore.jetstream.fresh_reads import PAGE
 from bufstore.jetstream.messages import Outgoing, StoredMessage
@@ -161,17 +161,27 @@ class NatsSweeps:
             stay = (i for i, (d, *_) in enumerate(readable) if (d.completed_at_ms or 0) in kept)
             part = readable[: next(stay, len(readable))]
             if part:
-                # First the purge, which makes room even in a full bucket. From then on the ids may be used again: what
-                # was read before leaves the keys of later dispatches alone.
-                keys = await self._keys_of([d for d, _ in part])
-                await self._bucket.stream.purge(subject, part[-1][1].seq)
-                await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in keys)
-                await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
+                ended = [d for d, _ in part]
+                # The records last: when this is broken off, they lead the next purge to the keys. An end keeps its id
+                # taken without a key.
+                try:
+                    await self._drop_keys(ended)
+                    await self._bucket.stream.purge(subject, part[-1][1].seq)
+                except LogFull:  # the records make room
+                    await self._bucket.stream.purge(subject, part[-1][1].seq)
+                    await self._drop_keys(ended)
                 old += len(part)
             if len(part) < len(readable) or len(page) < size:
                 break
             position, size = page[-1].seq, 64
         return old
+
+    async def _drop_keys(self, finished: Sequence[Dispatch]) -> None:
+        """Remove the keys by which these are known, and their threads if nothing waits in them."""
+        # What is read first leaves the keys of later dispatches alone, which may use the ids again.
+        keys = await self._keys_of(finished)
+        await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in keys)
+        await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d in finished}))
 
     async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
         """The keys by which these are known."""
