@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import socket
 import traceback
+from pathlib import Path
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
-from bufstore import BufstoreError, ConfigError, StoreMisconfigured
+from bufstore import BufstoreError, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.conninfo import check_conninfo, own_conninfo
 from bufstore.postgres.connection.pool import connect
 
@@ -76,13 +80,81 @@ def test_a_time_that_is_none_is_refused(seconds: str) -> None:
         ({"sslmode": SECRET}, r"invalid sslmode value: \*\*\*"),
         ({"require_auth": SECRET + '"\n"'}, r"invalid require_auth value: \*\*\*"),
         ({"ssl_min_protocol_version": SECRET}, r"ssl_min_protocol_version\"? value: \*\*\*"),
+        ({"require_auth": "md5,md5"}, r"require_auth method \*\*\* is specified more than once"),
+        ({"require_auth": f"md5,!{SECRET}"}, r"negative require_auth method \*\*\* cannot be mixed"),
+        ({"require_auth": f"!md5,{SECRET}"}, r"require_auth method \*\*\* cannot be mixed"),
+        ({"keepalives_idle": "-1"}, "Invalid argument"),
+        ({"host": "/" + 200 * "x"}, "is too long"),
         ({"keepalives_idle": SECRET}, r"invalid integer value \*\*\* for connection option \"keepalives_idle\""),
     ],
 )
 async def test_what_libpq_does_not_even_try_is_a_misconfiguration(wrong: dict[str, str], said: str) -> None:
     """Regression: each was an outage, most of them "connection failed" and no more."""
-    with pytest.raises(StoreMisconfigured, match=said):
+    with pytest.raises(StoreMisconfigured, match=said) as refused:
         await connect(make_conninfo(NOWHERE, **wrong))
+    assert SECRET not in "".join(traceback.format_exception(refused.value))
+
+
+async def test_a_peer_that_is_another_user_is_a_misconfiguration(tmp_path: Path) -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_unix_server(refuse, tmp_path / ".s.PGSQL.1"):
+        with pytest.raises(StoreMisconfigured, match=r"requirepeer specifies \*\*\*, but actual peer") as refused:
+            await connect(make_conninfo(NOWHERE, host=str(tmp_path), requirepeer=SECRET))
+    assert SECRET not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'FATAL:  pg_hba.conf rejects connection for host "10.0.0.1", user "u", database "d", no encryption',
+        'FATAL:  database "d" is not currently accepting connections',
+        "FATAL:  connection requires a valid client certificate",
+        "FATAL:  no such database: d",
+        "FATAL:  unsupported frontend protocol 3.0: server supports 2.0 to 2.0",
+        "SSL error: tlsv13 alert certificate required",
+        "SSL error: tlsv1 alert unknown ca",
+        "SSL error: ssl/tls alert bad certificate",
+        "SSL error: tlsv1 alert protocol version",
+        "SSL error: sslv3 alert handshake failure",
+        "server did not request an SSL certificate",
+        'could not load SSL engine "e": could not load the shared library',
+        "channel binding is required, but server did not offer an authentication method that supports channel binding",
+        "none of the server's SASL authentication mechanisms are supported",
+        "authentication method 99 not supported",
+        "server doesn't support GSSAPI encryption, but it was required",
+        'server only supports protocol version 3.0, but "min_protocol_version" was set to 3.2',
+    ],
+)
+async def test_a_refusal_of_the_server_or_of_libpq_is_no_outage(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each was an outage, and retried until the caller's time was over."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise psycopg.OperationalError(f'connection failed: connection to server at "h", port 5 failed: {said}')
+
+    monkeypatch.setattr(psycopg.AsyncConnection, "connect", refuse)
+    with pytest.raises(StoreMisconfigured, match=re.escape(said)):
+        await connect(NOWHERE)
+
+
+@pytest.mark.parametrize("said", ["Connection refused", "SSL error: tlsv1 alert internal error", "timeout expired"])
+async def test_an_outage_is_no_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise psycopg.OperationalError(f'connection failed: connection to server at "h", port 5 failed: {said}')
+
+    monkeypatch.setattr(psycopg.AsyncConnection, "connect", fail)
+    with pytest.raises(StoreUnavailable, match=said):
+        await connect(NOWHERE)
+
+
+@pytest.mark.parametrize("value", ["true", "database", "1", SECRET])
+def test_a_connection_for_replicas_is_refused(value: str) -> None:
+    """Regression: it was opened, and each of its statements that has parameters was an outage."""
+    with pytest.raises(ConfigError, match="replication") as refused:
+        own_conninfo(f"{NOWHERE} replication={value}")
+    assert SECRET not in str(refused.value)
+    own_conninfo(f"{NOWHERE} replication=off")
 
 
 @pytest.mark.parametrize("special", ["", '"', "\n", '"\n"', ": ", "'\\"], ids=repr)

@@ -42,15 +42,20 @@ _HANDED_ON_S = 60.0
 #: What the server, or libpq itself, says to a client that will never get in. Only the text says so, if it is English:
 #: libpq gives no SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
 _REFUSED = re.compile(
-    r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
-    r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
-    r"does not match host name|channel binding required|authentication method requirement|"
+    r"authentication failed|pg_hba\.conf (entry|rejects)|(role|database) \".*\" does not exist|permission denied|"
+    r"not permitted to log in|not currently accepting|no password supplied|certificate verify failed|"
+    r"server does not support SSL|SSL engine|(valid client|request an SSL) certificate|requirepeer|"
+    r" alert ((\w+ )?certificate|unknown ca|protocol version|access denied|handshake failure)|"
+    r"does not match host name|channel binding (is )?required|authentication method requirement|"
+    r"(mechanisms are|authentication( method \d+)? not) supported|requires OAuth|GSSAPI encryption, but|"
     r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
     r"unsupported startup parameter|requires a value|without restarting the server|(certificate|private key) file|"
+    r"no such (database|user)|frontend protocol|min_protocol_version|"
     # from here on, libpq did not even try
     r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
     r"could not parse network address|support is not compiled in|service file|definition of service|"
-    r"GSSAPI encryption required|local user with ID",
+    r"GSSAPI encryption required|local user with ID|require_auth method|setsockopt\(\w+\) failed: Invalid argument|"
+    r"is too long \(maximum",
     re.IGNORECASE | re.DOTALL,
 )
 #: A reason is one line, but a quoted name in it may have several.
@@ -60,7 +65,9 @@ _REASON = re.compile(
 )
 #: A parameter's value in a reason. It may be anything that somebody wrote into the wrong place.
 _VALUE = re.compile(
-    r"(: )\".*\"|(integer value )\".*\"(?= for connection option)|(command-line argument[^:]*: ).*", re.DOTALL
+    r"(: )\".*\"|(integer value |require_auth method |requirepeer specifies )\".*\"(?= (?:for connection option|is "
+    r"specified|cannot be)|, but)|(command-line argument[^:]*: ).*",
+    re.DOTALL,
 )
 
 
