@@ -514,6 +514,12 @@ def test_an_exported_sslmode_is_for_other_servers(shared: Servers, mode: str, mo
     assert rows(shared.postgres.dsn) == [(1,)]
 
 
+def test_exported_options_are_for_other_servers(shared: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: clients sent them to the embedded Postgres, too."""
+    monkeypatch.setenv("PGOPTIONS", "-c nobody.knows=1 -c wrong=1")
+    assert rows(shared.postgres.dsn) == [(1,)]
+
+
 @pytest.mark.parametrize("name", ["é".encode(), b"\xe9"], ids=["utf-8", "latin-1"])
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_the_folder_may_have_a_name_that_the_locale_cannot_decode(folder: Path, name: bytes, locale: str) -> None:

@@ -284,3 +284,12 @@ def test_what_prints_sql_prints_no_json() -> None:
 def test_the_environment_does_not_contradict_embedded() -> None:
     result = bufstore_cli("status", "--embedded", "--json", BUFSTORE_NATS="nats://127.0.0.1:1", BUFSTORE_POSTGRES="x")
     assert (result.code, result.json["write_trouble"], result.json["members"]) == (1, "", []), result
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PGGSSENCMODE", "require"), ("PGHOSTADDR", "10.255.255.1"), ("PGSERVICE", "nope")]
+)
+def test_what_the_environment_says_of_another_postgres_is_not_for_embedded_servers(name: str, value: str) -> None:
+    """Regression: the command's servers started, and then nobody could connect to their Postgres."""
+    result = bufstore_cli("status", "--embedded", "--json", **{name: value})
+    assert (result.code, result.json["write_trouble"], result.json["members"]) == (1, "", []), result

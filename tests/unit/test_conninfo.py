@@ -111,6 +111,7 @@ async def test_a_peer_that_is_another_user_is_a_misconfiguration(tmp_path: Path)
         'FATAL:  pg_hba.conf rejects connection for host "10.0.0.1", user "u", database "d", no encryption',
         'FATAL:  database "d" is not currently accepting connections',
         "FATAL:  connection requires a valid client certificate",
+        'FATAL:  parameter "geqo" requires a Boolean value',
         "FATAL:  no such database: d",
         "FATAL:  unsupported frontend protocol 3.0: server supports 2.0 to 2.0",
         "SSL error: tlsv13 alert certificate required",

@@ -264,6 +264,8 @@ class Options:
         if servers is None:
             yield self._unopened
             return
+        for name in [name for name in os.environ if name.startswith("PG")]:
+            del os.environ[name]  # libpq would take it for the embedded Postgres
         servers.start()
         try:
             yield replace(self._unopened, nats=NatsConfig(servers=(servers.nats.url,)), postgres=servers.postgres.dsn)

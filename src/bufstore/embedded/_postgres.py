@@ -39,8 +39,9 @@ class PostgresServer(Server):
         return self._address(self._password if self._port else "")
 
     def _address(self, password: str) -> str:
-        # The server has no TLS, which an exported PGSSLMODE might ask for.
-        return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres?sslmode=disable"
+        # The server has no TLS, which an exported PGSSLMODE might ask for; an exported PGOPTIONS is for another server.
+        # More parameters would keep out drivers that hand on to the server what they do not know.
+        return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres?sslmode=disable&options="
 
     @property
     def _cluster(self) -> Path:

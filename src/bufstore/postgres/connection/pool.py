@@ -49,8 +49,8 @@ _REFUSED = re.compile(
     r"does not match host name|channel binding (is )?required|authentication method requirement|"
     r"(mechanisms are|authentication( method \d+)? not) supported|requires OAuth|GSSAPI encryption, but|"
     r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
-    r"unsupported startup parameter|requires a value|without restarting the server|(certificate|private key) file|"
-    r"no such (database|user)|frontend protocol|min_protocol_version|"
+    r"unsupported startup parameter|requires a (Boolean )?value|without restarting the server|"
+    r"(certificate|private key) file|no such (database|user)|frontend protocol|min_protocol_version|"
     # from here on, libpq did not even try
     r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
     r"could not parse network address|support is not compiled in|service file|definition of service|"
