@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -89,7 +90,9 @@ async def sleeping(pool: Pool) -> None:
         await connection.execute("SELECT pg_sleep(60)")
 
 
-async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -> None:
+async def test_who_gives_up_waits_for_no_postgres_that_hangs(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
     address = conninfo_to_dict(servers.postgres.dsn)
     async with FaultProxy(str(address["host"]), int(str(address["port"])), protocol="postgres") as proxy:
         pool = await open_pool(make_conninfo(servers.postgres.dsn, host="127.0.0.1", port=proxy.port), size=1)
@@ -105,6 +108,22 @@ async def test_who_gives_up_waits_for_no_postgres_that_hangs(servers: Servers) -
         proxy.heal()
         assert await backend(pool) not in (0, before), "what was left there is nobody's"
         await pool.close()
+    # Regression: psycopg warned that the cancellation had failed, and then that it was interrupted.
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("psycopg")] == []
+
+
+async def test_what_psycopg_warns_of_in_statements_of_others_is_heard(
+    servers: Servers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise psycopg.OperationalError("away")
+
+    async with await psycopg.AsyncConnection.connect(servers.postgres.dsn) as other:
+        monkeypatch.setattr(other, "cancel_safe", fail)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await other.execute("SELECT pg_sleep(1)")
+    assert [r.getMessage() for r in caplog.records if r.name == "psycopg"] == ["query cancellation failed: away"]
 
 
 @pytest.mark.parametrize("libpq", [16, 17])

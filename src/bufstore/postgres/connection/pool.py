@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
-from bufstore.printable import printable
+from bufstore.postgres.connection.refusals import is_refusal, reason_in
 from bufstore.tasks import Closing, spawn, to_the_end
 
 #: The advice when a store is opened again, or by another one.
@@ -39,48 +40,20 @@ _CANCELLED_S = 1.0
 _CLOSE_S = 1.0
 #: A connection goes from caller to caller for this many seconds; then the pool checks whether it is too old.
 _HANDED_ON_S = 60.0
-#: What the server, or libpq itself, says to a client that will never get in. Only the text says so, if it is English:
-#: libpq gives no SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
-_REFUSED = re.compile(
-    r"authentication failed|pg_hba\.conf (entry|rejects)|(role|database) \".*\" does not exist|permission denied|"
-    r"not permitted to log in|not currently accepting|no password supplied|certificate verify failed|"
-    r"server does not support SSL|SSL engine|(valid client|request an SSL) certificate|requirepeer|"
-    r" alert ((\w+ )?certificate|unknown ca|protocol version|access denied|handshake failure)|"
-    r"does not match host name|channel binding (is )?required|authentication method requirement|"
-    r"(mechanisms are|authentication( method \d+)? not) supported|requires OAuth|GSSAPI encryption, but|"
-    r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
-    r"unsupported startup parameter|requires a (Boolean )?value|without restarting the server|"
-    r"(certificate|private key) file|no such (database|user)|frontend protocol|min_protocol_version|"
-    # from here on, libpq did not even try
-    r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
-    r"could not parse network address|support is not compiled in|service file|definition of service|"
-    r"GSSAPI encryption required|local user with ID|require_auth method|setsockopt\(\w+\) failed: Invalid argument|"
-    r"is too long \(maximum",
-    re.IGNORECASE | re.DOTALL,
-)
-#: A reason is one line, but a quoted name in it may have several.
-_REASON = re.compile(
-    r"failed: ((?:\"[^\"]*\"|.)*)|connection is bad: ((?:\"[^\"]*\"|.)*)|"
-    r"(connection timeout.*)|(failed to resolve.*)|(could not match.*)"
-)
-#: A parameter's value in a reason. It may be anything that somebody wrote into the wrong place.
-_VALUE = re.compile(
-    r"(: )\".*\"|(integer value |require_auth method |requirepeer specifies )\".*\"(?= (?:for connection option|is "
-    r"specified|cannot be)|, but)|(command-line argument[^:]*: ).*",
-    re.DOTALL,
-)
 
 
 class _Quiet(logging.Filter):
     """Keeps psycopg's warnings about our connections for debugging: the error that a caller gets says the same.
 
     While Postgres is away, psycopg's pool warns of each attempt and each lost connection. After a refused statement, a
-    pipeline warns that the statements behind it were refused, too. The flusher and the reads say it once.
+    pipeline warns that the statements behind it were refused, too; while Postgres hangs, each statement that is given
+    up, that it cannot be cancelled. The flusher and the reads say it once.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         args = record.args if isinstance(record.args, tuple) else ()
-        return not any(map(_is_ours, args)) or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+        ours = _waiting.get() or any(map(_is_ours, args))
+        return not ours or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
 def _is_ours(arg: object) -> bool:
@@ -90,6 +63,8 @@ def _is_ours(arg: object) -> bool:
 
 
 _POOL_NAME = "bufstore"
+#: Whether what runs is a wait of one of our connections: what psycopg logs of a cancellation does not name it.
+_waiting: ContextVar[bool] = ContextVar("_waiting", default=False)
 _OURS = re.compile(rf"{_POOL_NAME}(-worker-\d+|-scheduler)?")
 for _name in ("psycopg", "psycopg.pool"):
     logging.getLogger(_name).addFilter(_Quiet())
@@ -101,7 +76,7 @@ class _Failure:
     reason: str | None = None
 
     def raise_refusal(self) -> None:
-        if self.reason is not None and _REFUSED.search(self.reason):
+        if self.reason is not None and is_refusal(self.reason):
             raise StoreMisconfigured(f"Postgres, or its client, refuses the connection: {self.reason}") from None
 
 
@@ -114,11 +89,7 @@ class _Connection(AsyncConnection[TupleRow]):
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
-            # Several hosts give several reasons: a refusal stays so. The text names host, user, database and service,
-            # never a password.
-            reasons = ["".join(found) for found in _REASON.findall(str(e))] or ["connection failed"]
-            reason = next(filter(_REFUSED.search, reasons), reasons[-1])
-            failure.reason = printable(_VALUE.sub(r"\1\2\3***", reason))
+            failure.reason = reason_in(str(e))
             raise
         failure.reason = None
         owned_here(connection)
@@ -134,6 +105,13 @@ class _Connection(AsyncConnection[TupleRow]):
     lent_at: float = 0.0
     #: The alarm of the block that the connection is lent to; None while it is not lent.
     alarm: Alarm | None = None
+
+    async def wait(self, *given: Any, **named: Any) -> Any:
+        token = _waiting.set(True)
+        try:
+            return await super().wait(*given, **named)
+        finally:
+            _waiting.reset(token)
 
     async def _try_cancel(self, *, timeout: float = 5.0) -> None:
         """Cancel as psycopg does when a statement's task is cancelled; then psycopg waits up to ten seconds.

@@ -1,0 +1,52 @@
+"""Why no connection could be made, and whether a later attempt may succeed. No I/O."""
+
+from __future__ import annotations
+
+import re
+
+from bufstore.printable import printable
+
+#: What the server, or libpq itself, says to a client that will never get in. Only the text says so, if it is English:
+#: libpq gives no SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
+_REFUSED = re.compile(
+    r"authentication failed|pg_hba\.conf (entry|rejects)|(role|database) \".*\" does not exist|permission denied|"
+    r"not permitted to log in|not currently accepting|no password supplied|certificate verify failed|"
+    r"server does not support SSL|SSL engine|(valid client|request an SSL) certificate|requirepeer|"
+    r" alert ((\w+ )?certificate|unknown ca|protocol version|access denied|handshake failure)|"
+    r"does not match host name|channel binding (is )?required|authentication method requirement|"
+    r"(mechanisms are|authentication( method \d+)? not) supported|requires OAuth|GSSAPI encryption, but|"
+    r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
+    r"unsupported startup parameter|requires a (Boolean )?value|without restarting the server|"
+    r"(certificate|private key) file|no such (database|user)|frontend protocol|min_protocol_version|"
+    # from here on, libpq did not even try
+    r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
+    r"could not parse network address|support is not compiled in|service file|definition of service|"
+    r"GSSAPI encryption required|local user with ID|require_auth method|setsockopt\(\w+\) failed: Invalid argument|"
+    r"is too long \(maximum",
+    re.IGNORECASE | re.DOTALL,
+)
+#: A reason is one line, but a quoted name in it may have several.
+_REASON = re.compile(
+    r"failed: ((?:\"[^\"]*\"|.)*)|connection is bad: ((?:\"[^\"]*\"|.)*)|"
+    r"(connection timeout.*)|(failed to resolve.*)|(could not match.*)"
+)
+#: A parameter's value in a reason. It may be anything that somebody wrote into the wrong place.
+_VALUE = re.compile(
+    r"(: )\".*\"|(integer value |require_auth method |requirepeer specifies )\".*\"(?= (?:for connection option|is "
+    r"specified|cannot be)|, but)|(command-line argument[^:]*: ).*",
+    re.DOTALL,
+)
+
+
+def reason_in(text: str) -> str:
+    """Return why libpq could not connect, as psycopg's error says it, in one line and without a parameter's value."""
+    # Several hosts give several reasons: a refusal stays so. The text names host, user, database and service, never a
+    # password.
+    reasons = ["".join(found) for found in _REASON.findall(text)] or ["connection failed"]
+    reason = next(filter(_REFUSED.search, reasons), reasons[-1])
+    return printable(_VALUE.sub(r"\1\2\3***", reason))
+
+
+def is_refusal(reason: str) -> bool:
+    """Return whether this client will never get in, unless somebody mends what the reason says."""
+    return _REFUSED.search(reason) is not None
