@@ -41,7 +41,11 @@ class FlushReport(msgspec.Struct, kw_only=True):
 @click.argument("thread", required=False)
 @click.option("--all", "everything", is_flag=True, help="Flush all threads.")
 @click.option(
-    "--timeout", type=Finite(min=0.1), default=30.0, show_default=True, help="Seconds after which to give up."
+    "--timeout",
+    type=Finite(min=0.1),
+    default=30.0,
+    show_default=True,
+    help="Seconds after which to give up. Statements that hang in Postgres then may take some seconds more to end.",
 )
 @connects()
 def flush(options: Options, thread: str | None, everything: bool, timeout: float) -> None:

@@ -71,9 +71,12 @@ for _name in ("psycopg", "psycopg.pool"):
 
 
 class _Failure:
-    """The last failure to connect, until it succeeds again."""
+    """The last failure to connect, until it succeeds again; and the tasks that are connecting."""
 
     reason: str | None = None
+
+    def __init__(self) -> None:
+        self.connecting: set[asyncio.Task[Any] | None] = set()
 
     def raise_refusal(self) -> None:
         if self.reason is not None and is_refusal(self.reason):
@@ -86,11 +89,15 @@ class _Connection(AsyncConnection[TupleRow]):
 
     @classmethod
     async def connect(cls, conninfo: str = "", *, failure: _Failure, **kwargs: Any) -> Self:  # type: ignore[override]
+        task = asyncio.current_task()
+        failure.connecting.add(task)
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
             failure.reason = reason_in(str(e))
             raise
+        finally:
+            failure.connecting.discard(task)
         failure.reason = None
         owned_here(connection)
         _Connection.made += 1
@@ -235,11 +242,14 @@ class Pool(AsyncConnectionPool[_Connection]):
             raise ConfigError(f"this store was closed: {ANOTHER}") from None
 
     async def close(self, timeout: float = _CLOSE_S) -> None:
-        """Close the pool, and wait only shortly: when Postgres hangs, the pool's own tasks still try to connect.
+        """Close the pool. Its own tasks that still try to connect are ended, the others are waited for shortly.
 
         Raises like `closes_here`, and does nothing where that is false.
         """
         if self.closes_here():
+            for task in self._workers:
+                if task in self._failure.connecting:
+                    task.cancel()
             await self._closing(partial(super().close, timeout))
 
     def closes_here(self) -> bool:
