@@ -54,14 +54,17 @@ def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -
     if named is None or named.kind == ours:
         return
     field = "store" if named.domain == ours.domain else "domain"
+    there = "Its entries belong there and nowhere else: open it with that store"
+    if field == "store":
+        there += f" (if this is it under another name, declare `store_kind = {named.store!r}` on its class)"
     raise ConfigDrift(
         what,
         field,
         expected=getattr(ours, field),
         found=getattr(named, field),
         way_out=way_out
-        or "Its entries belong there and nowhere else: open it with that store (if this is it under another name, "
-        f"declare `store_kind = {named.store!r}` on its class), or choose another stream, bucket and schema.",
+        or f"{there}, or choose another stream, bucket and schema. If it was made by mistake and nothing was ever "
+        "written to it, remove the stream, its bucket and the buffer's schema, and start again.",
     )
 
 

@@ -87,7 +87,7 @@ def may_not_publish(subject: str, api: str) -> Refused:
     """Return what was refused on a subject, which is in lower case."""
     how = "see `bufstore permissions`, and docs/MAILBOX.md and docs/TOKENS.md for theirs"
     if ".stream.create." in subject:
-        how = "run `bufstore setup` as operator"
+        how = "run `bufstore setup` as operator; for a LangGraph saver, start one once as operator"
     # A server of the domain names the subject that ours stands for there; one on a leaf node names ours.
     api = api.lower()
     sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}

@@ -28,7 +28,7 @@ from bufstore.home import FORKED, Home
 from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine
 from bufstore.langgraph.history import History
 from bufstore.langgraph.lane import NewThreads, OnConflict
-from bufstore.langgraph.postgres.store import PostgresCheckpointStore
+from bufstore.langgraph.postgres.store import BUFFER_SCHEMA, PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
 from bufstore.langgraph.serialize import (
     Making,
@@ -146,7 +146,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         nats: Nats = "nats://127.0.0.1:4222",
         *,
         schema: str = "public",
-        buffer_schema: str = "bufstore_langgraph",
+        buffer_schema: str = BUFFER_SCHEMA,
         history: History = "all",
         pool_size: int = 16,
         **options: Unpack[SaverOptions],

@@ -10,6 +10,7 @@ from dataclasses import replace
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
 from bufstore.langgraph.engine import DEFAULT_LOG
+from bufstore.langgraph.postgres.store import BUFFER_SCHEMA
 from bufstore.langgraph.saver import AsyncBufferedSaver
 
 __all__ = ["checkpointer"]
@@ -18,7 +19,7 @@ __all__ = ["checkpointer"]
 _DEFAULTS = {
     "BUFSTORE_NATS": "nats://127.0.0.1:4222",
     "BUFSTORE_LANGGRAPH_SCHEMA": "public",
-    "BUFSTORE_LANGGRAPH_BUFFER_SCHEMA": "bufstore_langgraph",
+    "BUFSTORE_LANGGRAPH_BUFFER_SCHEMA": BUFFER_SCHEMA,
     "BUFSTORE_LANGGRAPH_STREAM": DEFAULT_LOG.stream,
     "BUFSTORE_LANGGRAPH_BUCKET": DEFAULT_LOG.bucket,
     "BUFSTORE_LANGGRAPH_SUBJECT": DEFAULT_LOG.subject,

@@ -16,6 +16,8 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
+from bufstore.langgraph.engine import DEFAULT_LOG
+from bufstore.langgraph.postgres.store import BUFFER_SCHEMA
 from bufstore.postgres.connection.migrate import check_schema, has_schema, taking_turns
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
@@ -23,6 +25,8 @@ from bufstore.threads.postgres import tables
 _CONNECT_S = 5.0
 #: How many seconds all migrations together may take: one may rewrite a table.
 _TIMEOUT_S = 3600.0
+#: Names that a LangGraph saver has, unless it is told others: a log of messages in their place would lock savers out.
+_SAVERS = {"stream": DEFAULT_LOG.stream, "bucket": DEFAULT_LOG.bucket, "schema": BUFFER_SCHEMA}
 
 
 class SetupReport(msgspec.Struct, kw_only=True):
@@ -55,7 +59,9 @@ class SetupReport(msgspec.Struct, kw_only=True):
     help="Print the SQL of what the database lacks (of everything, if none is named); change nothing.",
 )
 @click.option(
-    "--own-store", is_flag=True, help="The app wraps a store of its own: make the buffer's tables only, and no log."
+    "--own-store",
+    is_flag=True,
+    help="The app wraps a store of its own, or is a LangGraph saver: make the buffer's tables only, and no log.",
 )
 @click.option("--mailbox", is_flag=True, help="Make the tables of a mailbox in Postgres only, and no log.")
 @click.option("--partitions", type=int, help="LogConfig.partitions of a new log. [default: 8]")
@@ -73,9 +79,9 @@ class SetupReport(msgspec.Struct, kw_only=True):
 def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, mailbox: bool, **log: Any) -> None:
     """Make or migrate tables, stream and bucket, with an owner's rights, so that apps need none.
 
-    May be repeated; run it before a new release starts, with --grant again: new tables need it. What exists with
-    other settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own gets
-    its log by opening that once with the owner's rights.
+    May be repeated; run it before a new release starts, with --grant again: new tables need it. What exists with other
+    settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own, or a
+    LangGraph saver, gets its log by opening that once with the owner's rights.
     """
     parts = tables.MAILBOX if mailbox else tables.LEDGER if own_store else tables.PARTS
     context = click.get_current_context()
@@ -147,6 +153,8 @@ async def _setup(
             lane = found.config.lane
             raise ConfigError(f"stream {target.stream!r} is lane {lane} of a log: name the first lane's stream")
         wanted = _lanes(f"stream {target.stream}", wanted, found.config.lanes)
+    elif log is not None:
+        _check_no_savers(target)
     async with _owner(target, roles) as connection:
         if found is not None:  # the log may be that of an app's own store
             target.check_threads(found)
@@ -173,6 +181,17 @@ async def _setup(
         log_made=made,
         log=target.stream,
     )
+
+
+def _check_no_savers(target: Endpoints) -> None:
+    """Raise ConfigError if a log of messages would stand where a LangGraph saver looks for its own."""
+    for what, name in _SAVERS.items():
+        if getattr(target, what) == name:
+            raise ConfigError(
+                f"{what} {name} is a LangGraph saver's, and this makes a log of messages: start a saver once with the "
+                "owner's rights; `bufstore setup --own-store --grant ROLE` then grants what others need of its "
+                "buffer's tables (docs/LANGGRAPH.md, Rights)"
+            )
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, LiteralString
 
-from psycopg import AsyncConnection, sql
+from psycopg import AsyncConnection, errors, sql
 
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.lanes import ledger_schema
@@ -47,6 +47,12 @@ from bufstore.postgres.ledger.ledger import PostgresLedger, watermark_of
 _PACKAGE = files("bufstore.langgraph.postgres")
 #: The prefix of the kind of a log that is flushed into LangGraph's tables; the name of their schema follows.
 _KIND = "bufstore.langgraph.postgres:"
+#: Where a saver's buffer keeps its tables, unless a caller says otherwise.
+BUFFER_SCHEMA = "bufstore_langgraph"
+#: What a role is told that may not create a saver's tables.
+_SET_UP = (
+    "start a saver once with their owner's rights, then give this role those that it needs (docs/LANGGRAPH.md, Rights)"
+)
 #: LangGraph's migration whose tables this release reads and writes.
 MIGRATION = 9
 #: The privileges that the statements need on each of LangGraph's tables.
@@ -79,7 +85,7 @@ class PostgresCheckpointStore:
         conninfo: str,
         *,
         schema: str = "public",
-        buffer_schema: str = "bufstore_langgraph",
+        buffer_schema: str = BUFFER_SCHEMA,
         history: History = "all",
         pool_size: int = 16,
         timeout_s: float = 10.0,
@@ -110,7 +116,8 @@ class PostgresCheckpointStore:
     def behind(self, config: BufferConfig) -> tuple[PostgresLedger, Backing[Tail]]:
         if self._behind:
             raise ConfigError(f"this PostgresCheckpointStore is already in use or was closed: {ANOTHER}")
-        return PostgresLedger.configured(config, self._conninfo, self, self.buffer_schema), Backing(
+        ledger = PostgresLedger.configured(config, self._conninfo, self, self.buffer_schema, way_out=_SET_UP)
+        return ledger, Backing(
             Kind(DOMAIN, f"{_KIND}{self.schema}"),
             self,
             open=self._open_behind,
@@ -134,19 +141,29 @@ class PostgresCheckpointStore:
         """Create LangGraph's tables if there are none; otherwise check that they are of the version of this release.
 
         Runs none of LangGraph's migrations. Raises ConfigError for tables of another version, StoreMisconfigured when
-        row level security hides rows, and when the tables are gone into which threads were flushed.
+        row level security hides rows, when the role may not create the tables, and when the tables are gone into which
+        threads were flushed.
         """
         async with self._sql.lend() as connection, connection.transaction():
             if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
                 if not await has_table(connection, self.schema, "checkpoint_migrations"):
                     await check_never_flushed(connection, self.schema, self._first)
-                    await make_schema(connection, self.schema)
-                    script = (_PACKAGE / "tables.sql").read_text(encoding="utf-8")
-                    await connection.execute(rendered(script, self.schema))
+                    await self._make_tables(connection)
             await check_rows_shown(connection, self.schema, PRIVILEGES)
             version = (await self._sql.on(connection, "version"))[0][0]
         check_migration(self.schema, version)
+
+    async def _make_tables(self, connection: AsyncConnection[Any]) -> None:
+        script = (_PACKAGE / "tables.sql").read_text(encoding="utf-8")
+        try:
+            await make_schema(connection, self.schema)
+            await connection.execute(rendered(script, self.schema))
+        except errors.InsufficientPrivilege as e:
+            raise StoreMisconfigured(
+                f"LangGraph's tables in schema {self.schema!r} are missing, and this role may not create them "
+                f"({e.diag.message_primary}): {_SET_UP}"
+            ) from e
 
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[LangGraphChange]) -> None:
         """See `CheckpointStore.apply`. At most eight statements in one round trip (a large batch: one per 16 MiB)."""

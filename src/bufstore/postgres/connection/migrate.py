@@ -108,7 +108,9 @@ def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
     return found
 
 
-async def migrate(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> list[int]:
+async def migrate(
+    connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str, way_out: str | None = None
+) -> list[int]:
     """Bring the tables of `part` in `schema` up to date; return the versions that were applied now.
 
     All migrations run in one transaction, in one process at a time. A schema that is up to date is only read, so a role
@@ -116,7 +118,8 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     are made again. Raises ConfigError when this release cannot work with the tables, when the role may not make those
     functions again, or when there are no tables yet and the database is not in UTF-8; StoreMisconfigured when row level
     security hides rows, or the role may not create the tables; StoreUnavailable when another session held a lock on the
-    tables for too long: then nothing was changed.
+    tables for too long: then nothing was changed. `way_out`: what a role that may create nothing is told; None: what
+    the part has for that.
     """
     check_schema(schema)
     texts = _texts(folder)
@@ -130,7 +133,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
         raise ConfigError(
             f"the database's encoding is {encoding}, which cannot store every id: {UTF8_NEEDED}. Nothing was changed"
         )
-    applied = await _patiently(connection, schema, part, texts, lacking)
+    applied = await _patiently(connection, schema, part, texts, lacking, way_out)
     reach(Failpoint.MIGRATION_DONE)
     return applied
 
@@ -182,7 +185,12 @@ async def remaking(connection: AsyncConnection[Any], schema: str, folder: Traver
 
 
 async def _patiently(
-    connection: AsyncConnection[Any], schema: str, part: str, texts: Mapping[int, str], lacking: _Lacking
+    connection: AsyncConnection[Any],
+    schema: str,
+    part: str,
+    texts: Mapping[int, str],
+    lacking: _Lacking,
+    way_out: str | None = None,
 ) -> list[int]:
     """Make what is lacking, and wait for others' locks; return the versions that were applied."""
     try:
@@ -200,21 +208,19 @@ async def _patiently(
             "(a long query, a dump, VACUUM FULL). Nothing was changed. See pg_stat_activity, let it end, and try again"
         ) from e
     except psycopg.errors.InsufficientPrivilege as e:
-        raise _refused(schema, part, lacking, e.diag.message_primary) from e
+        raise _refused(schema, part, lacking, e.diag.message_primary, way_out) from e
     raise AssertionError("the last attempt returns or raises")
 
 
-def _refused(schema: str, part: str, lacking: _Lacking, why: str | None) -> BufstoreError:
+def _refused(schema: str, part: str, lacking: _Lacking, why: str | None, way_out: str | None) -> BufstoreError:
     """Return the error for a role that may not make what is lacking."""
-    way_out = _SETS_UP.get(part, _OPEN_ONCE)
+    way_out = way_out or f"{_SETS_UP.get(part, _OPEN_ONCE)} with their owner's rights"
     if lacking.versions:
         return StoreMisconfigured(
             f"the {part} tables in schema {schema!r} are missing or were made by an older release, and this role may "
-            f"not create them ({why}): {way_out} with their owner's rights"
+            f"not create them ({why}): {way_out}"
         )
-    return not_ours(
-        schema, lacking.functions, f"This role may not replace them ({why}): {way_out} with their owner's rights"
-    )
+    return not_ours(schema, lacking.functions, f"This role may not replace them ({why}): {way_out}")
 
 
 async def check_rows_shown(connection: AsyncConnection[Any], schema: str, tables: Iterable[str]) -> None:

@@ -48,8 +48,10 @@ class PostgresLedger:
         timeout_s: float = 30.0,
         quarantine_max: int = BufferConfig.quarantine_max,
         lease_s: float = BufferConfig.lease_s,
+        way_out: str | None = None,
     ) -> None:
-        self._tables = LedgerTables(conninfo, schema, timeout_s)
+        """`way_out`: what a role is told that may not create the tables; None: what sets them up for threads."""
+        self._tables = LedgerTables(conninfo, schema, timeout_s, way_out)
         self.schema = self._tables.schema
         self._target = target
         #: The lease, in seconds. A process that stops inside a transaction gives its locks back after two thirds of it:
@@ -65,11 +67,25 @@ class PostgresLedger:
 
     @classmethod
     def configured(
-        cls, config: BufferConfig, conninfo: str, target: Applies[Any], schema: str, timeout_s: float = 30.0
+        cls,
+        config: BufferConfig,
+        conninfo: str,
+        target: Applies[Any],
+        schema: str,
+        timeout_s: float = 30.0,
+        way_out: str | None = None,
     ) -> Self:
-        """Return the ledger of a buffer with this configuration."""
+        """Return the ledger of a buffer with this configuration. `way_out`: see `__init__`."""
         most, lease_s = config.quarantine_max, config.lease_s
-        return cls(conninfo, target, schema=schema, timeout_s=timeout_s, quarantine_max=most, lease_s=lease_s)
+        return cls(
+            conninfo,
+            target,
+            schema=schema,
+            timeout_s=timeout_s,
+            quarantine_max=most,
+            lease_s=lease_s,
+            way_out=way_out,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r})"

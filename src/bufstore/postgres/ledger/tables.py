@@ -18,8 +18,10 @@ _CONNECTIONS = 3
 class LedgerTables(Statements):
     """The statements of the ledger, with a pool of their own. Postgres need not be up before the first of them."""
 
-    def __init__(self, conninfo: str, schema: str, timeout_s: float) -> None:
+    def __init__(self, conninfo: str, schema: str, timeout_s: float, way_out: str | None = None) -> None:
+        """`way_out`: see `migrate`."""
         self.schema = check_schema(schema)
+        self._way_out = way_out
         super().__init__(new_pool(conninfo, size=_CONNECTIONS), queries(_FOLDER, schema), timeout_s)
         self._ready = self._looks = False
 
@@ -39,7 +41,7 @@ class LedgerTables(Statements):
             raise ConfigError(f"there are no buffer tables in schema {self.schema!r}")
         if not self._ready:
             async with self.lend(away_s) as connection:
-                await migrate(connection, self.schema, _FOLDER, "buffer")
+                await migrate(connection, self.schema, _FOLDER, "buffer", self._way_out)
             self._ready = True
 
     async def run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
