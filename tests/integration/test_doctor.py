@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bufstore import NatsConfig
 from bufstore.cli.doctor.diagnosis import Level
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
@@ -23,6 +24,7 @@ from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_quarantine import picky, poisoned
+from integration.test_setup import NatsByHand, operator_mode
 from thorough import seldom
 
 
@@ -311,6 +313,29 @@ async def test_the_system_account_and_the_monitoring_port_tell_how_nats_syncs(se
     finally:
         server.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def test_a_system_account_signs_in_with_a_credentials_file(servers: Servers, tmp_path: Path) -> None:
+    """Regression: only a user and a password in the URL could sign in there, which no server with JWTs takes."""
+    config, *contents = operator_mode()
+    app, system = tmp_path / "app.creds", tmp_path / "system.creds"
+    for file, held in zip((app, system), contents, strict=True):
+        file.write_text(held)
+    server, deployment = NatsByHand(tmp_path / "nats", config), Deployment(servers)
+    async with server:
+        ours = {"BUFSTORE_NATS": server.url, "BUFSTORE_NATS_CREDS": str(app)}
+        async with deployment.store(nats=NatsConfig(servers=server.url, credentials=app)):
+            told = ("--nats-sys", server.url, "--nats-sys-creds", str(system))
+            code, checks = await doctor(deployment, *told, **ours)
+            found = checks["NATS sync of the disk"]
+            assert (code, found["level"]) == (1, "warning"), checks
+            assert "lazy, every 120 s" in found["found"]
+            code, checks = await doctor(deployment, "--nats-sys", server.url, **ours)
+            found = checks["NATS sync of the disk"]
+            assert (code, found["level"]) == (1, "unknown"), checks
+            assert ("refused the credentials" in found["found"], "--nats-sys-creds" in found["advice"]) == (True, True)
+    alone = await asyncio.to_thread(bufstore_cli, "doctor", *told[2:], **where(deployment))
+    assert (alone.code, "--nats-sys-creds goes with --nats-sys" in alone.err) == (2, True), alone
 
 
 async def test_postgres_that_is_not_durable_or_not_ours(own_servers: Servers) -> None:

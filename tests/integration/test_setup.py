@@ -378,11 +378,11 @@ def _claims(kind: str, subject: str, issuer: str, **nats: Any) -> dict[str, Any]
             "nats": {"type": kind, "version": 2, **nats}}  # fmt: skip
 
 
-async def test_a_credentials_file_or_its_contents(servers: Servers, tmp_path: Path) -> None:
+def operator_mode() -> tuple[str, str, str]:
+    """Return a server's configuration with accounts by JWT, and the credentials of an app's and of a system user."""
     operator, operator_id, _ = _key(nkeys.PREFIX_BYTE_OPERATOR)
     account, account_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
-    _, system_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
-    _, user_id, user_seed = _key(nkeys.PREFIX_BYTE_USER)
+    system, system_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
     counted = ("subs", "data", "payload", "imports", "exports", "conn", "leaf")
     limits = dict.fromkeys((*counted, "mem_storage", "disk_storage", "streams", "consumer"), -1)
     limits["wildcards"] = True  # type: ignore[assignment]
@@ -390,20 +390,29 @@ async def test_a_credentials_file_or_its_contents(servers: Servers, tmp_path: Pa
     account_jwt = _jwt(_claims("account", account_id, operator_id, limits=limits), operator)
     system_limits = dict.fromkeys(counted, -1) | {"wildcards": True}
     system_jwt = _jwt(_claims("account", system_id, operator_id, limits=system_limits), operator)
+    config = (
+        f"operator: {operator_jwt}\nsystem_account: {system_id}\nresolver: MEMORY\n"
+        f"resolver_preload: {{ {account_id}: {account_jwt}, {system_id}: {system_jwt} }}\n"
+    )
+    return config, _credentials(account, account_id), _credentials(system, system_id)
+
+
+def _credentials(account: Any, account_id: str) -> str:
+    """Return what is in the credentials file of a new user of the account."""
+    _, user_id, user_seed = _key(nkeys.PREFIX_BYTE_USER)
     user_jwt = _jwt(_claims("user", user_id, account_id, subs=-1, data=-1, payload=-1), account)
-    contents = (
+    return (
         f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{user_seed}\n------END USER NKEY SEED------\n"
     )
+
+
+async def test_a_credentials_file_or_its_contents(servers: Servers, tmp_path: Path) -> None:
+    config, contents, _ = operator_mode()
     file = tmp_path / "user.creds"
     file.write_text(contents)
-    config = NatsConfig(credentials=contents)
-    assert user_seed not in repr(config)
-    server = NatsByHand(
-        tmp_path / "nats",
-        f"operator: {operator_jwt}\nsystem_account: {system_id}\nresolver: MEMORY\n"
-        f"resolver_preload: {{ {account_id}: {account_jwt}, {system_id}: {system_jwt} }}\n",
-    )
+    assert contents.splitlines()[5] not in repr(NatsConfig(credentials=contents))
+    server = NatsByHand(tmp_path / "nats", config)
     async with server:
         for credentials in (file, str(file), contents):
             await works(Deployment(servers), NatsConfig(servers=server.url, credentials=credentials))

@@ -48,7 +48,8 @@ R = TypeVar("R")
 #: A buffer of any domain.
 AnyBuffer = Buffer[Any, Any, Any]
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+#: The path of a file that is there.
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 STREAM = click.option("--stream", default="THREADLOG", show_default=True, envvar="BUFSTORE_STREAM", show_envvar=True,
                       help="JetStream stream that is the log.")  # fmt: skip
 BUCKET = click.option("--bucket", default="thread-hot", show_default=True, envvar="BUFSTORE_BUCKET", show_envvar=True,
@@ -62,14 +63,14 @@ _OPTIONS = (
     click.option("--data", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
                  help="With --embedded: keep the data in this folder. Default: a fresh temporary one."),
     click.option("--nats-creds", metavar="FILE", envvar="BUFSTORE_NATS_CREDS", show_envvar=True,
-                 type=_FILE, help="NATS credentials file."),
+                 type=FILE, help="NATS credentials file."),
     click.option("--nats-user", metavar="USER", envvar="BUFSTORE_NATS_USER", show_envvar=True,
                  help="NATS user; the password comes from BUFSTORE_NATS_PASSWORD, a token from BUFSTORE_NATS_TOKEN."),
-    click.option("--tls-ca", metavar="FILE", envvar="BUFSTORE_TLS_CA", show_envvar=True, type=_FILE,
+    click.option("--tls-ca", metavar="FILE", envvar="BUFSTORE_TLS_CA", show_envvar=True, type=FILE,
                  help="CA certificates (PEM) to check NATS' certificate with. Default: those this system trusts."),
-    click.option("--tls-cert", metavar="FILE", envvar="BUFSTORE_TLS_CERT", show_envvar=True, type=_FILE,
+    click.option("--tls-cert", metavar="FILE", envvar="BUFSTORE_TLS_CERT", show_envvar=True, type=FILE,
                  help="Client certificate (PEM) for a NATS that asks for one. (TLS for Postgres is part of its DSN.)"),
-    click.option("--tls-key", metavar="FILE", envvar="BUFSTORE_TLS_KEY", show_envvar=True, type=_FILE,
+    click.option("--tls-key", metavar="FILE", envvar="BUFSTORE_TLS_KEY", show_envvar=True, type=FILE,
                  help="The private key of --tls-cert, if that file does not hold it."),
     click.option("--schema", default="bufstore", show_default=True, envvar="BUFSTORE_SCHEMA", show_envvar=True,
                  help="Postgres schema of bufstore's tables."),

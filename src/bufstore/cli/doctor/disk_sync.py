@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import urllib.error
 import urllib.request
+from pathlib import Path
 from ssl import SSLContext
 
 import msgspec
@@ -19,8 +20,9 @@ from bufstore.jetstream.connection import Connection
 _ANSWERS_S = 1.0
 _WHAT = "sync of the disk"
 _HOW = (
-    "an application's account cannot see it: give --nats-sys (a user of the system account) or --nats-monitor "
-    "(http://host:8222), or look for `sync_interval: always` in the server's configuration"
+    "an application's account cannot see it: give --nats-sys (a user of the system account, in the URL or as "
+    "--nats-sys-creds) or --nats-monitor (http://host:8222), or look for `sync_interval: always` in the server's "
+    "configuration"
 )
 _LAZY = (
     "a power failure loses what was acknowledged since the last sync: set `sync_interval: always` in the server's "
@@ -55,15 +57,24 @@ class _Answer(msgspec.Struct):
 
 
 async def check_sync(
-    sys_url: str | None, monitor_url: str | None, tls: SSLContext | None, known: str | None, replicas: int = 1
+    sys_url: str | None,
+    monitor_url: str | None,
+    tls: SSLContext | None,
+    known: str | None,
+    replicas: int = 1,
+    *,
+    sys_credentials: Path | None = None,
 ) -> list[CheckResult]:
-    """Check the sync of the disk. `known`: the sync interval of embedded servers. `replicas`: those of the log."""
+    """Check the sync of the disk. `known`: the sync interval of embedded servers. `replicas`: those of the log.
+
+    `sys_credentials`: a file with which to sign in at `sys_url`.
+    """
     notes = Notes("NATS")
     try:
         if known is not None:
             _judge(notes, [("embedded", known == "always", known)], replicas)
         elif sys_url is not None:
-            _judge(notes, _syncs(await _ask_servers(sys_url, tls)), replicas)
+            _judge(notes, _syncs(await _ask_servers(sys_url, sys_credentials, tls)), replicas)
         elif monitor_url is not None:
             _judge(notes, _syncs([await asyncio.to_thread(_fetch, monitor_url, tls)]), replicas)
         elif replicas >= _REPLICAS:
@@ -100,9 +111,9 @@ def _judge(notes: Notes, syncs: list[tuple[str, bool, str]], replicas: int) -> N
         notes.say(_WHAT, Level.OK, f"always ({len(syncs)} servers)" if len(syncs) > 1 else "always")
 
 
-async def _ask_servers(url: str, tls: SSLContext | None) -> list[_Server]:
+async def _ask_servers(url: str, credentials: Path | None, tls: SSLContext | None) -> list[_Server]:
     """Ask the servers of the cluster; each answers for itself."""
-    connection = Connection(NatsConfig(servers=(url,), tls=tls), "bufstore-doctor")
+    connection = Connection(NatsConfig(servers=(url,), credentials=credentials, tls=tls), "bufstore-doctor")
     await connection.open()
     found: list[_Server] = []
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 from rich.table import Table
 from rich.text import Text
 
-from bufstore.cli.connect import Endpoints, Options, connects
+from bufstore.cli.connect import FILE, Endpoints, Options, connects
 from bufstore.cli.doctor.diagnosis import Diagnosis, Level, diagnosis
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.cli.doctor.mailbox import check_mailbox
@@ -31,6 +32,14 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
     help="NATS with a user of the system account, to see how the servers sync.",
 )
 @click.option(
+    "--nats-sys-creds",
+    metavar="FILE",
+    envvar="BUFSTORE_NATS_SYS_CREDS",
+    show_envvar=True,
+    type=FILE,
+    help="Credentials file of that user, if the URL does not have its login.",
+)
+@click.option(
     "--nats-monitor",
     metavar="URL",
     envvar="BUFSTORE_NATS_MONITOR",
@@ -51,6 +60,7 @@ def doctor(
     options: Options,
     role: str,
     nats_sys: str | None,
+    nats_sys_creds: Path | None,
     nats_monitor: str | None,
     tokens: tuple[str, ...],
     mailbox: tuple[str, ...],
@@ -59,7 +69,11 @@ def doctor(
 
     Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
     """
-    found = options.run(lambda target: _look(target, Role(role), nats_sys, nats_monitor, tokens, mailbox))
+    if nats_sys_creds is not None and nats_sys is None:
+        raise click.UsageError("--nats-sys-creds goes with --nats-sys, the URL.")
+    found = options.run(
+        lambda target: _look(target, Role(role), nats_sys, nats_sys_creds, nats_monitor, tokens, mailbox)
+    )
     options.answer(found, _show, code=found.code)
 
 
@@ -67,6 +81,7 @@ async def _look(
     target: Endpoints,
     role: Role,
     nats_sys: str | None,
+    nats_sys_creds: Path | None,
     nats_monitor: str | None,
     tokens: Sequence[str],
     mailboxes: Sequence[str],
@@ -74,7 +89,8 @@ async def _look(
     nats, log = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
     replicas = log.config.replicas if log is not None else 1
-    sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known, replicas)
+    tls = target.nats.tls
+    sync = await check_sync(nats_sys, nats_monitor, tls, known, replicas, sys_credentials=nats_sys_creds)
     of_tokens = [check for name in tokens for check in await check_tokens(target, name)]
     of_mailboxes = [check for name in mailboxes for check in await check_mailbox(target, name)]
     return diagnosis([*nats, *sync, *await check_postgres(target, log), *of_tokens, *of_mailboxes])
