@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from bufstore.threads.queries import ThreadQuery as ThreadQuery
     from bufstore.threads.queries import Visibility as Visibility
     from bufstore.threads.repairing import repair as repair
+    from bufstore.tls_files import TlsFiles as TlsFiles
     from bufstore.types import Consistency as Consistency
     from bufstore.types import Message as Message
     from bufstore.types import ProducerSequence as ProducerSequence
@@ -116,6 +117,7 @@ else:
                 "ThreadQuery", "Visibility",
             ),
             "bufstore.threads.repairing": ("repair",),
+            "bufstore.tls_files": ("TlsFiles",),
             "bufstore.types": ("Consistency", "Message", "ProducerSequence", "Receipt"),
         },
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from bufstore.errors import ConfigError
+from bufstore.tls_files import TlsFiles
 
 #: The most lanes of a log. Each lane has its own connections and flusher in every process.
 LANES_MAX = 64
@@ -199,8 +200,9 @@ class NatsConfig(Secretive):
     user: str | None = None
     password: str | None = field(default=None, metadata={"secret": True})
     token: str | None = field(default=None, metadata={"secret": True})
-    #: The next connection uses a CA or client certificate that is loaded into this context later.
-    tls: SSLContext | None = None
+    #: The next connection uses a CA or client certificate that is loaded into the context later, or what the files hold
+    #: then. Only files can be sent to another process.
+    tls: SSLContext | TlsFiles | None = None
     tls_hostname: str | None = None
     #: JetStream domain: needed on a leaf node; excludes api_prefix.
     domain: str | None = None
@@ -229,6 +231,11 @@ class NatsConfig(Secretive):
                 )
         for url in self.servers:
             split_url(url)
+
+    @property
+    def tls_context(self) -> SSLContext | None:
+        """What a connection that is made now uses. Raises ConfigError for files that cannot be used."""
+        return self.tls.context() if isinstance(self.tls, TlsFiles) else self.tls
 
     @property
     def api(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from bufstore import ConfigError, NatsConfig, StoreMisconfigured
+from bufstore import ConfigError, NatsConfig, StoreMisconfigured, TlsFiles
 from bufstore.spark import Deployment as Where
 from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, java, session
 from bufstore.spark.process_loop import loop as process_loop
@@ -68,7 +68,10 @@ def test_what_goes_to_the_executors_can_go_there() -> None:
         app_id="a", nats=NatsConfig(servers=("nats://h:4222",), token="hush"), postgres="postgresql://h/db"
     )
     assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(ConfigError, match="SSLContext"):
+    files = NatsConfig(tls=TlsFiles(ca=Path("/ca.pem"), certificate="/our.pem", key="/our.key"))
+    config = replace(config, nats=files)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ConfigError, match="TlsFiles"):
         import ssl
 
         Where(nats=NatsConfig(tls=ssl.create_default_context()), postgres="postgresql://h/db")

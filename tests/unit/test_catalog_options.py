@@ -61,6 +61,7 @@ def test_what_a_catalog_keeps_are_options_and_no_other_properties() -> None:
         {"NATSURL": "tls://me:hush@a"},
         {"Password": "hush"},
         {"token": "hush"},
+        {"tlsKeyFile": "-----BEGIN PRIVATE KEY-----\nhush\n-----END PRIVATE KEY-----\n"},
         {"credentialsFile": "-----BEGIN USER NKEY SEED-----\nhush\n------END USER NKEY SEED------\n"},
         {"postgres": "host=a password=hush"},
         {"postgresUrl": "postgresql://me:hush@a/b"},
@@ -80,6 +81,8 @@ def test_what_is_no_login_does() -> None:
         "postgresurl": "postgresql://app@b/db",
         "user": "app",
         "credentialsfile": "/etc/app.creds",
+        "tlscertificatefile": "/etc/app.pem",
+        "tlskeyfile": "/etc/app.key",
     }
     assert of_catalog({"provider": "x"} | {f"option.{name}": value for name, value in kept.items()}) == kept
 
@@ -102,6 +105,18 @@ def test_servers_that_nobody_names_are_the_environments(monkeypatch: pytest.Monk
     # A login is not given to a server that was named elsewhere.
     elsewhere = {"nats": "nats://elsewhere", "postgres": "host=elsewhere"}
     assert named(elsewhere, TABLE_NAMES) == elsewhere
+
+
+def test_files_for_tls_are_the_environments_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TLS_CA", "TLS_CERT", "TLS_KEY", "NATS"):
+        monkeypatch.setenv(f"BUFSTORE_{variable}", f"/{variable}")
+    certificate = {"tlsCertificateFile": "/TLS_CERT", "tlsKeyFile": "/TLS_KEY"}
+    theirs = {"natsUrl": "/NATS", "tlsCaFile": "/TLS_CA"}
+    assert named({}, LOG_NAMES) == theirs | certificate
+    # A key is that of one certificate.
+    assert named({"tlsCertificateFile": "/our.pem"}, LOG_NAMES) == theirs | {"tlsCertificateFile": "/our.pem"}
+    assert named({"tlsCaFile": "/our-ca.pem"}, LOG_NAMES) == theirs | certificate | {"tlsCaFile": "/our-ca.pem"}
+    assert named({"nats": "tls://elsewhere"}, LOG_NAMES) == {"nats": "tls://elsewhere"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ from pyspark.errors import PySparkValueError
 
 from bufstore.cli.app import app as command_line
 from bufstore.cli.operate import spark
+from bufstore.errors import ConfigError
 from bufstore.spark import TablesReport
-from bufstore.spark.log_archive import tables_job
+from bufstore.spark import drain as drain_job
+from bufstore.spark.config import Deployment
+from bufstore.spark.log_archive import archive_job, restore_job, tables_job
+from bufstore.tls_files import TlsFiles
+from integration.test_cli_environments import Certificates
 
 
 @contextmanager
@@ -56,6 +62,36 @@ def test_what_spark_or_a_file_system_refuses_is_told_in_one_line(
     said = json.loads(ran.stdout)
     assert (ran.exit_code, said["code"], said["error"]) == (2, 2, type(error).__name__)
     assert len(ran.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [("drain",), ("archive", "/archive"), ("restore", "/archive")])
+def test_files_for_tls_go_to_the_executors_by_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """Regression: a CA of one's own was refused once Spark had started, for the command had made a context of it."""
+    given: list[Any] = []
+
+    @contextmanager
+    def started(master: str, *, progress: bool = False) -> Iterator[None]:
+        given.append(master)
+        yield
+
+    def ran(*arguments: Any, **_: Any) -> None:
+        given.extend(a for a in arguments if isinstance(a, Deployment))
+        raise ConfigError("it is only looked at how the job is called")
+
+    for module, job in ((drain_job, "bulk_drain"), (archive_job, "archive"), (restore_job, "restore")):
+        monkeypatch.setattr(module, job, ran)
+    monkeypatch.setattr(spark, "_session", started)
+    files = Certificates(tmp_path)
+    where = ("--nats", "tls://h", "--postgres", "dbname=x", "--json")
+    ours = ("--tls-ca", files.ca, "--tls-cert", files.client_cert, "--tls-key", files.client_key)
+    CliRunner().invoke(command_line, ["spark", *command, *where, *map(str, ours)])
+    _, deployment = given
+    assert deployment.server.tls == TlsFiles(ca=files.ca, certificate=files.client_cert, key=files.client_key)
+    given.clear()
+    wrong = CliRunner().invoke(command_line, ["spark", *command, *where, "--tls-cert", str(files.ca)])
+    assert (wrong.exit_code, json.loads(wrong.stdout)["error"], given) == (2, "ConfigError", [])
 
 
 def test_of_an_error_of_ours_in_sparks_its_own_words_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import ConfigError, NatsConfig
+from bufstore import ConfigError, NatsConfig, TlsFiles
 from bufstore.config import split_url
 from bufstore.spark.connection_options import connection, connection_options
 from bufstore.spark.source.options import read_options
@@ -90,7 +90,14 @@ WORD = st.text("abc,@:%/é", min_size=1)
     logins=st.lists(st.tuples(WORD, WORD), min_size=1, max_size=3),
     signed_in=st.sampled_from([{}, {"user": "me", "password": "hush"}, {"token": "hush"}, {"credentials": "/a.creds"}]),
     api=st.sampled_from([{}, {"domain": "hub"}, {"api_prefix": "$JS.other.API"}]),
-    more=st.sampled_from([{}, {"tls_hostname": "nats.example", "connect_timeout_s": 1.5}]),
+    more=st.sampled_from(
+        [
+            {},
+            {"tls_hostname": "nats.example", "connect_timeout_s": 1.5},
+            {"tls": TlsFiles(ca="/ca.pem")},
+            {"tls": TlsFiles(ca="/ca.pem", certificate="/our.pem", key="/our.key"), "tls_hostname": "nats.example"},
+        ]
+    ),
 )
 def test_a_job_reaches_nats_as_its_deployment_does(
     logins: list[tuple[str, str]], signed_in: dict[str, str], api: dict[str, str], more: dict[str, Any]

@@ -22,7 +22,6 @@ from bufstore.buffer.lanes import ledger_schema
 from bufstore.buffer.prepare import compare
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.buffer.target import Target, check_flushable
-from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
@@ -38,6 +37,7 @@ from bufstore.threads.behind import buffer_of as threads_buffer
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
+from bufstore.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from bufstore.embedded import Servers
@@ -368,5 +368,16 @@ def _nats_config(urls: str, shared: dict[str, Any]) -> NatsConfig:
         # These are no options, because everybody on the machine can read a command line.
         password=os.environ.get("BUFSTORE_NATS_PASSWORD"),
         token=os.environ.get("BUFSTORE_NATS_TOKEN"),
-        tls=tls_context(shared["tls_ca"], shared["tls_cert"], shared["tls_key"]),
+        tls=_tls_files(shared["tls_ca"], shared["tls_cert"], shared["tls_key"]),
     )
+
+
+def _tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
+    """Return the files of the --tls options; None if there are none. Raises ConfigError if they cannot be used."""
+    if key is not None and certificate is None:
+        raise ConfigError("--tls-key is the key of --tls-cert, which is missing")
+    if ca is None and certificate is None:
+        return None
+    files = TlsFiles(ca=ca, certificate=certificate, key=key)
+    files.context()  # before anything is started or asked
+    return files

@@ -72,8 +72,8 @@ def sign_in(config: NatsConfig, server: Server) -> dict[str, Any]:
     }
     if config.credentials is not None:
         options["user_credentials"] = read_credentials(config.credentials)
-    if config.tls is not None:
-        options["tls"] = config.tls
+    if (tls := config.tls_context) is not None:
+        options["tls"] = tls
     if (name := config.tls_hostname or server.tls_name) is not None:
         options["tls_hostname"] = name
     return options

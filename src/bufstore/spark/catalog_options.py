@@ -30,6 +30,7 @@ _KEPT = "bufstore.options"
 _ALTERNATIVES = (
     {"nats", "natsurl"},
     {"postgres", "postgresurl"},
+    {"tlscertificatefile", "tlskeyfile"},
     {"startingposition", "startingtimestamp"},
     {"endingposition", "endingtimestamp"},
     {"threads", "partitions"},
@@ -62,8 +63,8 @@ def _has_login(name: str, kept: Mapping[str, str]) -> bool:
         from bufstore.postgres.connection.conninfo import has_secret  # the log alone is read without psycopg
 
         return has_secret(kept[name])
-    if name == "credentialsfile":
-        return "-----BEGIN" in kept[name]  # the file's contents, which NatsConfig takes in place of a path
+    if name in ("credentialsfile", "tlscertificatefile", "tlskeyfile"):
+        return "-----BEGIN" in kept[name]  # a file's contents, in place of its path
     return name in ("password", "token")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from ssl import SSLContext
 from typing import Literal
 
 from bufstore.buffer.target import check_flushable
@@ -31,7 +32,8 @@ class Deployment(Secretive):
     read from the server.
     """
 
-    #: One or several URLs, or a NatsConfig. An SSLContext cannot be sent to executors: use a ``tls://`` URL instead.
+    #: One or several URLs, or a NatsConfig. An SSLContext cannot be sent to executors: name files (`TlsFiles`), which
+    #: are on every machine that runs tasks.
     nats: str | Sequence[str] | NatsConfig = field(metadata={"secret": True})
     postgres: str = field(metadata={"secret": True})
     schema: str = "bufstore"
@@ -41,9 +43,10 @@ class Deployment(Secretive):
     def __post_init__(self) -> None:
         check_kinds(self)
         object.__setattr__(self, "nats", as_nats_config(self.nats))
-        if self.server.tls is not None:
+        if isinstance(self.server.tls, SSLContext):
             raise ConfigError(
-                "an SSLContext cannot be sent to Spark's executors: use a tls:// URL, which trusts their systems' CAs"
+                "an SSLContext cannot be sent to Spark's executors: give NatsConfig.tls as TlsFiles, with paths there, "
+                "or use a tls:// URL, which trusts their systems' CAs"
             )
         LogConfig(stream=self.stream, bucket=self.bucket)
         check_schema(self.schema)

@@ -89,7 +89,7 @@ async def _look(
     nats, log = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
     replicas = log.config.replicas if log is not None else 1
-    tls = target.nats.tls
+    tls = target.nats.tls_context
     sync = await check_sync(nats_sys, nats_monitor, tls, known, replicas, sys_credentials=nats_sys_creds)
     of_tokens = [check for name in tokens for check in await check_tokens(target, name)]
     of_mailboxes = [check for name in mailboxes for check in await check_mailbox(target, name)]
