@@ -96,8 +96,8 @@ def check_kinds(config: Any) -> None:
                 object.__setattr__(config, f.name, texts)
             case "Mapping[str, Any]" if not isinstance(value, Mapping):
                 raise ConfigError(f"{what} must be a mapping, not {type(value).__name__}")
-            case "SSLContext" if not isinstance(value, SSLContext):
-                raise ConfigError(f"{what} must be an ssl.SSLContext, not {type(value).__name__}")
+            case "SSLContext | TlsFiles" if not isinstance(value, (SSLContext, TlsFiles)):
+                raise ConfigError(f"{what} must be an ssl.SSLContext or TlsFiles, not {type(value).__name__}")
             case "LogConfig" if not isinstance(value, LogConfig):
                 raise ConfigError(f"{what} must be a LogConfig, not {type(value).__name__}")
 
