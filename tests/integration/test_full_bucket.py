@@ -13,6 +13,7 @@ import nats
 import pytest
 
 from bufstore import AlreadyExists, Consistency, LogFull, LogUnavailable, Run
+from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.jetstream.subject_tokens import token
 from bufstore.nats.setup import bucket_stream
@@ -165,6 +166,57 @@ async def test_a_connection_that_is_lost_is_no_silent_bucket(
         await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in ("t1", "t2")))
         assert [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t1", "t2")] == ["t1", "t2"]
         assert not shared._silent
+
+
+async def test_a_second_outage_of_nats_soon_after_the_first_leaves_no_run_unregistered(
+    own_servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a probe of the first outage was taken for an answer after the second one."""
+    deployment = Deployment(own_servers)
+    async with deployment.store(flusher=False, append_timeout_s=1.5) as store:
+        for n in range(2):
+            await asyncio.to_thread(own_servers.nats.kill)
+            with pytest.raises(LogUnavailable):
+                await store.checkpoint("away", [said(0)], run_of("away"))
+            await asyncio.to_thread(own_servers.nats.start)
+            await store.buffer.session.connection.wait_up(30)
+            assert not store.buffer.session.shared._silent, "nobody has asked the bucket in vain"
+            store.buffer.session.shared._silent = True  # as by a claim that NATS did not answer before it went away
+            await store.checkpoint(f"back-{n}", [said(0)], run_of(f"back-{n}"))
+        with pytest.raises(AlreadyExists, match="belongs to another thread"):
+            await store.checkpoint("another", [said(0)], Run(run_id=run_of("back-1").run_id, thread_id="another"))
+        assert "runs_unregistered" not in [getattr(r, "action", "") for r in caplog.records]
+
+
+async def test_a_bucket_is_not_given_up_for_what_nats_did_not_answer_before_it_was_away(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with deployment.store(flusher=False, append_timeout_s=3) as store:
+        shared = store.buffer.session.shared
+        submit, look = shared._writes.submit, shared.thread_of_run
+        asked: list[asyncio.Future[int]] = []
+        looks = 0
+
+        def lost(messages: Any) -> asyncio.Future[int]:
+            asked.append(submit(messages) if asked else asyncio.get_running_loop().create_future())
+            return asked[-1]
+
+        async def hangs_once(run_id: str, timeout_s: float) -> str | None:
+            nonlocal looks
+            looks += 1
+            if looks == 2:  # NATS is away since the first one
+                asked[0].set_exception(AppendUnknown("the connection was lost"))
+                raise LogUnavailable("the connection was lost")
+            owner: str | None = await look(run_id, timeout_s)
+            return owner
+
+        monkeypatch.setattr(shared._writes, "submit", lost)
+        monkeypatch.setattr(shared, "thread_of_run", hangs_once)
+        shared._silent = True  # as after a write that NATS did not answer
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        assert len(asked) == 2, "the bucket was asked anew"
+        assert await look(run_of("t").run_id, 5) == "t"
+        assert "runs_unregistered" not in [getattr(r, "action", "") for r in caplog.records]
 
 
 async def test_a_record_of_a_run_that_somebody_emptied_stops_no_write(deployment: Deployment) -> None:

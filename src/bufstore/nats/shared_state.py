@@ -41,7 +41,7 @@ _log = LogLines(__name__)
 _TIMEOUT_S = 3.0
 #: A bucket that has stored nothing in the time of a whole write is given so long to store a run's record.
 _PATIENCE_S = 1.0
-#: After a write that it did not answer, the next one is tried so much later.
+#: A bucket that was given up is asked again after this time.
 _PROBE_EVERY_S = 30.0
 #: Seconds after which a copy that lacked our own record has it, unless it lags.
 _COPY_S = 0.05
@@ -80,12 +80,14 @@ class NatsSharedState:
         self._room = _Room(self._stream)
         #: Whether the last new run was not registered.
         self._unregistered = False
-        #: Whether a claim has waited in vain since the last write that was stored, which was at the loop's time
-        #: `_stored_at`.
+        #: Whether the bucket is in doubt: a claim was sent and waited in vain, and nothing was stored since. The last
+        #: write was stored at the loop's time `_stored_at`.
         self._silent, self._stored_at = False, float("-inf")
+        #: Until when a bucket in doubt is given up: NATS answered what it was asked behind a probe, but not the probe.
+        self._given_up_until = float("-inf")
         #: The claim that finds out whether the bucket stores again, and when it began.
         self._probe: asyncio.Task[str] | None = None
-        self._probed_at = float("-inf")
+        self._probed_at = 0.0
         #: Whether each new connection is checked for the subscription to what is parked.
         self._hears_parked = False
         #: The position of each member record that this process has written.
@@ -123,16 +125,20 @@ class NatsSharedState:
     async def _claimed(self, subject: str, run_id: str, thread_id: str, timeout_s: float, until: float) -> str:
         """Claim the run until it is known to whom it belongs, or until the loop's time `until`."""
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
-        began, why = asyncio.get_running_loop().time(), ""
+        now = asyncio.get_running_loop().time
+        began, longest_s, why = now(), 0.0, ""
 
         async def claimed() -> str:
-            nonlocal why
+            nonlocal longest_s, why
+            tried_at = now()
             try:
                 claim = self._claim_of_the_silent if self._silent else self._claim
                 return await claim(message, run_id, thread_id, timeout_s)
             except (LogUnavailable, AppendUnknown) as e:
                 why = f": {e}"
                 raise
+            finally:
+                longest_s = max(longest_s, now() - tried_at)
 
         try:
             async with asyncio.timeout_at(until):
@@ -145,35 +151,42 @@ class NatsSharedState:
                     with attempt:
                         return await claimed()
         except TimeoutError:
-            self._silent = self._silent or self._stored_at < began
+            # Without a connection each try ends at once, and says nothing of the bucket.
+            self._silent = self._silent or (self._stored_at < began and longest_s >= _patience_s(timeout_s))
         raise LogUnavailable(f"run {run_id!r} could not be registered in time{why}; nothing was stored")
 
     async def _claim_of_the_silent(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         """Claim the run in a bucket that stored nothing lately. If it only reads on, do without a record.
 
-        nats-server leaves a stream in that state whose disk was full, until it is restarted. The log may be well.
+        nats-server leaves a stream in that state whose disk was full, until it is restarted. The log may be well, so
+        writers go on: they wait for `_patience_s` at most while the bucket is asked, and not at all until it is asked
+        again. But NATS may have been away instead: a bucket is given up only if NATS answers meanwhile.
         """
-        # This answer comes first: afterwards it is certain that NATS was there while the probe waited.
         if (owner := await self.thread_of_run(run_id, timeout_s)) is not None:
             return owner
         now = asyncio.get_running_loop().time()
-        if mine := self._probe is None or (self._probe.done() and now - self._probed_at > _PROBE_EVERY_S):
-            self._probe, self._probed_at = spawn(self._claim(message, run_id, thread_id, timeout_s), apart=True), now
-            self._probe.add_done_callback(see_error)
-        probe, left = self._probe, self._probed_at + min(_PATIENCE_S, timeout_s / 3) - now
-        assert probe is not None
-        # It goes on when this time is over, or this caller is gone: once it is stored, the bucket is taken for well.
-        if left > 0 and (await asyncio.wait([probe], timeout=left))[0]:
-            error = LogUnavailable("the store was closed") if probe.cancelled() else probe.exception()
-            if mine and not isinstance(error, (LogUnavailable, AppendUnknown)):
-                return probe.result()
-            if self._silent:  # the connection was lost, or the run was another thread's: the next attempt probes again
-                self._probed_at = float("-inf")
-                raise LogUnavailable(f"the shared-state bucket has stored nothing lately: {error}")
+        if now >= self._given_up_until:
+            probe = self._probe
+            if mine := probe is None or probe.done():
+                probe = spawn(self._claim(message, run_id, thread_id, timeout_s), apart=True)
+                probe.add_done_callback(see_error)
+                self._probe, self._probed_at = probe, now
+            # It goes on when this time is over, or this caller is gone: once it is stored, all is well.
+            await asyncio.wait([probe], timeout=max(self._probed_at + _patience_s(timeout_s) - now, 0))
+            if not probe.done() and (owner := await self.thread_of_run(run_id, timeout_s)) is not None:
+                return owner
+            if probe.done():
+                error = LogUnavailable("the task was cancelled") if probe.cancelled() else probe.exception()
+                if mine and not isinstance(error, (LogUnavailable, AppendUnknown)):
+                    return probe.result()
+                if self._silent:  # the connection was lost, or the run was another thread's: the next try asks again
+                    raise LogUnavailable(f"the shared-state bucket has stored nothing lately: {error}")
+            elif self._silent:
+                self._given_up_until = asyncio.get_running_loop().time() + _PROBE_EVERY_S
         if not self._silent:
             return await self._claim(message, run_id, thread_id, timeout_s)
         self._not_registered("the shared-state bucket answers no write: restart nats-server")
-        return await self.thread_of_run(run_id, timeout_s) or thread_id
+        return thread_id
 
     async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
@@ -358,6 +371,7 @@ class NatsSharedState:
         except LogFull as e:
             raise LogFull(self._full(str(e))) from None
         self._silent, self._stored_at = False, asyncio.get_running_loop().time()
+        self._given_up_until = float("-inf")
         return stored
 
     def _full(self, why: str) -> str:
@@ -401,6 +415,11 @@ class _Room:
             return False
         self._taken += size
         return True
+
+
+def _patience_s(timeout_s: float) -> float:
+    """Return how long a caller with this time waits for a bucket in doubt."""
+    return min(_PATIENCE_S, timeout_s / 3)
 
 
 def _thread_in(record: StoredMessage) -> str | None:
