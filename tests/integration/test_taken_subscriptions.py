@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bufstore import ConfigError, LogUnavailable, OutcomeUnknown, Unavailable
+from bufstore import ConfigError, FlushTimeout, LogUnavailable, OutcomeUnknown, Unavailable
 from bufstore.embedded import NatsServer, Servers
 from bufstore.jetstream import asking
 from bufstore.jetstream.client import ListeningClient, refusal
@@ -127,6 +127,24 @@ async def test_a_flusher_that_may_not_acknowledge_says_so_and_flushes_on(servers
             return (await store.health()).flushing
 
         await eventually(well, 30)
+
+
+async def test_a_flusher_that_may_make_no_consumer_says_so_once(
+    servers: Servers, guarded: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Deployment(servers)
+    async with deployment.store(nats=guarded.server.url, flusher=False) as other:
+        await other.checkpoint("t", [said(0)], run_of("t"))
+    await guarded.deny(publishing=["$JS.API.CONSUMER.CREATE.>"])
+    async with deployment.store(nats=guarded.limited) as store:
+        with pytest.raises(FlushTimeout):
+            await store.force_flush("t", timeout_s=4)
+        told = [getattr(r, "action", "") for r in caplog.records if "consumer.create" in r.getMessage()]
+        assert sorted(told) == ["flush_failed", "nats_forbidden"]
+        trouble = (await store.health()).flush_trouble
+        assert f"consumer.create.{deployment.log.stream.lower()}.>" in trouble, trouble
+        await guarded.deny()
+        await store.force_flush("t", timeout_s=30)
 
 
 async def test_health_says_what_a_process_may_not_ask(servers: Servers, guarded: Guarded) -> None:

@@ -892,6 +892,24 @@ def test_of_several_writes_on_a_subject_nobody_knows_which_one_was_refused(
     assert others == []
 
 
+@pytest.mark.parametrize(
+    ("subject", "told"),
+    [
+        ("$js.api.consumer.create.log.c-1.log.groups.0", "$js.api.consumer.create.log.>"),
+        ("$js.hub.api.consumer.durable.create.log.c-1", "$js.hub.api.consumer.durable.create.log.>"),
+        ("$js.api.consumer.msg.next.log.c-1", "$js.api.consumer.msg.next.log.>"),
+        ("$js.api.consumer.info.log.c-1", "$js.api.consumer.info.log.>"),
+        ("$js.api.consumer.names.log", "$js.api.consumer.names.log"),
+        ("$js.api.stream.info.log", "$js.api.stream.info.log"),
+    ],
+)
+def test_what_is_refused_about_a_consumer_is_told_without_its_name(subject: str, told: str) -> None:
+    """Regression: each consumer that a flusher tried to make had a name of its own, and so an error of its own."""
+    refused = may_not_publish(subject, "$JS.API")
+    assert f"publish on '{told}' (" in str(refused.error)
+    assert subject in refused.subjects, "it is known all the same which question was refused"
+
+
 async def test_a_round_trip_on_a_stalled_link_ends_in_time_and_does_not_spin() -> None:
     """Regression: it took all of a core until the link was given up, whatever time the caller gave it."""
     looks = 0

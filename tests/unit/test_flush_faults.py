@@ -588,6 +588,34 @@ def test_a_partition_whose_consumer_is_slow_to_be_made_delays_no_other() -> None
     bench(main)
 
 
+def test_what_somebody_has_to_configure_is_tried_again_less_and_less_often() -> None:
+    """Regression: each partition was taken twice a second, and so had its term raised in Postgres, without end."""
+
+    async def main(it: Bench) -> None:
+        take, taken = it.ledger.take, list[int]()
+
+        async def counted(partitions: Sequence[int], owner: str) -> list[Cursor]:
+            taken.extend(partitions)
+            return await take(partitions, owner)
+
+        it.ledger.take = counted  # type: ignore[method-assign]
+        it.log.refuse_feed = dict.fromkeys(range(4), ConfigError("NATS does not permit this"))
+        await write(it, ["t"])
+        await it.start()
+        await asyncio.sleep(60)
+        assert all(5 < taken.count(partition) < 12 for partition in range(4)), taken
+        assert "does not permit" in state_of(it).trouble
+        it.log.refuse_feed = {}
+        assert await it.flushed("t", within_s=16.0)
+        taken.clear()
+        it.log.refuse_feed = dict.fromkeys(range(4), LogUnavailable("no answer"))
+        it.flusher._owned[SUBJECTS.partition("t")].doubt = "the test says so"  # type: ignore[union-attr]
+        await asyncio.sleep(10)
+        assert len(taken) > 15, "what may pass by itself is tried as ever"
+
+    bench(main)
+
+
 def test_a_partition_whose_row_is_held_is_taken_when_it_is_free_and_said_so_meanwhile() -> None:
     async def main(it: Bench) -> None:
         take, held = it.ledger.take, {SUBJECTS.partition("t")}

@@ -34,6 +34,9 @@ def test_subjects_that_differ_in_an_id_use_up_one_line(
     assert lines("$JS.API.DIRECT.GET.A", "$JS.API.DIRECT.GET.B", "threads-groups") == [
         "'$js.api.direct.get.a'", "'$js.api.direct.get.b'", "'threads-groups'",
     ]  # fmt: skip
+    consumers = [f"$JS.API.CONSUMER.CREATE.S.c{n}.groups.0" for n in range(50)]
+    more = [f"$JS.hub.API.CONSUMER.MSG.NEXT.S.c{n}" for n in range(50)]
+    assert lines(*consumers, *more) == ["'$js.api.consumer.create.s.>'", "'$js.hub.api.consumer.msg.next.s.>'"]
     assert lines("nn.hint.7") == []
     now = 601.0
     assert lines("nn.hint.8") == ["'nn.hint.>'"], "it may have been permitted in between"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ FAILURES = (
     nats.errors.MaxPayloadError,
     OSError,  # a TimeoutError is one
 )
+
+#: A request about one consumer, in lower case, up to the consumer's name.
+_OF_CONSUMER = re.compile(r"(.*\.consumer\.(?:create|durable\.create|info|delete|msg\.next)\.[^.]+)\..+")
 
 
 def meaning(failure: Exception, *, sent: bool, why: str) -> LogUnavailable | AppendUnknown:
@@ -92,5 +96,14 @@ def may_not_publish(subject: str, api: str) -> Refused:
     api = api.lower()
     sent = {subject, f"{api}.{subject}", subject.replace("$js.api.", f"{api}.")}
     asked = subject.removeprefix("$js.api.").removeprefix(f"{api}.")
-    error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
+    error = ConfigError(f"NATS does not permit this user to publish on {of_all_consumers(subject)!r} ({how})")
     return Refused(error, sent, asked == subject or asked.startswith("$kv."))
+
+
+def of_all_consumers(subject: str) -> str:
+    """Return the subject, which is in lower case, or of a request about one consumer, what it is for all of them.
+
+    That is what somebody has to permit. A name that is new each time would make the same error another one.
+    """
+    found = _OF_CONSUMER.fullmatch(subject)
+    return subject if found is None else f"{found[1]}.>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from bufstore.jetstream.client import NO_ROOM, violation
+from bufstore.jetstream.failures import of_all_consumers
 from bufstore.log_lines import LogLines
 
 _log = LogLines(__name__)
@@ -42,6 +43,7 @@ def _family(subject: str) -> str:
     first, *rest = subject.split(".")
     if first == "_inbox":
         return "_inbox.>"
-    if subject.startswith("$js.api.") or len(rest) < 2:
-        return subject
+    of_all = of_all_consumers(subject)
+    if of_all != subject or subject.startswith("$js.api.") or len(rest) < 2:
+        return of_all
     return f"{first}.{rest[0]}.>"

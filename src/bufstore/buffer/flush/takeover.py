@@ -21,7 +21,7 @@ from bufstore.buffer.groups.delivery import LostAgain
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.ports.log import Log
-from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreUnavailable
+from bufstore.errors import BufstoreError, ConfigError, LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.log_lines import LogLines
@@ -30,6 +30,9 @@ from bufstore.tasks import set_within, spawn
 _log = LogLines(__name__)
 
 _TAKE_RETRY_S = 0.5
+#: What somebody has to configure does not pass by itself, and each try raises a term, and may be a line in the log of
+#: NATS. So the pause doubles each time, up to this one.
+_CONFIGURED_RETRY_S = 15.0
 #: The row of a partition that somebody holds is tried again after the first time. It is free once a flush has ended, or
 #: an owner that stopped was thrown out; after the second time, the trouble is reported, and it is tried less often.
 _HELD_RETRY_S = 0.1
@@ -92,6 +95,13 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
     return found
 
 
+def pause_s(error: Exception, last_s: float) -> float:
+    """Return the seconds until a partition is tried again after `error`; `last_s` is the pause before, 0 for none."""
+    if not isinstance(error, ConfigError):
+        return _TAKE_RETRY_S
+    return min(max(2 * last_s, _TAKE_RETRY_S), _CONFIGURED_RETRY_S)
+
+
 class Takeover:
     """The partitions of one owner: `owned_partitions` holds those that it follows, and changes here only."""
 
@@ -116,6 +126,8 @@ class Takeover:
         self._holding = False
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
+        #: The pause before that, of those that could not be taken because of an error.
+        self._pauses_s: dict[int, float] = {}
         #: Partitions whose rows somebody else holds, and since when.
         self._held: dict[int, float] = {}
         #: When we last began to follow each partition.
@@ -226,8 +238,7 @@ class Takeover:
                 self._prepared = True
             cursors = await self._ledger.take(partitions, self._member)
         except (BufstoreError, FlushFailed) as e:
-            self._state.report(e)
-            self._untakeable.update(dict.fromkeys(partitions, self._loop.time() + _TAKE_RETRY_S))
+            self._failed(partitions, e)
             return
         reach(Failpoint.TAKE_RAISED)
         self._note_held(set(partitions) - {cursor.partition for cursor in cursors})
@@ -236,6 +247,12 @@ class Takeover:
             self._terms[cursor.partition] = cursor.term
             self._following.add(cursor.partition)
             self._start(self._try_to_follow(cursor))
+
+    def _failed(self, partitions: Iterable[int], error: Exception) -> None:
+        self._state.report(error)
+        for partition in partitions:
+            pause = self._pauses_s[partition] = pause_s(error, self._pauses_s.get(partition, 0.0))
+            self._untakeable[partition] = self._loop.time() + pause
 
     def _note_held(self, partitions: set[int]) -> None:
         now = self._loop.time()
@@ -255,9 +272,9 @@ class Takeover:
             async with self._at_once:
                 await self._follow(cursor)
             self._untakeable.pop(cursor.partition, None)
+            self._pauses_s.pop(cursor.partition, None)
         except (BufstoreError, FlushFailed, AppendUnknown) as e:
-            self._state.report(e)
-            self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
+            self._failed([cursor.partition], e)
         except Exception as e:
             self._state.trouble = f"takeover: unexpected {type(e).__name__}"
             _log.exception(
