@@ -39,7 +39,7 @@ from bufstore.jetstream.server_choice import ServerChoice
 from bufstore.nats.setup import EPOCHS_MAX, stream_config
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import fresh, run_of, said
+from helpers import eventually, fresh, run_of, said
 
 
 async def works(deployment: Deployment, nats: Any) -> None:
@@ -337,6 +337,32 @@ async def test_tls(servers: Servers, tmp_path: Path) -> None:
     with pytest.raises(LogUnavailable, match="does not ask for TLS"):
         async with Deployment(servers).store(nats=NatsConfig(servers=servers.nats.url, tls=trusting)):
             pass
+
+
+@pytest.mark.parametrize("configured", [True, False], ids=["in NatsConfig", "asked for by the server"])
+async def test_the_end_of_a_connection_over_tls_is_no_warning_of_asyncio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, configured: bool
+) -> None:
+    ca, authority = trustme.CA(), tmp_path / "ca.pem"
+    certificate = ca.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    key.write_bytes(certificate.private_key_pem.bytes())
+    cert.write_bytes(b"".join(c.bytes() for c in certificate.cert_chain_pems))
+    ca.cert_pem.write_to_path(str(authority))
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+    tls = ssl.create_default_context() if configured else None
+    server = NatsByHand(tmp_path / "nats", f'tls {{ cert_file: "{cert}", key_file: "{key}", timeout: 10 }}')
+    async with server:
+        connection = Connection(NatsConfig(servers=server.url, tls=tls), "test")
+        await connection.open()
+        client = connection.client()
+
+    async def lost() -> bool:
+        return not client.is_connected
+
+    await eventually(lost)
+    await connection.aclose()
+    assert [r.getMessage() for r in caplog.records if r.name == "asyncio"] == []
 
 
 async def test_a_client_certificate_that_nats_does_not_trust_is_named(tmp_path: Path) -> None:

@@ -80,6 +80,17 @@ class ListeningClient(Client):
                 raise ConnectionError(f"{e}; does the server trust this client's certificate?") from None
             raise
 
+    def _connect_command(self) -> bytes:
+        # The connection is over TLS by now, if at all. nats-py begins TLS without telling the stream's protocol, which
+        # then lets asyncio warn at the end of each connection.
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and writer.get_extra_info("sslcontext") is not None:
+            protocol = writer.transport.get_protocol()
+            if hasattr(protocol, "_over_ssl"):
+                protocol._over_ssl = True
+        command: bytes = super()._connect_command()
+        return command
+
     def fileno(self) -> int:
         """Return the file descriptor of the socket. Any error may come when there is no socket."""
         transport: Any = self._transport
@@ -222,8 +233,7 @@ class TlsClient(ListeningClient):
     def _connect_command(self) -> bytes:
         if not self._server_info.get("tls_required"):
             raise nats.errors.Error("the server does not ask for TLS, although TLS is configured")
-        command: bytes = super()._connect_command()
-        return command
+        return super()._connect_command()
 
 
 async def round_trip(client: Client, timeout_s: float = 10) -> None:
