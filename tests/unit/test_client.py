@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,10 +21,20 @@ from nats.aio.msg import Msg
 from bufstore.config import NatsConfig
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.home import Home
+from bufstore.jetstream import client as clients
 from bufstore.jetstream import connection as connections
 from bufstore.jetstream import credentials, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
-from bufstore.jetstream.client import ListeningClient, check_room, close_client, refusal, round_trip, text_of, violation
+from bufstore.jetstream.client import (
+    ListeningClient,
+    check_room,
+    close_client,
+    new_client,
+    refusal,
+    round_trip,
+    text_of,
+    violation,
+)
 from bufstore.jetstream.connection import LOGINS, Connection
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.failures import may_not_publish, why
@@ -890,6 +901,22 @@ def test_of_several_writes_on_a_subject_nobody_knows_which_one_was_refused(
     assert [type(outcome) for outcome in ended] == [of_each] * len(asked)
     assert all("does not permit" in str(outcome) for outcome in ended)
     assert others == []
+
+
+async def test_tls_that_a_url_can_never_have_is_a_misconfiguration(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("it connects")
+
+    monkeypatch.setattr(Client, "connect", forbidden)
+    monkeypatch.setattr(clients, "find_spec", lambda _: "aiohttp is there")
+    tls = ssl.create_default_context()
+    connection = Connection(NatsConfig(servers="ws://u:geheim@127.0.0.1:1", tls=tls), "test")
+    with pytest.raises(ConfigError, match="use wss://") as caught:
+        await connection.open()
+    assert "geheim" not in str(caught.value)
+    for url in "wss://127.0.0.1:1", "nats://127.0.0.1:1":
+        new_client(NatsConfig(servers=url, tls=tls), url)
+    new_client(NatsConfig(servers="ws://127.0.0.1:1"), "ws://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,8 @@ class ListeningClient(Client):
 
 def new_client(config: NatsConfig, url: str) -> ListeningClient:
     """Return a client that is not connected yet. Raises ConfigError."""
+    if url.startswith("ws://") and config.tls is not None:
+        raise ConfigError("NatsConfig.tls is given, but a ws:// URL of NATS is one without TLS: use wss://, or no tls")
     if url.startswith(("ws://", "wss://")) and find_spec("aiohttp") is None:
         raise ConfigError("a ws:// or wss:// URL of NATS needs aiohttp: install it, or use a nats:// or tls:// URL")
     client = TlsClient() if config.tls is not None or url.startswith("tls://") else ListeningClient()
