@@ -558,6 +558,29 @@ def test_a_writer_whose_task_is_ended_while_it_waits_for_its_turn_does_not_begin
     run(main())
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_waits_for_a_task_that_somebody_ended_is_served_without_another_write(begun: bool) -> None:
+    """Regression: also the next write was not served, if the task was ended before it began."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        if begun:
+            one.sequencer._others.go_first = asyncio.Event().wait  # type: ignore[method-assign]
+        unit = one.add("a", 0)
+        if begun:
+            await asyncio.sleep(0.1)
+            del one.sequencer._others.go_first
+        task = one.sequencer._task
+        assert task is not None
+        task.cancel()
+        await asyncio.wait_for(unit.done.wait(), 1)
+        assert unit.ends == [place(1, 0)]
+        await one.sequencer.aclose()
+
+    run(main())
+
+
 def test_what_expects_nothing_goes_behind_whatever_came_meanwhile() -> None:
     async def main() -> None:
         world = World(random.Random(1))

@@ -47,6 +47,8 @@ _log = LogLines(__name__)
 
 #: For how long a writer that others have overtaken on a thread of theirs expects to be overtaken again.
 _SHARED_S = 1.0
+#: The seconds until the task that writes is begun anew after somebody has cancelled it.
+_CANCELLED_S = 0.5
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 _PARTS_OLD = "the parts of a large entry were stored too long ago"
@@ -235,21 +237,26 @@ class Sequencer:
         """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
         if self._loop is not None and self._task is None:
             self._task = spawn(self._work(), name="bufstore-groups")
+            self._task.add_done_callback(self._worked)
 
     async def _work(self) -> None:
-        again = True
-        try:
-            while self._waiting:
-                await self._others.go_first()
-                if (message := await self._guarded(self._take())) is not None:
-                    await self._others.wrote(message, whole=self._are_shared())
-        except asyncio.CancelledError:
-            again = False  # everything ends
-            raise
-        finally:
-            self._task = None
-            if again and self._waiting and not self._closed:
-                self._work_soon()
+        while self._waiting:
+            await self._others.go_first()
+            if (message := await self._guarded(self._take())) is not None:
+                await self._others.wrote(message, whole=self._are_shared())
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if task.cancelled():
+            # Perhaps before it began. Who ends all tasks of a loop would meet a new one, again and again; the loop
+            # does not live until this time, then.
+            task.get_loop().call_later(_CANCELLED_S, self._go_on)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._waiting and not self._closed:
+            self._work_soon()
 
     def _take(self) -> list[Queued]:
         waiting = self._waiting
