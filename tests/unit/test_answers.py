@@ -54,6 +54,26 @@ def test_an_answer_about_a_stream_that_lacks_a_field_is_an_error_that_names_it(p
         run(ensure_stream(answering(changed(STREAM, path, value)), {"name": "s"}, "Config", {}))
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("config", 5),
+        ("config", ["a"]),
+        ("created", 5),
+        ("state", 5),
+        ("state", "text"),
+        ("state.last_seq", "text"),
+        ("state.last_seq", {}),
+        ("state.last_seq", 5.5),
+        ("error", 5),
+    ],
+)
+def test_an_answer_with_something_else_in_a_field_is_an_error_that_names_it(path: str, value: Any) -> None:
+    """Regression: it ended as a TypeError, or an AttributeError."""
+    with pytest.raises(LogUnavailable, match=path.rpartition(".")[2]):
+        run(ensure_stream(answering(changed(STREAM, path, value)), {"name": "s"}, "Config", {}))
+
+
 @pytest.mark.parametrize("value", [..., None])
 def test_an_answer_about_a_consumer_that_lacks_a_field_is_an_error_that_names_it(value: Any) -> None:
     wanted = {"durable_name": "c"}
@@ -68,7 +88,7 @@ def test_what_is_no_answer_is_an_error_of_ours(answer: Any) -> None:
         run(answering(answer).info())
 
 
-@pytest.mark.parametrize("answer", [b"[]", b"no JSON", b'{"state": {}}'])
+@pytest.mark.parametrize("answer", [b"[]", b"no JSON", b'{"state": {}}', b'{"state": 5}', b'{"error": 5}'])
 def test_a_new_connection_is_not_used_while_the_log_cannot_be_looked_at(answer: bytes) -> None:
     """Regression: it ended as a KeyError, an AttributeError, or an error of the JSON reader."""
 
