@@ -121,6 +121,22 @@ async def test_a_bucket_that_only_reads_on_stops_no_write_but_one(
         assert owners == ["t", None, None, "newest"]
 
 
+async def test_a_replicated_bucket_that_elects_a_leader_gets_the_record_of_every_run(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: for half a minute after a leader was paused or cut off, runs were not registered."""
+    async with deployment.store(append_timeout_s=1.5, flusher=False) as store:
+        shared = store.buffer.session.shared
+        monkeypatch.setattr(shared._stream, "replicated", True)
+        with monkeypatch.context() as patched:
+            patched.setattr(shared._writes, "submit", lambda _: asyncio.get_running_loop().create_future())
+            for _ in range(2):
+                with pytest.raises(LogUnavailable, match="could not be registered in time"):
+                    await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        assert await shared.thread_of_run(run_of("t").run_id, 5) == "t"
+
+
 async def test_a_bucket_that_is_only_slow_registers_runs_again_after_one_of_them(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
