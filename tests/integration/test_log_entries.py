@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from bufstore.buffer.places import group_of
+from bufstore.cli.operate import log_entries
+from bufstore.cli.operate.log_entries import Wanted, _EntryReader
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import fresh, run_of, said
@@ -94,3 +101,24 @@ async def test_what_is_written_is_followed(deployment: Deployment) -> None:
         finally:
             following.terminate()
             await following.wait()
+
+
+async def test_what_was_shown_is_not_shown_again_when_an_old_leader_tells_where_the_log_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: where a node that was cut off has led, it says for seconds where the log ended before."""
+    ends, shown = iter([3, 5, 4, 5, 7]), list[Any]()
+
+    class Following(_EntryReader):
+        async def _range(self, log: Any, start: int, end: int) -> AsyncGenerator[Any]:
+            for sequence in range(start, end):
+                yield sequence
+
+    async def look() -> Any:
+        return SimpleNamespace(first=1, end=next(ends))
+
+    monkeypatch.setattr(log_entries, "_FOLLOW_S", 0.0)
+    reader: Any = SimpleNamespace(look=look)
+    with suppress(RuntimeError):  # there are no more ends
+        await Following(reader, Wanted((), (), None, None, False)).show(9, shown.append, follow=True)
+    assert shown == [1, 2, 3, 4, 5, 6]

@@ -140,7 +140,7 @@ class _EntryReader:
             log = await self._reader.look()
             async for entry in self._range(log, at, log.end):
                 show(entry)
-            at = log.end
+            at = max(at, log.end)  # the node that answered may lag
 
     async def _some(self, log: LogState, limit: int) -> Collection[LogEntry]:
         """Return the first of the wanted entries if --after says where to begin, else the last ones."""
