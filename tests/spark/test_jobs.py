@@ -17,6 +17,7 @@ import pytest
 from bufstore import BufferedThreadStore, FlushTimeout, NoLog
 from bufstore.buffer.entry import Base
 from bufstore.buffer.places import place
+from bufstore.jetstream.stream import NatsStream
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import (
     ArchiveOvertaken,
@@ -117,6 +118,26 @@ async def test_a_run_that_archives_meanwhile_is_no_loss(
         await asyncio.to_thread(archive, spark, where(deployment), path)
     report = await asyncio.to_thread(archive, spark, where(deployment), path)
     assert report.count == 0
+
+
+async def test_a_node_that_leads_no_more_shows_an_archive_no_loss(
+    spark: Any, replicated: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the log seemed to have lost its end where a node that had been cut off told where it ended before."""
+    path, thread, info = str(tmp_path / "archive"), fresh(), NatsStream.info
+    await write(replicated, [thread], range(2))
+    before = (await archive_job.log_of(where(replicated))).end
+    await write(replicated, [thread], range(2, 4))
+    first = await asyncio.to_thread(archive, spark, where(replicated), path)
+    assert first.end > before
+
+    async def old(self: NatsStream, timeout_s: float = 5.0) -> dict[str, Any]:
+        answer = await info(self, timeout_s)
+        return answer | {"state": answer["state"] | {"last_seq": before - 1}}
+
+    monkeypatch.setattr(NatsStream, "info", old)
+    second = await asyncio.to_thread(archive, spark, where(replicated), path)
+    assert (second.start, second.end) == (first.end, first.end + 1), "the proof of where the log ends"
 
 
 async def test_a_thread_that_postgres_refuses_is_left_out_alone(

@@ -15,6 +15,7 @@ from bufstore.buffer.target import Target
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, NoLog
 from bufstore.nats.ranges import LogState
+from bufstore.spark import DataLoss
 from bufstore.spark.source import threadlog_format
 from bufstore.spark.source.options import read_options
 from bufstore.spark.source.threadlog_format import _Stream
@@ -51,11 +52,11 @@ def test_a_log_that_is_away_or_not_there_yet_is_nothing_new_for_a_while(clock: l
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[LogState]:
-    """The log as it is now, which tests replace. Every message is one row."""
+    """The log as it is now, which tests replace. Every message is one row. A second state: what a proof shows."""
     now = [log_at(5)]
 
-    async def look(*_: Any) -> LogState:
-        return now[0]
+    async def look(*_: Any, fresh: bool = False) -> LogState:
+        return now[-1 if fresh else 0]
 
     async def rows_between(_: Any, log: LogState, start: int, end: int) -> int:
         return max(0, end - max(start, log.first))
@@ -108,3 +109,17 @@ def test_a_query_that_starts_with_nothing_to_read_waits_for_rows(clock: list[flo
     assert stream.latestOffset(START, ALL) == START, "the wait begins when something is"
     log[0] = log_at(8)
     assert stream.latestOffset(START, ALL) == {"created": "then", "position": 8}
+
+
+def test_a_node_that_leads_no_more_shows_a_stream_no_loss(log: list[LogState]) -> None:
+    """Regression: a query ended with DataLoss when a node that had been cut off told where the log ended before."""
+    stream = stream_of(failOnDataLoss="true")
+    end = stream.latestOffset(START, ALL)
+    log[:] = log_at(3), log_at(7)
+    assert stream.latestOffset(end, ALL) == end, "nothing is new by what that node says"
+    assert [part.value.end for part in stream.partitions(START, end)] == [5]
+    log[:] = log_at(3), log_at(4)
+    with pytest.raises(DataLoss, match="went back"):
+        stream.latestOffset(end, ALL)
+    log[:] = [log_at(7)]
+    assert stream.latestOffset(end, ALL) == {"created": "then", "position": 7}

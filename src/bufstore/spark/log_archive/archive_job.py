@@ -70,6 +70,8 @@ def archive(
     known = all_manifests_of(spark, path)
     manifests = counting(known)
     log = loop().run(log_of(deployment))
+    if any(m.created == log.created and m.end > log.end for m in manifests):  # the node that answered may lag
+        log = loop().run(log_of(deployment, fresh=True))
     check_domain(log)
     loop().run(_check_database(deployment, log))
     begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log)
@@ -176,12 +178,12 @@ def check_domain(log: LogState) -> None:
         )
 
 
-async def log_of(deployment: Deployment) -> LogState:
-    """Return the deployment's log as it is now. Raises NoLog."""
+async def log_of(deployment: Deployment, *, fresh: bool = False) -> LogState:
+    """Return the deployment's log as it is now; `fresh`: see `LogReader.look`. Raises NoLog."""
     reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
     await reader.open()
     try:
-        return await reader.look()
+        return await reader.look(fresh=fresh)
     finally:
         await reader.aclose()
 
