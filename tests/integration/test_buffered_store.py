@@ -30,6 +30,7 @@ from bufstore import (
 from bufstore.embedded import Servers
 from bufstore.jetstream import frames
 from bufstore.jetstream.messages import Outgoing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.testing import CHECKS, Check
 from conftest import Deployment
 from helpers import eventually, fresh, let_all_go, query, run_of, said
@@ -307,6 +308,26 @@ async def test_a_checkpoint_of_any_size_round_trips(deployment: Deployment, size
         assert await store.load_messages(thread_id) == [message, {"after": size}]
         await store.force_flush(thread_id)
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [message, {"after": size}]
+
+
+async def test_a_large_entry_is_neither_damaged_nor_purged_because_an_old_leader_lacks_it(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: what it and its successor said in turns made the entry damaged; what it said alone, purged."""
+    thread_id, message, get = fresh(), said(0, 2_000_000), NatsStream._leader_get
+    lacks: list[bool] = []
+
+    async def in_turns(self: NatsStream, request: dict[str, Any], timeout_s: float) -> Any:
+        return None if lacks and lacks.pop() else await get(self, request, timeout_s)
+
+    async with deployment.store(flusher=False) as writer, deployment.store(flusher=False) as reader:
+        await writer.checkpoint(thread_id, [message], run_of(thread_id))
+        with monkeypatch.context() as patched:
+            patched.setattr(NatsStream, "_leader_get", in_turns)
+            lacks[:] = True, False, True
+            assert await reader.load_messages(thread_id) == [message]
+            lacks[:] = True, True
+            assert len([entry async for entry in reader.buffer.log.scan()]) == 1
 
 
 async def test_what_is_too_large_is_refused_before_anything_is_sent(deploy: Any) -> None:

@@ -22,7 +22,7 @@ from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.source import log_scan
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from conftest import Deployment
-from helpers import eventually, fresh
+from helpers import eventually, fresh, run_of
 from spark.jobs import prepared, purge, read_options, settings_of, write
 
 
@@ -256,6 +256,22 @@ async def test_a_read_has_what_was_acknowledged_though_an_old_leader_tells_where
     assert len(await read(replicated, **behind)) == 4
     assert len(await read(replicated)) == 4
     assert await asyncio.to_thread(messages) == 4 * had
+
+
+async def test_a_part_that_an_old_leader_lacks_is_no_loss(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: such a node said that the part of a large entry is not there, and the entry counted as purged."""
+    thread_id, get, lacks = fresh(), NatsStream._leader_get, iter(range(2))
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread_id, [{"n": 0, "text": "x" * 2_000_000}], run_of(thread_id))
+
+    async def old(self: NatsStream, request: dict[str, Any], timeout_s: float) -> Any:
+        return None if next(lacks, None) is not None else await get(self, request, timeout_s)
+
+    monkeypatch.setattr(NatsStream, "_leader_get", old)
+    assert len(await read(deployment)) == 1
+    assert next(lacks, None) is None
 
 
 async def _looked(deployment: Deployment) -> LogState:

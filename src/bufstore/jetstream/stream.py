@@ -39,6 +39,8 @@ _NOWHERE = 1 << 62
 #: The most bytes that the headers of a message take, unless the message is an entry of a log.
 _HEADERS_BYTES = 512
 _MESSAGES_PER_GET = 1000
+#: Seconds after which a node that lags is asked again.
+_LAGS_S = 0.05
 #: Requests that are idempotent: every consumer here has a name.
 _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
 
@@ -183,6 +185,24 @@ class NatsStream:
     async def identity(self, seq: int) -> StoredMessage | None:
         """Return the message at exactly this sequence, from the leader; None when there is none."""
         return await self._leader_get({"seq": seq}, 5.0)
+
+    async def held(self, seq: int, timeout_s: float = 5.0) -> StoredMessage | None:
+        """Return the message at exactly this sequence, which was there once; None if it is gone.
+
+        Raises LogUnavailable when nobody tells in time: a node that the others have left may never have had it.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            # One answer must show that its node has come as far: by the message, by one behind it, or by where the
+            # node's copy begins.
+            found = await self._leader_get({"seq": seq, "next_by_subj": ">"}, timeout_s)
+            if found is not None:
+                return found if found.seq == seq else None
+            if int((await self.info(timeout_s))["state"]["first_seq"]) > seq:
+                return None
+            if asyncio.get_running_loop().time() > deadline:
+                raise LogUnavailable(f"the node that answers for {self.name} has no message {seq} yet")
+            await asyncio.sleep(_LAGS_S)
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         """Return the last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""

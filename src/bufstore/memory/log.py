@@ -333,6 +333,9 @@ class MemoryLog:
         i = _behind(messages, seq - 1)
         return messages[i] if i < len(messages) and messages[i].seq == seq else None
 
+    async def held(self, seq: int) -> StoredMessage | None:
+        return await self.identity(seq)
+
     def close(self) -> None:
         """End this instance; the stream stays."""
         self._closed = True

@@ -143,8 +143,8 @@ class LogReader:
             raise LogUnavailable("cannot read the log: no node proves where it ends") from None
 
     async def message(self, sequence: int) -> StoredMessage | None:
-        """Return the message with this sequence, from the leader; None if it is not there any more."""
-        return await self._stream.identity(sequence)
+        """Return the message with this sequence, which was in the log once; None if it is not there any more."""
+        return await self._stream.held(sequence)
 
     async def first_of(self, subject: str, start: int) -> StoredMessage | None:
         """Return the subject's first message from this sequence on, from the leader; None if there is none."""

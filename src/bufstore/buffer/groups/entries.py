@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from bufstore.buffer.entry import Base, header_of
 from bufstore.buffer.groups.group import Group, body_of, decode_entry, group_in
-from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.oversize import in_front_of, joined
 from bufstore.buffer.places import first_place, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import LogUnavailable, MalformedEntry
@@ -24,9 +24,9 @@ class Purged(LogUnavailable):
 class Entries:
     """Finds entries in their groups, and the payloads of large ones beside them."""
 
-    def __init__(self, subjects: Subjects, identity: Callable[[int], Awaitable[StoredMessage | None]]) -> None:
-        """`identity`: the message of the stream at a sequence."""
-        self._subjects, self._identity = subjects, identity
+    def __init__(self, subjects: Subjects, held: Callable[[int], Awaitable[StoredMessage | None]]) -> None:
+        """`held`: the message of the stream at a sequence that was there once."""
+        self._subjects, self._held = subjects, held
 
     async def read(self, group: Group, number: int, body: bytes) -> StoredMessage:
         """One entry of a group. Raises Purged, LogUnavailable."""
@@ -78,13 +78,13 @@ class Entries:
         return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, entry.payload), entry.elsewhere
 
     async def _with_payload(self, group: Group, entry: StoredMessage) -> StoredMessage:
-        payload = entry.body
+        payload, part = entry.body, in_front_of(group.seq, self._held)
         try:
-            payload = await joined(payload, self._identity)
+            payload = await joined(payload, part)
         except MalformedEntry:  # a part is missing, or the parts do not fit the checksum
-            if await self._identity(group.seq) is None:
+            if await self._held(group.seq) is None:
                 raise Purged("a large entry was purged while it was read") from None
             # A node that has the group has the parts before it. So the one that lacked a part led no more: ask again.
             with contextlib.suppress(MalformedEntry):
-                payload = await joined(payload, self._identity)
+                payload = await joined(payload, part)
         return StoredMessage(entry.subject, entry.seq, entry.header, payload)

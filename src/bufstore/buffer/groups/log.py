@@ -58,7 +58,7 @@ class GroupLog:
         )
         anew = self._forgetting.all_begins_anew
         self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, anew, READ_S)
-        self._entries = Entries(self._subjects, stream.identity)
+        self._entries = Entries(self._subjects, stream.held)
         self._backwards = Backwards(self._tail, self._entries, self._head, self._forget_purged)
         self._erasing = Erasing(stream, self._subjects, self._floor)
         self._purging = Purging(stream, self._subjects, self._heads, self._see_all)

@@ -80,3 +80,14 @@ async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessag
             raise MalformedEntry(f"part {seq} of a large entry is missing")
         parts.append(part.body)
     return whole(reference_, parts)
+
+
+def in_front_of(
+    group: int, read: Callable[[int], Awaitable[StoredMessage | None]]
+) -> Callable[[int], Awaitable[StoredMessage | None]]:
+    """Return a `read` for `joined` that asks for no part behind the group at this sequence: there never was one."""
+
+    async def part(seq: int) -> StoredMessage | None:
+        return await read(seq) if 0 < seq < group else None
+
+    return part

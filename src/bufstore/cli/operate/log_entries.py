@@ -14,7 +14,7 @@ import msgspec
 
 from bufstore.buffer.entry import decode
 from bufstore.buffer.groups.group import Group, decode_entry, decode_header, hash_of
-from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.oversize import in_front_of, joined
 from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.content import content_of, kind_of
@@ -214,7 +214,9 @@ class _EntryReader:
         try:
             found = decode_entry(group, number, message.body)
             entry.thread_id, entry.bytes = found.thread_id, len(found.payload)
-            payload = await joined(found.payload, self._reader.message) if found.elsewhere else found.payload
+            payload = found.payload
+            if found.elsewhere:
+                payload = await joined(payload, in_front_of(group.seq, self._reader.message))
             entry.bytes = len(payload)
             said = decode(StoredMessage(message.subject, place, found.header, payload))
         except MalformedEntry as e:

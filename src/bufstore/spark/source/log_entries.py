@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.group import Record, decode_header, hash_of
-from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.oversize import in_front_of, joined
 from bufstore.buffer.places import first_place, group_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import DataLoss, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
 from bufstore.spark.group_entries import EntryMessage, Taken, entries_of
+from bufstore.spark.outage import Patience
 from bufstore.spark.source.log_columns import LogItem
 from bufstore.spark.source.offsets import Range
 from bufstore.spark.source.options import ReadOptions
@@ -55,6 +57,7 @@ class LogEntries:
         self._wanted = Wanted(log.subjects, options)
         self._fails = options.fail_on_data_loss
         self._part = part
+        self._patiently = Patience(options.outage_timeout_s, "a read of a large entry", numbered=True).until_through
 
     async def of(self, read: Read) -> AsyncIterator[LogItem]:
         """Yield what the job asks for of a message. Raises DataLoss when a part of an entry is gone."""
@@ -83,16 +86,14 @@ class LogEntries:
             return item_of(message, thread_id)
         missing: list[int] = []
 
-        async def part(sequence: int) -> StoredMessage | None:
-            if not 0 < sequence < group_of(message.seq):
-                return None  # parts stand in front of their group: there never was such a part
-            stored = await self._reader.message(sequence)
+        async def held(sequence: int) -> StoredMessage | None:
+            stored = await self._patiently(partial(self._reader.message, sequence))
             if stored is None:
                 missing.append(sequence)
             return stored
 
         try:
-            payload = await joined(message.body, part)
+            payload = await joined(message.body, in_front_of(group_of(message.seq), held))
         except MalformedEntry as e:
             if missing and missing[0] in await self._reader.erased(missing[0]):
                 return None
