@@ -214,7 +214,7 @@ async def test_a_part_that_never_was_is_no_loss(parts: list[int]) -> None:
             assert 0 < sequence < 7
             return StoredMessage(SUBJECTS.parts, 2, None, b"xyz") if sequence == 2 else None
 
-        async def erased(self, start: int) -> set[int]:
+        async def erased(self, start: int, *, fresh: bool = False) -> set[int]:
             return set()
 
     options = ReadOptions(nats=NatsConfig())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from bufstore import ConfigError
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.spark import DataLoss
+from bufstore.spark.source import log_scan
 from bufstore.spark.source.offsets import Holes, Offset, Range, begin_at, check, offset_of, parts_of, split
 
 
@@ -95,3 +99,22 @@ def test_positions_by_name_and_number() -> None:
     assert begin_at("7", 3, 9, "messages") == (7, 0)
     assert begin_at(str(place(7, 0)), 3, 9, "entries") == (7, 0)
     assert begin_at(str(place(7, 2)), 3, 9, "entries") == (7, place(7, 2))
+
+
+@pytest.mark.parametrize(("known", "lost"), [({3}, None), (set(), 3)])
+async def test_what_an_old_leader_does_not_know_to_be_erased_is_no_loss(known: set[int], lost: int | None) -> None:
+    """Regression: a group that is gone counted as lost when the node that was asked had not heard of its erasure."""
+
+    async def erased(start: int, *, fresh: bool = False) -> set[int]:
+        return {start} & known if fresh else set()
+
+    async def look() -> Any:
+        return SimpleNamespace(first=1)
+
+    reader: Any = SimpleNamespace(erased=erased, look=look)
+    log: Any = SimpleNamespace()
+    holes = Holes(1)
+    for sequence, before in (1, 0), (2, 1), (4, 3):
+        holes.passed(sequence)
+        holes.group(sequence, before)
+    assert await log_scan._lost(reader, log, holes, 5) == lost

@@ -151,9 +151,12 @@ class LogReader:
         found = await self._stream.after(subject, start - 1, _SILENCE_S, limit=1)
         return found[0] if found else None
 
-    async def erased(self, start: int) -> set[int]:
-        """Return the sequences of messages that were erased: all from `start` on, and maybe some before."""
-        log, sequences = await self.look(), set[int]()
+    async def erased(self, start: int, *, fresh: bool = False) -> set[int]:
+        """Return the sequences of messages that were erased: all from `start` on, and maybe some before.
+
+        `fresh`: see `look`.
+        """
+        log, sequences = await self.look(fresh=fresh), set[int]()
         async with contextlib.aclosing(self.read(start, log.end, [log.subjects.erased])) as found:
             async for part in found:
                 for read in part:

@@ -95,7 +95,7 @@ class LogEntries:
         try:
             payload = await joined(message.body, in_front_of(group_of(message.seq), held))
         except MalformedEntry as e:
-            if missing and missing[0] in await self._reader.erased(missing[0]):
+            if missing and missing[0] in await self._patiently(partial(self._reader.erased, missing[0], fresh=True)):
                 return None
             if missing and self._fails:  # parts stay as long as their group
                 raise DataLoss(f"message {missing[0]} was purged before entry {message.seq} was read") from e

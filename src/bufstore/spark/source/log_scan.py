@@ -57,10 +57,14 @@ async def _lost(reader: LogReader, log: LogState, holes: Holes, end: int) -> int
     if holes.open:
         behind = await reader.first_of(log.subjects.groups, end)
         holes.ended(end, _before(behind) if behind is not None else None)
-    if not holes.found:
-        return None
-    # These are asked only now: whatever made the holes was written before.
-    return holes.lost(await reader.erased(holes.found[0][0]), (await reader.look()).first)
+    lost = None
+    if holes.found:
+        # These are asked only now: whatever made the holes was written before. The node that answers may lag.
+        for fresh in False, True:
+            lost = holes.lost(await reader.erased(holes.found[0][0], fresh=fresh), (await reader.look()).first)
+            if lost is None:
+                break
+    return lost
 
 
 def _before(message: StoredMessage) -> int | None:
@@ -142,7 +146,7 @@ async def messages(
                     holes.group(message.seq, _before(message) if holes.open else 0)
             yield reads
     _check_same(await patiently(reader.look, timeout_s), part)
-    if fails and (lost := await _lost(reader, log, holes, part.end)) is not None:
+    if fails and (lost := await patiently(partial(_lost, reader, log, holes, part.end), timeout_s)) is not None:
         raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
 
 
