@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bufstore import BufferConfig, BufferedThreadStore, Consistency, LogRolledBack, MemoryThreadStore, ReadNotFresh
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, header_of
+from bufstore.buffer.flush.takeover import mismatch, proven
 from bufstore.buffer.lost_end import all_flushed, has_passed, remembers
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Ending
@@ -156,3 +157,40 @@ async def test_an_entry_that_nobody_can_ask_about_does_not_count_as_flushed() ->
     assert not await all_flushed(ledger, SUBJECTS, {0: Ending(20, None), 1: Ending(20, None)}, 29)
     foreign = StoredMessage("of no thread", 20, None, b"")
     assert not await all_flushed(ledger, SUBJECTS, {0: Ending(20, foreign)}, 29)
+
+
+async def test_what_an_old_leader_shows_beside_its_successors_proof_is_no_loss() -> None:
+    """Regression: a log was refused that ended at 5 by an old leader, and behind the proof by its successor, in turns.
+
+    The position at the cursor, which the old leader lacks, was believed to be empty in the same way.
+    """
+
+    class Log:
+        generation_start = 1
+
+        def __init__(self, *ends: int) -> None:
+            self.ends = [*ends]
+
+        async def end(self, timeout_s: float) -> int:
+            return self.ends.pop(0)
+
+        async def erased(self) -> int:
+            return 0
+
+        async def identity(self, seq: int) -> StoredMessage | None:
+            return None
+
+        async def held_at(self, seq: int) -> StoredMessage | None:
+            header = header_of(7, 0, Base.UNKNOWN, 0, 0, False, b"", True, None, b"")
+            return StoredMessage(SUBJECTS.of("t"), seq, header, b"")
+
+        async def barrier(self, timeout_s: float) -> int:
+            return 12
+
+    async def found(cursor: Cursor, *ends: int) -> str | None:
+        log: Any = Log(*ends)
+        return await proven(log, lambda *reached: mismatch(log, cursor, *reached))
+
+    for ends in (5, 5, 12), (5, 12, 12), (12, 5, 12), (12, 12, 12):
+        assert await found(Cursor(0, 1, 9, 7), *ends) is None
+    assert "ends at 12" in str(await found(Cursor(0, 1, 20, 7), 5, 5, 12))

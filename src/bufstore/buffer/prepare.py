@@ -198,7 +198,7 @@ async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, know
     Raises ConfigDrift if a log that is missing has another name than that one.
     """
     made = epoch is None and await _was_made(log, ledger, stream, known)
-    found = await proven(log, lambda: _compare(log, ledger, stream, epoch, known, made=made))
+    found = await proven(log, lambda reached: _compare(log, ledger, stream, epoch, known, reached, made=made))
     return found if found is not None or epoch is None else await _behind_archive(log, ledger, stream)
 
 
@@ -231,7 +231,7 @@ async def _was_made(log: Log, ledger: Ledger, stream: str, known: int | None) ->
 
 
 async def _compare(
-    log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None, *, made: bool
+    log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None, reached: int, *, made: bool
 ) -> str | None:
     # Postgres is asked first: meanwhile the log only grows.
     cursors, archived = (await ledger.cursors()).values(), await ledger.archived()
@@ -244,7 +244,7 @@ async def _compare(
         epoch=known,
         log_start=start,
         log_first=first,
-        log_end=end,
+        log_end=max(end, reached),
         applied=applied,
         archived=archived,
         made=made,
@@ -252,5 +252,5 @@ async def _compare(
     if reason is not None or epoch is None:
         return reason
     # All partitions are compared together: if one does not fit, the others must not go on without it.
-    looks = (never_flushed(log, cursors), *(mismatch(log, cursor) for cursor in cursors))
+    looks = (never_flushed(log, cursors), *(mismatch(log, cursor, reached) for cursor in cursors))
     return next(filter(None, await asyncio.gather(*looks)), None)

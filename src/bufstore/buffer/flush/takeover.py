@@ -50,9 +50,12 @@ _AT_ONCE = 16
 _BARRIER_S = 5.0
 
 
-async def mismatch(log: Log, cursor: Cursor) -> str | None:
-    """Return why the log is not the one that the cursor belongs to; None when it is. Raises LogUnavailable."""
-    end = await log.end(5.0)
+async def mismatch(log: Log, cursor: Cursor, reached: int = 0) -> str | None:
+    """Return why the log is not the one that the cursor belongs to; None when it is. Raises LogUnavailable.
+
+    `reached`: how far the log certainly goes, whatever the node that answers has of it.
+    """
+    end = max(await log.end(5.0), reached)
     if end < cursor.seq:
         return f"the log ends at {end}, but Postgres has applied partition {cursor.partition} up to {cursor.seq}"
     if (erased := await log.erased()) and cursor.seq <= erased:
@@ -63,7 +66,7 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
     if cursor.id and cursor.seq >= log.generation_start:
         # The entry at the cursor is never purged. If it is not there, either the log was purged further than this
         # Postgres has got, or it is not the same log.
-        found = await log.identity(cursor.seq)
+        found = await (log.held_at if reached else log.identity)(cursor.seq)
         if found is None or entry_id(found) != cursor.id:
             return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
     return None
@@ -76,12 +79,13 @@ async def never_flushed(log: Log, cursors: Iterable[Cursor]) -> str | None:
     return None
 
 
-async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | None:
+async def proven(log: Log, look: Callable[[int], Awaitable[str | None]]) -> str | None:
     """Return what `look` finds wrong with the log, confirmed after the log's leader has proved that it leads.
 
-    A leader that the other nodes have left shows an old end for some seconds. Raises LogUnavailable without a proof.
+    A leader that the other nodes have left shows an old end for some seconds, also beside its successor, which stores
+    the proof. So `look` is told how far the log certainly goes (0: it is not known). Raises LogUnavailable.
     """
-    if await look() is None:
+    if await look(0) is None:
         return None
     try:
         stored = await log.barrier(_BARRIER_S)
@@ -89,7 +93,7 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
         raise LogUnavailable(
             "the log shows a wrong end, and its leader cannot prove that it leads; will check again"
         ) from None
-    found = await look()
+    found = await look(stored)
     if found is not None and stored and await log.end(_BARRIER_S) < stored:
         raise LogUnavailable("a node that no longer leads the log reports a wrong end for it; will check again")
     return found
@@ -288,7 +292,7 @@ class Takeover:
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log is still the one that the cursor belongs to, and follow it from there."""
-        trouble = await proven(self._log, lambda: self._mismatch(cursor))
+        trouble = await proven(self._log, lambda reached: self._mismatch(cursor, reached))
         if trouble is not None:
             self._log.refuse(trouble)
             raise LogRolledBack(trouble)
@@ -303,9 +307,9 @@ class Takeover:
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.owned_partitions))
 
-    async def _mismatch(self, cursor: Cursor) -> str | None:
+    async def _mismatch(self, cursor: Cursor, reached: int) -> str | None:
         """Return `mismatch` for a cursor that is still the partition's. Raises LogUnavailable when it no longer is."""
-        reason = await mismatch(self._log, cursor)
+        reason = await mismatch(self._log, cursor, reached)
         if reason is None and cursor.seq < self._log.generation_start:
             reason = await never_flushed(self._log, (await self._ledger.cursors()).values())
         # While this process stood still for long, others may have gone on, and the log was purged behind them.

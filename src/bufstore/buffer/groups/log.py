@@ -140,7 +140,12 @@ class GroupLog:
 
     async def identity(self, seq: int) -> StoredMessage | None:
         # Ask the log itself: this process may remember what is purged, or what the log lost when it went back.
-        message = await self._stream.identity(group_of(seq))
+        return await self._entry_in(await self._stream.identity(group_of(seq)), seq)
+
+    async def held_at(self, seq: int) -> StoredMessage | None:
+        return await self._entry_in(await self._stream.held(group_of(seq)), seq)
+
+    async def _entry_in(self, message: StoredMessage | None, seq: int) -> StoredMessage | None:
         if message is None or message.subject != self._subjects.groups or (group := group_in(message)) is None:
             return None
         if not group.records and not number_of(seq):

@@ -332,6 +332,9 @@ class Log(Generations, Protocol):
     async def identity(self, seq: int) -> StoredMessage | None:
         """The entry at exactly this position, if it is still there."""
 
+    async def held_at(self, seq: int) -> StoredMessage | None:
+        """The same of a position that the log has certainly reached, whichever node answers. Raises LogUnavailable."""
+
     @property
     def refused(self) -> str | None:
         """Why this process refuses the log (see `refuse`); None when it does not."""
