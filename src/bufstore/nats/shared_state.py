@@ -151,8 +151,8 @@ class NatsSharedState:
                     with attempt:
                         return await claimed()
         except TimeoutError:
-            # On replicas, so it is while a leader is elected; nodes whose disks are full answer no read either. Without a
-            # connection each try ends at once, and says nothing of the bucket.
+            # On replicas, so it is while a leader is elected; nodes whose disks are full answer no read either.
+            # Without a connection each try ends at once, and says nothing of the bucket.
             doubt = self._stored_at < began and longest_s >= _patience_s(timeout_s)
             self._silent = not self._stream.replicated and (self._silent or doubt)
         raise LogUnavailable(f"run {run_id!r} could not be registered in time{why}; nothing was stored")
