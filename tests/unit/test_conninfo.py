@@ -16,6 +16,7 @@ from psycopg.pq import Conninfo
 from bufstore import BufstoreError, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.conninfo import check_conninfo, own_conninfo
 from bufstore.postgres.connection.pool import connect
+from bufstore.postgres.connection.refusals import reason_in
 
 #: Nobody listens there.
 NOWHERE = "host=127.0.0.1 port=1 user=u dbname=d"
@@ -110,7 +111,7 @@ async def test_a_peer_that_is_another_user_is_a_misconfiguration() -> None:
     "said",
     [
         'FATAL:  pg_hba.conf rejects connection for host "10.0.0.1", user "u", database "d", no encryption',
-        'FATAL:  database "d" is not currently accepting connections',
+        'FATAL:  cannot connect to invalid database "d"',
         "FATAL:  connection requires a valid client certificate",
         'FATAL:  parameter "geqo" requires a Boolean value',
         "FATAL:  no such database: d",
@@ -140,7 +141,15 @@ async def test_a_refusal_of_the_server_or_of_libpq_is_no_outage(said: str, monke
         await connect(NOWHERE)
 
 
-@pytest.mark.parametrize("said", ["Connection refused", "SSL error: tlsv1 alert internal error", "timeout expired"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Connection refused",
+        "SSL error: tlsv1 alert internal error",
+        "timeout expired",
+        'FATAL:  database "d" is not currently accepting connections',  # for a time: somebody maintains it
+    ],
+)
 async def test_an_outage_is_no_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object, **__: object) -> None:
         raise psycopg.OperationalError(f'connection failed: connection to server at "h", port 5 failed: {said}')
@@ -150,13 +159,40 @@ async def test_an_outage_is_no_refusal(said: str, monkeypatch: pytest.MonkeyPatc
         await connect(NOWHERE)
 
 
+REJECTED = 'FATAL:  pg_hba.conf rejects connection for host "10.0.0.1", user "u", database "d", no encryption'
+NO_LOGIN = 'FATAL:  password authentication failed for user "u"'
+AWAY = "Connection refused"
+
+
+def told(*attempts: tuple[str, str]) -> str:
+    """What psycopg says of several attempts, each at a host and with a reason."""
+    texts = [f'connection failed: connection to server at "10.0.0.1", port 5 failed: {why}' for _, why in attempts]
+    each = [
+        f"- host: {host!r}, port: '5', hostaddr: '10.0.0.1': {t}" for (host, _), t in zip(attempts, texts, strict=True)
+    ]
+    return "\n".join([texts[-1], "Multiple connection attempts failed. All failures were:", *each])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_host_that_is_away_may_let_in_whom_another_refuses_by_a_setting_of_its_own(first: int) -> None:
+    """Regression: a standby that rejects the app turned the primary's outage into a misconfiguration."""
+    attempts = [("a", REJECTED), ("b", AWAY)][:: 1 if first else -1]
+    assert reason_in(told(*attempts)).endswith(AWAY)
+    assert reason_in(told(("a", REJECTED), ("b", REJECTED))).endswith(REJECTED)
+    # The standby's logins are the primary's.
+    assert reason_in(told(*[("a", NO_LOGIN), ("b", AWAY)][:: 1 if first else -1])).endswith(NO_LOGIN)
+    # One server, of which one address is not listened on.
+    assert reason_in(told(*[("localhost", REJECTED), ("localhost", AWAY)][:: 1 if first else -1])).endswith(REJECTED)
+
+
 @pytest.mark.parametrize("value", ["true", "database", "1", SECRET])
 def test_a_connection_for_replicas_is_refused(value: str) -> None:
     """Regression: it was opened, and each of its statements that has parameters was an outage."""
     with pytest.raises(ConfigError, match="replication") as refused:
         own_conninfo(f"{NOWHERE} replication={value}")
     assert SECRET not in str(refused.value)
-    own_conninfo(f"{NOWHERE} replication=off")
+    for none in ("off", "of", "False", "n", "0", ""):
+        own_conninfo(f"{NOWHERE} replication='{none}'")
 
 
 @pytest.mark.parametrize("special", ["", '"', "\n", '"\n"', ": ", "'\\"], ids=repr)

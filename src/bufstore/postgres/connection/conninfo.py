@@ -18,8 +18,8 @@ _SECRETS = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_c
 _NO_PRIMARY = frozenset({"standby", "prefer-standby", "read-only"})
 #: Which server it looks for here. Until libpq 14 it could not tell a standby from a role that may only read.
 _PRIMARY = "primary" if psycopg.pq.version() >= 140000 else "read-write"
-#: What says that a connection is none of a replica.
-_NOT_FOR_REPLICAS = frozenset({"off", "false", "no", "0"})
+#: What says that a connection is none of a replica; the server takes the beginning of such a word, too.
+_NOT_FOR_REPLICAS = re.compile(r"f|fa|fal|fals|false|n|no|of|off|0|", re.IGNORECASE)
 #: "postgresql+psycopg://", which most apps have in their environment.
 _DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 #: libpq's words about a parameter of a URL that it does not know.
@@ -94,7 +94,7 @@ def own_conninfo(conninfo: str, **defaults: Any) -> str:
         raise ConfigError(
             f"target_session_attrs={wanted} asks for a server that may lack what was just written: leave it out"
         )
-    if str(given.get("replication", "off")).lower() not in _NOT_FOR_REPLICAS:
+    if not _NOT_FOR_REPLICAS.fullmatch(str(given.get("replication", ""))):
         raise ConfigError("replication makes a connection of a replica, which takes no parameters: leave it out")
     if wanted == "any":
         wanted = _PRIMARY

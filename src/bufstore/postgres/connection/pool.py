@@ -454,7 +454,7 @@ async def open_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float =
 
 def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
     """Return a pool that is not open yet. Raises ConfigError when `conninfo` is invalid; the error does not show it."""
-    if type(size) is not int or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(f"the size of a pool must be a whole number, at least 1 connection, not {size!r}")
     return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
 

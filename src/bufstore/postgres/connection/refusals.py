@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 
 from bufstore.printable import printable
 
@@ -10,7 +12,7 @@ from bufstore.printable import printable
 #: libpq gives no SQLSTATE here, and psycopg does not have libpq put it into the text (PQsetErrorVerbosity).
 _REFUSED = re.compile(
     r"authentication failed|pg_hba\.conf (entry|rejects)|(role|database) \".*\" does not exist|permission denied|"
-    r"not permitted to log in|not currently accepting|no password supplied|certificate verify failed|"
+    r"not permitted to log in|cannot connect to invalid database|no password supplied|certificate verify failed|"
     r"server does not support SSL|SSL engine|(valid client|request an SSL) certificate|requirepeer|"
     r" alert ((\w+ )?certificate|unknown ca|protocol version|access denied|handshake failure)|"
     r"does not match host name|channel binding (is )?required|authentication method requirement|"
@@ -25,6 +27,14 @@ _REFUSED = re.compile(
     r"is too long \(maximum",
     re.IGNORECASE | re.DOTALL,
 )
+#: What a standby refuses because its primary does, too: logins, roles and databases are copied, settings are not.
+_REFUSED_BY_ALL = re.compile(
+    r"authentication failed|(role|database) \".*\" does not exist|permission denied for database|"
+    r"not permitted to log in|no password supplied",
+    re.IGNORECASE | re.DOTALL,
+)
+#: Where psycopg tells of an attempt; a host may have several addresses.
+_ATTEMPT = re.compile(r"^- (host: .*, port: .*), hostaddr: ", re.MULTILINE)
 #: A reason is one line, but a quoted name in it may have several.
 _REASON = re.compile(
     r"failed: ((?:\"[^\"]*\"|.)*)|connection is bad: ((?:\"[^\"]*\"|.)*)|"
@@ -39,12 +49,31 @@ _VALUE = re.compile(
 
 
 def reason_in(text: str) -> str:
-    """Return why libpq could not connect, as psycopg's error says it, in one line and without a parameter's value."""
-    # Several hosts give several reasons: a refusal stays so. The text names host, user, database and service, never a
-    # password.
+    """Return why libpq could not connect, as psycopg's error says it, in one line and without a parameter's value.
+
+    Of several servers, one that is away may be the primary, and would let this client in. So if one refuses it for what
+    may be a setting of its own, that is not the reason. The text names host, user, database and service, never a
+    password.
+    """
+    _, *attempts = _ATTEMPT.split(text)
+    reasons = [_reason_of(attempt) for attempt in _by_server(attempts).values()] or [_reason_of(text)]
+    by_all = filter(_REFUSED_BY_ALL.search, reasons)
+    away = itertools.filterfalse(_REFUSED.search, reversed(reasons))
+    return printable(_VALUE.sub(r"\1\2\3***", next(itertools.chain(by_all, away, reasons))))
+
+
+def _by_server(attempts: Sequence[str]) -> dict[str, str]:
+    """Return what failed, by server; `attempts` are pairs of a server and how an attempt at it ended."""
+    found: dict[str, str] = {}
+    for server, failed in zip(attempts[::2], attempts[1::2], strict=True):
+        found[server] = found.get(server, "") + failed
+    return found
+
+
+def _reason_of(text: str) -> str:
+    """Return why a server was not connected to. If one of its addresses answers with a refusal, the server does."""
     reasons = ["".join(found) for found in _REASON.findall(text)] or ["connection failed"]
-    reason = next(filter(_REFUSED.search, reasons), reasons[-1])
-    return printable(_VALUE.sub(r"\1\2\3***", reason))
+    return next(filter(_REFUSED.search, reasons), reasons[-1])
 
 
 def is_refusal(reason: str) -> bool:
