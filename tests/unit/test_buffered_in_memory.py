@@ -42,7 +42,7 @@ from bufstore.buffer.flush.owned_partition import Queued
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.ports.log import Floor
-from bufstore.jetstream.messages import Conflict, Outgoing
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
@@ -592,6 +592,36 @@ def test_a_refused_parent_makes_nobody_look_at_the_parents_of_others_again(monke
         assert looked == ["c"], "after a change it looks again"
 
     alone(main)
+
+
+def test_a_change_without_an_answer_that_another_process_ended_makes_parents_be_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a child got the parent back that this process had deleted, and that was there no more."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner) as ours, instance(nats, inner) as other:
+            for thread_id in ("parent", "child", "else"):
+                await ours.checkpoint(thread_id, [1], run_of(thread_id))
+            child = replace_run(run_of("child"), parent_thread_id="parent")
+            await ours.set_parent("child", "parent")
+            await ours.checkpoint("child", [1, 2], child)  # remembered: the child may have this parent
+            put = ours.buffer.shared.put_lineage
+
+            async def unanswered(*record: Any) -> int:
+                monkeypatch.undo()
+                await put(*record)
+                await other.set_parent("else", None)  # which ends ours first
+                raise AppendUnknown("lost")
+
+            monkeypatch.setattr(ours.buffer.shared, "put_lineage", unanswered)
+            with pytest.raises(NotFound):
+                await ours.delete_thread("parent", children=Children.DETACH)
+            with pytest.raises(LineageError, match="does not exist"):
+                await ours.checkpoint("child", [1, 2, 3], child)
+
+    run(main())
 
 
 def test_a_parent_that_there_is_none_of_is_refused_also_while_others_change_the_lineage_for_long() -> None:

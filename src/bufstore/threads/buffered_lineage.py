@@ -188,6 +188,7 @@ class BufferedLineage:
                 seq, record = await self._record()
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
+                    self._parents.forget()
                     continue  # another's record; if ours was there before, it is carried out: repeating is harmless
             reach(Failpoint.LINEAGE_PLACED)
             try:
