@@ -336,6 +336,10 @@ async def test_a_system_account_signs_in_with_a_credentials_file(servers: Server
             assert ("refused the credentials" in found["found"], "--nats-sys-creds" in found["advice"]) == (True, True)
     alone = await asyncio.to_thread(bufstore_cli, "doctor", *told[2:], **where(deployment))
     assert (alone.code, "--nats-sys-creds goes with --nats-sys" in alone.err) == (2, True), alone
+    # In the environment it may be there for other commands of the same shell.
+    exported = where(deployment) | {"BUFSTORE_NATS_SYS_CREDS": str(system)}
+    unused = await asyncio.to_thread(bufstore_cli, "doctor", **exported)
+    assert "goes with" not in unused.err, unused
 
 
 async def test_postgres_that_is_not_durable_or_not_ours(own_servers: Servers) -> None:

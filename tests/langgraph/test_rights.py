@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from bufstore import ConfigDrift, NatsConfig, StoreMisconfigured
+from bufstore import ConfigDrift, NatsConfig, PostgresThreadStore, StoreMisconfigured
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver
 from bufstore.nats.permissions import Role, permissions
@@ -154,6 +154,20 @@ async def test_setup_makes_no_log_of_messages_where_a_saver_looks_for_its_own(se
     assert await query(place.dsn, made) == []
     async with place.saver():
         pass
+
+
+async def test_setup_makes_the_log_again_of_messages_that_have_a_savers_names(own_servers: Servers) -> None:
+    """Regression: a store of messages with these names could not get its log again once NATS was lost."""
+    async with PostgresThreadStore(own_servers.postgres.dsn, schema="bufstore_langgraph") as store:
+        await store.setup()
+    names = {
+        "BUFSTORE_STREAM": "LANGGRAPH",
+        "BUFSTORE_BUCKET": "langgraph-hot",
+        "BUFSTORE_SCHEMA": "bufstore_langgraph",
+    }
+    at = {"BUFSTORE_NATS": own_servers.nats.url, "BUFSTORE_POSTGRES": own_servers.postgres.dsn}
+    made = await asyncio.to_thread(bufstore_cli, "setup", "--max-bytes", str(64 << 20), **(at | names))
+    assert (made.code, "log LANGGRAPH and its bucket: made" in made.out) == (0, True), made
 
 
 async def test_a_saver_on_a_log_of_messages_says_how_to_clean_up(servers: Servers) -> None:

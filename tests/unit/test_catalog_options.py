@@ -117,6 +117,9 @@ def test_files_for_tls_are_the_environments_with_its_server(monkeypatch: pytest.
     assert named({"tlsCertificateFile": "/our.pem"}, LOG_NAMES) == theirs | {"tlsCertificateFile": "/our.pem"}
     assert named({"tlsCaFile": "/our-ca.pem"}, LOG_NAMES) == theirs | certificate | {"tlsCaFile": "/our-ca.pem"}
     assert named({"nats": "tls://elsewhere"}, LOG_NAMES) == {"nats": "tls://elsewhere"}
+    # One that is set to nothing names no file, as for the command line.
+    monkeypatch.setenv("BUFSTORE_TLS_CA", "")
+    assert named({}, LOG_NAMES) == {"natsUrl": "/NATS"} | certificate
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
         ways = [way for way in _WAYS if found.keys() & set(way)] or _WAYS
         certificate = () if found.keys() & set(_CERTIFICATE) else _CERTIFICATE
         names_of = [name for way in (*ways, ("tlsCaFile",), certificate) for name in way]
-        theirs = {name: os.environ[_VARIABLES[name]] for name in names_of if _VARIABLES[name] in os.environ}
+        there = {name: os.environ[_VARIABLES[name]] for name in names_of if _VARIABLES[name] in os.environ}
+        # As for the command line, an empty variable is none; only a password may be empty.
+        theirs = {name: value for name, value in there.items() if value or name == "password"}
         found = {"natsUrl": os.environ[NATS_VARIABLE]} | theirs | found
     if POSTGRES_VARIABLE in os.environ and "postgres" in names and not found.keys() & {"postgres", "postgresUrl"}:
         found["postgresUrl"] = os.environ[POSTGRES_VARIABLE]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from rich.table import Table
 from rich.text import Text
 
@@ -69,7 +70,8 @@ def doctor(
 
     Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
     """
-    if nats_sys_creds is not None and nats_sys is None:
+    source = click.get_current_context().get_parameter_source("nats_sys_creds")
+    if nats_sys is None and source is ParameterSource.COMMANDLINE:
         raise click.UsageError("--nats-sys-creds goes with --nats-sys, the URL.")
     found = options.run(
         lambda target: _look(target, Role(role), nats_sys, nats_sys_creds, nats_monitor, tokens, mailbox)

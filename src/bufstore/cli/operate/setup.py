@@ -18,7 +18,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.langgraph.engine import DEFAULT_LOG
 from bufstore.langgraph.postgres.store import BUFFER_SCHEMA
-from bufstore.postgres.connection.migrate import check_schema, has_schema, taking_turns
+from bufstore.postgres.connection.migrate import check_schema, has_schema, has_table, taking_turns
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
 
@@ -153,11 +153,11 @@ async def _setup(
             lane = found.config.lane
             raise ConfigError(f"stream {target.stream!r} is lane {lane} of a log: name the first lane's stream")
         wanted = _lanes(f"stream {target.stream}", wanted, found.config.lanes)
-    elif log is not None:
-        _check_no_savers(target)
     async with _owner(target, roles) as connection:
         if found is not None:  # the log may be that of an app's own store
             target.check_threads(found)
+        elif log is not None and not await has_table(connection, target.schema, "threads"):
+            _check_no_savers(target)
         lanes = _lanes(f"schema {target.schema}", wanted, await tables.lanes(connection, target.schema))
         migrated: dict[str, dict[str, list[int]]] = {}
         for schema, of in _places(target.schema, parts, lanes):
