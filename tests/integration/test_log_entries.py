@@ -103,22 +103,28 @@ async def test_what_is_written_is_followed(deployment: Deployment) -> None:
             await following.wait()
 
 
-async def test_what_was_shown_is_not_shown_again_when_an_old_leader_tells_where_the_log_ends(
+async def test_what_is_followed_goes_on_from_the_end_that_was_shown_and_anew_in_a_new_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: where a node that was cut off has led, it says for seconds where the log ended before."""
-    ends, shown = iter([3, 5, 4, 5, 7]), list[Any]()
+    """Regression: where a node that was cut off has led, it says for seconds where the log ended before.
+
+    What the log lost is not waited for: other entries get its positions.
+    """
+    states, asked, shown = iter([(3, "a"), (5, "a"), (4, "a"), (6, "a"), (3, "b")]), list[int](), list[Any]()
 
     class Following(_EntryReader):
         async def _range(self, log: Any, start: int, end: int) -> AsyncGenerator[Any]:
             for sequence in range(start, end):
-                yield sequence
+                yield log.created, sequence
 
-    async def look() -> Any:
-        return SimpleNamespace(first=1, end=next(ends))
+    async def look(*, reached: int = 0) -> Any:
+        asked.append(reached)
+        end, created = next(states)
+        return SimpleNamespace(first=1, end=end, created=created)
 
     monkeypatch.setattr(log_entries, "_FOLLOW_S", 0.0)
     reader: Any = SimpleNamespace(look=look)
-    with suppress(RuntimeError):  # there are no more ends
+    with suppress(RuntimeError):  # there are no more states
         await Following(reader, Wanted((), (), None, None, False)).show(9, shown.append, follow=True)
-    assert shown == [1, 2, 3, 4, 5, 6]
+    assert asked == [0, 3, 5, 4, 6, 3]
+    assert shown == [("a", n) for n in (1, 2, 3, 4, 4, 5)] + [("b", n) for n in (1, 2)]

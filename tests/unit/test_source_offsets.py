@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -112,9 +112,33 @@ async def test_what_an_old_leader_does_not_know_to_be_erased_is_no_loss(known: s
         return SimpleNamespace(first=1)
 
     reader: Any = SimpleNamespace(erased=erased, look=look)
-    log: Any = SimpleNamespace()
+    log: Any = SimpleNamespace(first=1)
     holes = Holes(1)
     for sequence, before in (1, 0), (2, 1), (4, 3):
         holes.passed(sequence)
         holes.group(sequence, before)
     assert await log_scan._lost(reader, log, holes, 5) == lost
+
+
+async def test_an_old_leader_hides_no_loss_by_where_the_log_began_before() -> None:
+    """Regression: the last of several looks alone counted, whichever node answered it."""
+    firsts = iter([9, 1])
+
+    async def erased(_: int, *, fresh: bool = False) -> set[int]:
+        return set()
+
+    async def look() -> Any:
+        return SimpleNamespace(first=next(firsts))
+
+    reader: Any = SimpleNamespace(erased=erased, look=look, first_of=nothing)
+    holes = Holes(1)
+    assert (
+        await log_scan._lost(
+            reader, cast(Any, SimpleNamespace(first=1, subjects=SimpleNamespace(groups="g"))), holes, 9
+        )
+        == 1
+    )
+
+
+async def nothing(*_: object) -> None:
+    """Nothing stands behind the range."""

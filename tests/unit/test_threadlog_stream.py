@@ -52,11 +52,11 @@ def test_a_log_that_is_away_or_not_there_yet_is_nothing_new_for_a_while(clock: l
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[LogState]:
-    """The log as it is now, which tests replace. Every message is one row. A second state: what a proof shows."""
+    """The log as it is now, which tests replace. Every message is one row. A second state: what later looks show."""
     now = [log_at(5)]
 
-    async def look(*_: Any, fresh: bool = False) -> LogState:
-        return now[-1 if fresh else 0]
+    async def look(*_: Any, reached: int = 0) -> LogState:
+        return now[-1 if reached else 0]
 
     async def rows_between(_: Any, log: LogState, start: int, end: int) -> int:
         return max(0, end - max(start, log.first))

@@ -46,6 +46,8 @@ _DEAF_S = 3 * _HEARTBEAT_S
 _SILENCE_S = 10.0
 #: Seconds before an interrupted read goes on.
 _AGAIN_S = 0.1
+#: For how many seconds a node that leads no more may tell of an older log (docs/adr/0028-one-answer-proves-a-read.md).
+_OLD_LEADER_S = 20.0
 #: Seconds after which a consumer whose reader is gone removes itself.
 _INACTIVE_S = 60
 
@@ -106,12 +108,26 @@ class LogReader:
         """Close the connection."""
         await self._connection.aclose()
 
-    async def look(self, *, fresh: bool = False) -> LogState:
+    async def look(self, *, fresh: bool = False, reached: int = 0) -> LogState:
         """Return the log as it is now. Raises NoLog when there is none.
 
-        `fresh`: with all that was acknowledged before the call. Otherwise a node that led until it was cut off may say,
-        for seconds, where the log ended before. On replicas this stores a message that proves the end.
+        A node that led until it was cut off may say, for seconds, where the log ended before.
+        `fresh`: with all that was acknowledged before the call. On replicas this stores a message that proves the end.
+        `reached`: the log ended here, or later, before (0: not known). On replicas a node that says otherwise is asked
+        again while it may be such a node. Nothing is stored, for if the log did go back, it would hide that.
         """
+        log = first = await self._look()
+        until = asyncio.get_running_loop().time() + _OLD_LEADER_S
+        while log.end < reached and log.created == first.created and log.config.replicas > 1:
+            if asyncio.get_running_loop().time() > until:
+                return log
+            await asyncio.sleep(_AGAIN_S)
+            log = await self._look()
+        if fresh and log.config.replicas > 1:
+            return msgspec.structs.replace(log, end=max(log.end, await self._proven_end(log.subjects)))
+        return log
+
+    async def _look(self) -> LogState:
         await self._connection.wait_up(_SILENCE_S)
         try:
             info = await self._stream.info()
@@ -122,10 +138,7 @@ class LogReader:
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
         target = target_of(config["metadata"])
-        log = LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
-        if fresh and found.replicas > 1:
-            return msgspec.structs.replace(log, end=max(end, await self._proven_end(log.subjects)))
-        return log
+        return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
 
     async def _proven_end(self, subjects: Subjects) -> int:
         """Return the sequence behind all that was acknowledged before the call. Raises LogUnavailable."""

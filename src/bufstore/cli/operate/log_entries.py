@@ -134,13 +134,15 @@ class _EntryReader:
         log = await self._reader.look()
         for entry in await self._some(log, limit):
             show(entry)
-        at = log.end
+        at, created = log.end, log.created
         while follow:
             await asyncio.sleep(_FOLLOW_S)
-            log = await self._reader.look()
+            log = await self._reader.look(reached=at)
+            if log.created != created:
+                at, created = log.first, log.created
             async for entry in self._range(log, at, log.end):
                 show(entry)
-            at = max(at, log.end)  # the node that answered may lag
+            at = log.end
 
     async def _some(self, log: LogState, limit: int) -> Collection[LogEntry]:
         """Return the first of the wanted entries if --after says where to begin, else the last ones."""

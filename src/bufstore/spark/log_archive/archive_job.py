@@ -70,8 +70,9 @@ def archive(
     known = all_manifests_of(spark, path)
     manifests = counting(known)
     log = loop().run(log_of(deployment))
-    if any(m.created == log.created and m.end > log.end for m in manifests):  # the node that answered may lag
-        log = loop().run(log_of(deployment, fresh=True))
+    reached = max((m.end for m in manifests if m.created == log.created), default=0)
+    if reached > log.end:  # the node that answered may lag
+        log = loop().run(log_of(deployment, reached))
     check_domain(log)
     loop().run(_check_database(deployment, log))
     begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log)
@@ -178,12 +179,12 @@ def check_domain(log: LogState) -> None:
         )
 
 
-async def log_of(deployment: Deployment, *, fresh: bool = False) -> LogState:
-    """Return the deployment's log as it is now; `fresh`: see `LogReader.look`. Raises NoLog."""
+async def log_of(deployment: Deployment, reached: int = 0) -> LogState:
+    """Return the deployment's log as it is now; `reached`: see `LogReader.look`. Raises NoLog."""
     reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
     await reader.open()
     try:
-        return await reader.look(fresh=fresh)
+        return await reader.look(reached=reached)
     finally:
         await reader.aclose()
 

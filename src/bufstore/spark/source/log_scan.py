@@ -39,9 +39,9 @@ async def patiently(call: Callable[[], Awaitable[T]], timeout_s: float = PATIENC
     return await Patience(timeout_s, "a read of the log", numbered=True).until_through(call)
 
 
-async def look(options: ReadOptions, *, fresh: bool = False) -> LogState:
-    """Return the log as it is now; `fresh`: see `LogReader.look`."""
-    return await (await reader_of(options)).look(fresh=fresh)
+async def look(options: ReadOptions, *, fresh: bool = False, reached: int = 0) -> LogState:
+    """Return the log as it is now; `fresh` and `reached`: see `LogReader.look`."""
+    return await (await reader_of(options)).look(fresh=fresh, reached=reached)
 
 
 async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:
@@ -57,11 +57,13 @@ async def _lost(reader: LogReader, log: LogState, holes: Holes, end: int) -> int
     if holes.open:
         behind = await reader.first_of(log.subjects.groups, end)
         holes.ended(end, _before(behind) if behind is not None else None)
-    lost = None
+    lost, first = None, log.first
     if holes.found:
         # These are asked only now: whatever made the holes was written before. The node that answers may lag.
         for fresh in False, True:
-            lost = holes.lost(await reader.erased(holes.found[0][0], fresh=fresh), (await reader.look()).first)
+            erased = await reader.erased(holes.found[0][0], fresh=fresh)
+            first = max(first, (await reader.look()).first)
+            lost = holes.lost(erased, first)
             if lost is None:
                 break
     return lost

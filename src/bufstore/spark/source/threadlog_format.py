@@ -241,7 +241,7 @@ async def _planned(
 async def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
     if start.created == log.created and start.position > log.end:  # the node that answered may lag
-        log = await log_scan.look(options, fresh=True)
+        log = await log_scan.look(options, reached=start.position)
     check(start, log.created, log.end)
     await log_scan.check_first(options, log, start)
 
