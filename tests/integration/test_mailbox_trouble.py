@@ -310,11 +310,11 @@ async def test_an_interrupted_purge_leaves_no_keys_on_nats(
                 await purge(*_)
             raise LogUnavailable("away")
 
-        async def full(messages: Any) -> set[str]:
+        async def full(messages: Any, **how: Any) -> set[str]:
             records.append(len(await bucket.all(backend._keys.of("x", t, "*"))))
             if records[-1]:
                 raise LogFull("full")
-            return await put_each(messages)
+            return await put_each(messages, **how)
 
         with monkeypatch.context() as patched:
             if when == "full":
@@ -331,24 +331,38 @@ async def test_an_interrupted_purge_leaves_no_keys_on_nats(
         assert [m.body for m in left.values()] == [b""]
 
 
+async def _finished(store: Any, thread_id: str) -> None:
+    await store.enqueue(thread_id, b"first", dispatch_id="d", dedupe_key="k")
+    claim = await store.claim(thread_id, "w")
+    assert claim is not None
+    await store.ack(claim)
+
+
+@pytest.mark.parametrize("full", [False, True])
 async def test_a_purge_leaves_the_keys_of_a_dispatch_that_takes_an_id_meanwhile(
-    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+    full: bool, on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the id was free again while the new dispatch had it, and a third one with it was lost."""
     async with on_nats.open(2) as (store, other):
-        thread_id, stream = fresh(), _nats(store)._bucket.stream
-        purge = stream.purge
-        await store.enqueue(thread_id, b"first", dispatch_id="d", dedupe_key="k")
-        claim = await store.claim(thread_id, "w")
-        assert claim is not None
-        await store.ack(claim)
+        thread_id, bucket = fresh(), _nats(store)._bucket
+        purge, put_each = bucket.stream.purge, bucket.put_each
+        await _finished(store, thread_id)
+        is_full = full
+
+        async def put(messages: Any, **how: Any) -> set[str]:
+            if is_full:
+                raise LogFull("full")
+            return await put_each(messages, **how)
 
         async def purging(subject: str, up_to: int) -> None:
+            nonlocal is_full
             await purge(subject, up_to)
             if ".x." in subject:
+                is_full = False
                 await other.enqueue(thread_id, b"second", dispatch_id="d", dedupe_key="k")
 
-        monkeypatch.setattr(stream, "purge", purging)
+        monkeypatch.setattr(bucket, "put_each", put)
+        monkeypatch.setattr(bucket.stream, "purge", purging)
         await store.purge_finished(store.backend.now_ms() + 1000)
         with pytest.raises(AlreadyExists):
             await other.enqueue(thread_id, b"third", dispatch_id="d")

@@ -161,27 +161,28 @@ class NatsSweeps:
             stay = (i for i, (d, *_) in enumerate(readable) if (d.completed_at_ms or 0) in kept)
             part = readable[: next(stay, len(readable))]
             if part:
-                ended = [d for d, _ in part]
+                threads = {d.thread_id for d, _ in part}
+                # Once the records are gone, the ids may be used again: what is read before leaves the keys of later
+                # dispatches alone.
+                keys = await self._keys_of([d for d, _ in part])
                 # The records last: when this is broken off, they lead the next purge to the keys. An end keeps its id
                 # taken without a key.
                 try:
-                    await self._drop_keys(ended)
+                    await self._drop(keys, threads)
                     await self._bucket.stream.purge(subject, part[-1][1].seq)
                 except LogFull:  # the records make room
                     await self._bucket.stream.purge(subject, part[-1][1].seq)
-                    await self._drop_keys(ended)
+                    await self._drop(keys, threads)
                 old += len(part)
             if len(part) < len(readable) or len(page) < size:
                 break
             position, size = page[-1].seq, 64
         return old
 
-    async def _drop_keys(self, finished: Sequence[Dispatch]) -> None:
-        """Remove the keys by which these are known, and their threads if nothing waits in them."""
-        # What is read first leaves the keys of later dispatches alone, which may use the ids again.
-        keys = await self._keys_of(finished)
+    async def _drop(self, keys: Iterable[StoredMessage], threads: Iterable[str]) -> None:
+        """Remove these keys, and these threads if nothing waits in them."""
         await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in keys)
-        await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d in finished}))
+        await asyncio.gather(*map(self._drop_thread, threads))
 
     async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
         """The keys by which these are known."""
