@@ -372,6 +372,36 @@ async def test_a_purge_leaves_the_keys_of_a_dispatch_that_takes_an_id_meanwhile(
         assert claim is not None and claim.payload == b"second"
 
 
+async def test_a_purge_makes_room_in_a_full_bucket_at_once(on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it tried for five seconds to remove the keys before it removed the records."""
+    async with on_nats.open(1) as (store,):
+        stream = _nats(store)._bucket.stream
+        await _finished(store, fresh())
+        purge, tried, room = stream.purge, list[str](), False
+
+        def while_full(write: Callable[..., Any], about: Callable[[Any], list[str]]) -> Callable[..., Any]:
+            async def refused(messages: Any, *rest: Any) -> Any:
+                if room:
+                    return await write(messages, *rest)
+                tried.extend(about(messages))
+                raise LogFull("full")
+
+            return refused
+
+        async def purging(subject: str, up_to: int) -> None:
+            nonlocal room
+            await purge(subject, up_to)
+            room = room or ".x." in subject
+
+        monkeypatch.setattr(stream, "publish", while_full(stream.publish, lambda m: [m.subject]))
+        for name in ("publish_each", "publish_batch"):
+            refused = while_full(getattr(stream, name), lambda messages: [m.subject for m in messages])
+            monkeypatch.setattr(stream, name, refused)
+        monkeypatch.setattr(stream, "purge", purging)
+        assert await store.purge_finished(store.backend.now_ms() + 1000) == 1
+        assert tried and len(tried) == len(set(tried))
+
+
 async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailboxes) -> None:
     async with on_nats.open(2, keep_finished_s=0.001) as (store, other):
         backend, thread_id, done = _nats(store), fresh(), fresh()

@@ -75,8 +75,8 @@ class Bucket(FreshReads):
         """Set the clock by `info`, which the server has just sent about the stream."""
         self._offset_s = seconds(info["ts"]) - since_start_s()
 
-    async def put(self, messages: Sequence[Outgoing], room: int = 0) -> int:
-        """Write all or none, as neighbours; return the last sequence.
+    async def put(self, messages: Sequence[Outgoing], room: int = 0, *, patient: bool = True) -> int:
+        """Write all or none, as neighbours; return the last sequence. `patient`: try for a while in a full bucket.
 
         Raises Conflict, AppendUnknown, LogFull, and TooLarge for what the server would not take `room` bytes larger.
         """
@@ -86,6 +86,8 @@ class Bucket(FreshReads):
         try:
             last = await self.writes.submit(messages)
         except LogFull:
+            if not patient:
+                raise
             # Other instances' groups on their way hold room. It is free again a moment later, whatever becomes of them.
             last = await AsyncRetrying(
                 retry=retry_if_exception_type(LogFull),
@@ -109,12 +111,15 @@ class Bucket(FreshReads):
             except BatchRefused as e:
                 raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
-    async def put_each(self, messages: Iterable[Outgoing]) -> set[str]:
-        """Write each by itself; return the subjects of those not surely written. None is on its way afterwards."""
+    async def put_each(self, messages: Iterable[Outgoing], *, patient: bool = True) -> set[str]:
+        """Write each by itself, as `put` does; return the subjects of those not surely written.
+
+        None is on its way afterwards.
+        """
 
         async def failed(message: Outgoing) -> set[str]:
             with suppress(Conflict, AppendUnknown):
-                await self.put([message])
+                await self.put([message], patient=patient)
                 return set()
             return {message.subject}
 

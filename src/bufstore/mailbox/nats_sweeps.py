@@ -168,21 +168,21 @@ class NatsSweeps:
                 # The records last: when this is broken off, they lead the next purge to the keys. An end keeps its id
                 # taken without a key.
                 try:
-                    await self._drop(keys, threads)
+                    await self._drop(keys, threads, patient=False)
                     await self._bucket.stream.purge(subject, part[-1][1].seq)
                 except LogFull:  # the records make room
                     await self._bucket.stream.purge(subject, part[-1][1].seq)
-                    await self._drop(keys, threads)
+                    await self._drop(keys, threads, patient=True)
                 old += len(part)
             if len(part) < len(readable) or len(page) < size:
                 break
             position, size = page[-1].seq, 64
         return old
 
-    async def _drop(self, keys: Iterable[StoredMessage], threads: Iterable[str]) -> None:
-        """Remove these keys, and these threads if nothing waits in them."""
-        await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in keys)
-        await asyncio.gather(*map(self._drop_thread, threads))
+    async def _drop(self, keys: Iterable[StoredMessage], threads: Iterable[str], *, patient: bool) -> None:
+        """Remove these keys, and these threads if nothing waits in them. `patient`: see `Bucket.put_each`."""
+        await self._bucket.put_each((self._keys.gone(m.subject, m.seq) for m in keys), patient=patient)
+        await asyncio.gather(*(self._drop_thread(t, patient=patient) for t in threads))
 
     async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
         """The keys by which these are known."""
@@ -195,7 +195,7 @@ class NatsSweeps:
         found = await self._bucket.last(list(holders))
         return [m for s, m in found.items() if m.body == holders[s]]
 
-    async def _drop_thread(self, thread_id: str) -> None:
+    async def _drop_thread(self, thread_id: str, *, patient: bool) -> None:
         """Forget a thread if nothing is left of it. Its epoch and tokens are not needed: their numbers only grow."""
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
@@ -207,9 +207,10 @@ class NatsSweeps:
             return
         if state.active or any(m.body for m in queued.values()):
             return
-        await self._bucket.put_each(
+        gone = (
             self._keys.gone(s, m.seq, ttl_s=(GONE_S, THREAD_GONE_S)[s == subject]) for s, m in kept.items() if m.body
         )
+        await self._bucket.put_each(gone, patient=patient)
 
 
 class _Waiting(NamedTuple):
