@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from bufstore import LogUnavailable
 from bufstore.buffer.append.lookups import Lookups
 
 
@@ -63,3 +64,23 @@ async def test_an_error_reaches_all_and_nobody_need_wait_for_it() -> None:
     for answer in waiting:
         with pytest.raises(ConnectionError):
             await answer
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_look_that_somebody_cancels_fails_at_once_and_the_next_one_succeeds(begun: bool) -> None:
+    """Regression: the callers waited on, and after a look that was cancelled before it began, nothing was looked up."""
+    asked = Asked()
+    lookups = Lookups(asked)
+    waiting = [lookups.of("a"), lookups.of("b")]
+    (task,) = lookups._tasks
+    later = []
+    if begun:
+        await asyncio.sleep(0.01)
+        later.append(lookups.of("later"))
+    task.cancel()
+    for answer in waiting:
+        with pytest.raises(LogUnavailable, match="cancelled"):
+            await asyncio.wait_for(answer, 1)
+    asked.go.set()
+    for answer in (*later, lookups.of("later")):
+        assert await asyncio.wait_for(answer, 1) == 5
