@@ -581,6 +581,26 @@ def test_who_waits_for_a_task_that_somebody_ended_is_served_without_another_writ
     run(main())
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_unit_whose_parts_somebody_keeps_from_being_stored_ends_at_once(begun: bool) -> None:
+    """Regression: if their task had not begun, it waited until its deadline, and counted as the oldest for good."""
+
+    async def main() -> None:
+        world = World(random.Random(1), ["slow"])
+        (one,) = await started(world)
+        unit = one.add("a", 0, size=9**6)
+        (task,) = one.sequencer._tasks
+        if begun:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait_for(unit.done.wait(), 1)
+        assert isinstance(unit.ends[0], LogUnavailable)
+        assert one.sequencer.oldest is None
+        await one.sequencer.aclose()
+
+    run(main())
+
+
 def test_what_expects_nothing_goes_behind_whatever_came_meanwhile() -> None:
     async def main() -> None:
         world = World(random.Random(1))

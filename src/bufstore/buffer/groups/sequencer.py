@@ -20,6 +20,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
@@ -108,9 +109,8 @@ class Sequencer:
         self._closed = True
         await end(*self._tasks, self._task)
         await self._others.aclose()
-        waiting = [*self._waiting, *self._large]  # also of a task that was cancelled before it began
+        waiting = [*self._waiting]  # also of a task that was cancelled before it began
         self._waiting.clear()
-        self._large.clear()
         _end_all(waiting, unsent(closed=True))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
@@ -277,7 +277,15 @@ class Sequencer:
 
     def _store_parts(self, queued: Queued) -> None:
         self._large.append(queued)
-        spawn(self._with_parts(queued), name="bufstore-parts", among=self._tasks)
+        task = spawn(self._with_parts(queued), name="bufstore-parts", among=self._tasks)
+        task.add_done_callback(partial(self._parts_ended, queued))
+
+    def _parts_ended(self, queued: Queued, task: asyncio.Task[None]) -> None:
+        self._large.remove(queued)
+        if task.cancelled():  # perhaps before it began
+            end_one(queued.unit, unsent(closed=self._closed))
+        elif task.exception() is not None:  # of a signal's handler; the app may run the loop again
+            end_one(queued.unit, AppendUnknown("a signal interrupted the write"))
 
     async def _with_parts(self, queued: Queued) -> None:
         """Store the parts of a unit's large entries, then queue the unit, which names them."""
@@ -301,9 +309,6 @@ class Sequencer:
                     parts = parts_of(self._subjects.parts, payload, self.room)
                     seqs = [await self._stream.publish(part, self._timeout_s) for part in parts]
                     messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
-        except asyncio.CancelledError:
-            end_one(queued.unit, unsent(closed=self._closed))
-            raise
         except AppendUnknown as e:
             self._unanswered_parts += 1
             # Parts count for nothing without a group.
@@ -317,18 +322,12 @@ class Sequencer:
                 extra={"action": "group_commit_error"},
             )
             end_one(queued.unit, AppendUnknown(f"unexpected {type(e).__name__}"))
-        except BaseException:
-            end_one(queued.unit, AppendUnknown("a signal interrupted the write"))
-            raise
         else:
             self._unanswered_parts = 0
             reach(Failpoint.PARTS_STORED)
             self._queue(
                 msgspec.structs.replace(queued, messages=messages, size=sum(map(size_of, messages)), parts_at=parts_at)
             )
-        finally:
-            if queued in self._large:
-                self._large.remove(queued)
 
     async def _guarded(self, units: list[Queued]) -> StoredMessage | None:
         """Store the units, or say how they ended. Returns the message of the group that was stored."""
