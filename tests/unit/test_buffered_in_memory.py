@@ -1329,3 +1329,40 @@ def test_edits_that_wait_their_turn_learn_of_an_outage_at_once(monkeypatch: pyte
         assert loop.time() - began < 3
 
     alone(main)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_who_cancels_all_other_tasks_of_the_loop_leaves_no_write_waiting(large: bool) -> None:
+    """Regression: a write waited until its deadline, the log's floor stayed where the entry was, or all writes failed.
+
+    Neither which task is cancelled nor how far it has come may matter.
+    """
+
+    async def main(turns: int) -> bool:
+        # The limit for one write is longer than the test waits.
+        async with instance(MemoryNats(), MemoryThreadStore(), flusher=False, append_timeout_s=30) as store:
+            loop, body = asyncio.get_running_loop(), ["x" * (2 << 20 if large else 1)]
+            await store.checkpoint("known", [1], run_of("known"))
+            write = loop.create_task(store.checkpoint("new", body, run_of("new")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            done = write.done()
+            others = asyncio.all_tasks() - {asyncio.current_task(), write}
+            for task in others:
+                task.cancel()
+            try:
+                async with asyncio.timeout(2):
+                    await write
+            except (LogUnavailable, OutcomeUnknown) as e:
+                assert "cancelled" in str(e)
+            writer: Any = store.buffer.session.log.writer
+            assert writer.oldest is None
+            for thread_id in ("new", "newer"):
+                async with asyncio.timeout(2):
+                    await store.checkpoint(thread_id, body, run_of(thread_id))
+            return done
+
+    turns = 1
+    while not run(main(turns)):
+        turns += 1
+    assert turns > 3

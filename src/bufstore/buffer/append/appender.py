@@ -388,10 +388,11 @@ class Appender(Generic[S, M]):
 
     def _worked(self, lane: Lane[M], writes: Sequence[Write[M]], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if interrupted(task):
+        if interrupted(task) or (task.cancelled() and not self._closed):  # perhaps before it began
+            what = "the task that writes was cancelled or interrupted"
             for write in writes:
-                settle(write.done, AppendUnknown("a signal interrupted the write"))
-            self._fail(lane, LogUnavailable("a signal interrupted a write of the thread; nothing was stored"))
+                settle(write.done, AppendUnknown(what))
+            self._fail(lane, LogUnavailable(f"{what}; nothing was stored"))
 
     async def _find(self, lane: Lane[M], find: _Find[M], *, head: Write[M] | None = None, now: bool = True) -> None:
         """Find a tip, trying again while the log is away and somebody still waits; then go on.
