@@ -42,14 +42,12 @@ from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one, unanswered, unsent
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
-from bufstore.tasks import end, spawn
+from bufstore.tasks import CANCELLED_S, end, spawn
 
 _log = LogLines(__name__)
 
 #: For how long a writer that others have overtaken on a thread of theirs expects to be overtaken again.
 _SHARED_S = 1.0
-#: The seconds until the task that writes is begun anew after somebody has cancelled it.
-_CANCELLED_S = 0.5
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 _PARTS_OLD = "the parts of a large entry were stored too long ago"
@@ -248,9 +246,7 @@ class Sequencer:
     def _worked(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if task.cancelled():
-            # Perhaps before it began. Who ends all tasks of a loop would meet a new one, again and again; the loop
-            # does not live until this time, then.
-            task.get_loop().call_later(_CANCELLED_S, self._go_on)
+            task.get_loop().call_later(CANCELLED_S, self._go_on)  # perhaps before it began
         else:
             self._go_on()
 
