@@ -19,20 +19,23 @@ class SharedCall(Generic[T]):
         self._call = call
         self._running: asyncio.Task[T] | None = None
         self._next: asyncio.Task[T] | None = None
-        self._closed = False
+        self.closed = False
 
     async def __call__(self) -> T:
-        """Return the answer of a call that begins after this one. Raises what that call raises, and Closed."""
-        if self._closed:
+        """Return the answer of a call that begins after this one.
+
+        Raises what that call raises, Closed, and LogUnavailable when somebody cancels it.
+        """
+        if self.closed:
             raise Closed("the store is closed")
         if self._next is None or self._next.done():  # done: it was ended before it began
             self._next = spawn(self._run(self._running), name="bufstore-shared-call", apart=True)
             self._next.add_done_callback(see_error)
-        return await unless_closed(self._next)
+        return await unless_closed(self._next, lambda: self.closed)
 
     async def aclose(self) -> None:
         """End the calls; a caller that waits for one gets Closed."""
-        self._closed = True
+        self.closed = True
         await end(self._running, self._next)
 
     async def _run(self, before: asyncio.Task[T] | None) -> T:

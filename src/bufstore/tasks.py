@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, TypeVar
 
-from bufstore.errors import Closed
+from bufstore.errors import Closed, LogUnavailable, Unavailable
 
 T = TypeVar("T")
 
@@ -93,14 +93,21 @@ async def outlasted(task: asyncio.Future[T]) -> T:
     return task.result()
 
 
-async def unless_closed(task: asyncio.Future[T]) -> T:
-    """Return the task's result, as `outlasted` does. Raises Closed if the task was cancelled, but not its caller."""
+async def unless_closed(
+    task: asyncio.Future[T], closed: Callable[[], bool], otherwise: type[Unavailable] = LogUnavailable
+) -> T:
+    """Return the task's result, as `outlasted` does.
+
+    Raises Closed, or `otherwise` in what is not `closed`, if the task was cancelled, but not its caller.
+    """
     try:
         return await outlasted(task)
     except asyncio.CancelledError:
         caller = asyncio.current_task()
         if task.cancelled() and caller is not None and not caller.cancelling():
-            raise Closed("the store was closed before there was an answer") from None
+            if closed():
+                raise Closed("the store was closed before there was an answer") from None
+            raise otherwise("the task that asks was cancelled before there was an answer; retry") from None
         raise
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import bufstore
-from bufstore import BufferConfig, BufferedThreadStore, Consistency, MemoryThreadStore
+from bufstore import BufferConfig, BufferedThreadStore, Closed, Consistency, LogUnavailable, MemoryThreadStore
 from bufstore.memory import MemoryNats
+from bufstore.shared_call import SharedCall
 from bufstore.tasks import Closing, StrayCancelledError, end, own_cancels_only, spawn, together, unless
 from helpers import run_of
 
@@ -272,3 +273,17 @@ async def test_a_look_at_health_that_is_cancelled_as_it_begins_leaves_nothing_th
                     await asyncio.sleep(0)
                 await end(looking)
         assert [str(w.message) for w in warned] == []
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_who_shares_a_call_that_somebody_cancels_is_not_told_that_the_store_was_closed(closes: bool) -> None:
+    shared = SharedCall(asyncio.Event().wait)
+    caller = spawn(shared())
+    await asyncio.sleep(0.01)
+    if closes:
+        await shared.aclose()
+    else:
+        assert shared._running is not None
+        shared._running.cancel()
+    with pytest.raises(Closed if closes else LogUnavailable):
+        await asyncio.wait_for(caller, 1)

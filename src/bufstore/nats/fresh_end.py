@@ -44,7 +44,7 @@ class FreshEnd:
     async def __call__(self) -> int:
         """Return where the subject ends; 0 for nowhere. Raises Closed, LogFull, LogUnavailable."""
         look = await self._round()
-        return await unless_closed(look)
+        return await unless_closed(look, lambda: self._round.closed)
 
     async def aclose(self) -> None:
         """End the tasks that run."""

@@ -29,6 +29,7 @@ class StoreWatch(Generic[S]):
         self._patience = min(STORE_PATIENCE_S, read_timeout_s / 2)
         self._probe: asyncio.Task[None] | None = None
         self._question: asyncio.Task[None] | None = None
+        self._closed = False
         #: Cancelled requests to the store that have not ended yet.
         self._ending: set[asyncio.Task[Any]] = set()
         #: Why the store counts as down; None while it answers.
@@ -41,6 +42,7 @@ class StoreWatch(Generic[S]):
 
     async def aclose(self) -> None:
         """Stop checking whether the store is back."""
+        self._closed = True
         await end(self._probe, self._question, *self._ending)
 
     async def answers(self) -> None:
@@ -118,10 +120,13 @@ class StoreWatch(Generic[S]):
         return bool(done)
 
     async def _is_down(self) -> bool:
-        """Return whether the store does not even answer a small query, which all callers share. Raises Closed."""
+        """Return whether the store does not even answer a small query, which all callers share.
+
+        Raises Closed, and StoreUnavailable when somebody cancels it.
+        """
         if self._question is None or self._question.done():
             self._question = spawn(self._ask_little(), name="bufstore-store-question")
-        await unless_closed(self._question)
+        await unless_closed(self._question, lambda: self._closed, StoreUnavailable)
         return self.down is not None
 
     async def _ask_little(self) -> None:
