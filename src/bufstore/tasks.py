@@ -16,10 +16,6 @@ T = TypeVar("T")
 #: How many turns of the loop it takes until an answer that arrived has been read, understood and told to a waiter.
 _TURNS = 10
 
-#: The seconds until a task of an open store that somebody has cancelled is begun anew. Who ends all tasks of a loop
-#: would meet a new one again and again; the loop does not live until this time, then.
-CANCELLED_S = 0.5
-
 #: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
 _going_on: set[Task[Any]] = set()
 

@@ -161,6 +161,7 @@ async def test_an_outage_is_no_refusal(said: str, monkeypatch: pytest.MonkeyPatc
 
 REJECTED = 'FATAL:  pg_hba.conf rejects connection for host "10.0.0.1", user "u", database "d", no encryption'
 NO_LOGIN = 'FATAL:  password authentication failed for user "u"'
+NO_PEER = 'FATAL:  Peer authentication failed for user "u"'
 AWAY = "Connection refused"
 
 
@@ -179,6 +180,7 @@ def test_a_host_that_is_away_may_let_in_whom_another_refuses_by_a_setting_of_its
     attempts = [("a", REJECTED), ("b", AWAY)][:: 1 if first else -1]
     assert reason_in(told(*attempts)).endswith(AWAY)
     assert reason_in(told(("a", REJECTED), ("b", REJECTED))).endswith(REJECTED)
+    assert reason_in(told(("a", NO_PEER), ("b", AWAY))).endswith(AWAY)
     # The standby's logins are the primary's.
     assert reason_in(told(*[("a", NO_LOGIN), ("b", AWAY)][:: 1 if first else -1])).endswith(NO_LOGIN)
     # One server, of which one address is not listened on.

@@ -581,6 +581,44 @@ def test_who_waits_for_a_task_that_somebody_ended_is_served_without_another_writ
     run(main())
 
 
+class Ended(Faulty):
+    """A connection that may have ended for good, so that nothing of it can be asked."""
+
+    ended = False
+
+    @property
+    def message_bytes_max(self) -> int:
+        if self.ended:
+            raise Closed("it has ended")
+        return self._bytes_max
+
+    @message_bytes_max.setter
+    def message_bytes_max(self, value: int) -> None:
+        self._bytes_max = value
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        self.message_bytes_max  # noqa: B018 - it raises
+        return await super().publish(message, timeout_s)
+
+
+def test_a_log_that_is_closed_fails_what_is_written_and_is_not_tried_again_and_again() -> None:
+    """Regression: the task that writes failed at once, and was begun again at once, for as long as a unit waited."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        log = Ended(world, 4096)
+        (one,) = await started(world, log=log)
+        log.ended = True
+        unit = one.add("a", 0)
+        await asyncio.wait_for(unit.done.wait(), 1)
+        (end,) = unit.ends
+        assert isinstance(end, Closed)
+        assert not one.sequencer._waiting
+        await one.sequencer.aclose()
+
+    run(main())
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_unit_whose_parts_somebody_keeps_from_being_stored_ends_at_once(begun: bool) -> None:
     """Regression: if their task had not begun, it waited until its deadline, and counted as the oldest for good."""

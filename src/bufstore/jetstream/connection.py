@@ -47,7 +47,7 @@ from bufstore.jetstream.server_choice import Server, ServerChoice, leaderless
 from bufstore.jetstream.short_lives import ShortLives
 from bufstore.jetstream.side_by_side import Ended, SideBySide
 from bufstore.log_lines import LogLines
-from bufstore.tasks import CANCELLED_S, Closing, end, interrupted, no_cancel_lost, set_within, settle, spawn, what_came
+from bufstore.tasks import Closing, end, interrupted, no_cancel_lost, set_within, settle, spawn, what_came
 
 _log = LogLines(__name__)
 
@@ -55,7 +55,7 @@ _log = LogLines(__name__)
 AGAIN_S = 0.5
 #: How often `open` tries to log in when the server says that the login came too late, as it does after two seconds.
 LOGINS = 3
-_CANCELLED = "the task that watches the connection to NATS was cancelled; it begins anew unless the event loop ends"
+_ENDED = "somebody has cancelled the store's tasks, as the end of an event loop does: close the store, and open another"
 
 
 class Connection:
@@ -64,7 +64,7 @@ class Connection:
     def __init__(self, config: NatsConfig, name: str) -> None:
         self._config = config
         self.published_on = config.published_on
-        self._name, self._where = name, ", ".join(map(mask_url, config.servers))
+        self._name = name
         self._client: ListeningClient | None = None
         self._lost, self._up = asyncio.Event(), asyncio.Event()
         self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
@@ -73,8 +73,6 @@ class Connection:
         self._reason = "not connected yet"
         #: Whether the connection is closed, or not open yet.
         self._closed = True
-        #: Whether that is only because somebody has cancelled the supervisor.
-        self._cancelled = False
         self._closing = Closing()
         self._inbox = ""
         self._questions = Questions()
@@ -113,7 +111,7 @@ class Connection:
         except ConfigError:
             raise
         except Exception as e:
-            raise LogUnavailable(f"cannot reach NATS at {self._where}: {text_of(e)}") from None
+            raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
         self._watch()
 
     def _watch(self) -> None:
@@ -121,21 +119,15 @@ class Connection:
         self._supervisor.add_done_callback(self._unwatched)
 
     def _unwatched(self, supervisor: asyncio.Task[None]) -> None:
-        if interrupted(supervisor) and not self._closed:
+        if self._closed:
+            return
+        if interrupted(supervisor):
             self._watch()
-        elif not self._closed:
+        else:
             # Somebody ends the loop, as `asyncio.run` does, and so nats-py's tasks, too: no answer comes any more.
-            self._closed, self._cancelled, self._reason = True, supervisor.cancelled(), _CANCELLED
+            self._closed, self._reason = True, _ENDED
             self._questions.end_all(AppendUnknown(self._reason))
             self._up.set()
-            supervisor.get_loop().call_later(CANCELLED_S, self._go_on)
-
-    def _go_on(self) -> None:
-        """Be open again if the loop has not ended: somebody has only cancelled tasks. nats-py's may be gone, too."""
-        if self._cancelled:
-            self._closed = self._cancelled = False
-            self._supervisor = None  # the next call begins it: a program that ends slowly would leave it behind
-            self._lost.set()
 
     async def open_with(self, prepare: Callable[[], Awaitable[object]]) -> None:
         """Connect, then await `prepare`. Closes the connection again when `prepare` fails."""
@@ -156,7 +148,8 @@ class Connection:
         return self._home is None or (self._closed and not self._home.left) or self._home.closes_here()
 
     async def _close(self) -> None:
-        self._closed, self._cancelled, self._reason = True, False, "closed"
+        self._closed = True
+        self._reason = "closed"
         self._up.set()  # wakes the callers of `wait_up`
         await end(self._supervisor)
         self._supervisor = None  # a second close does nothing, on any loop
@@ -165,18 +158,12 @@ class Connection:
     def client(self) -> ListeningClient:
         """Return the live client. Raises LogUnavailable (or Closed) when there is none, ConfigError on another loop."""
         if self._closed:
-            raise Closed(_CANCELLED if self._cancelled else "the store is closed or not open")
+            raise Closed(_ENDED if self._reason == _ENDED else "the store is closed or not open")
         if self._home is not None:
             self._home.check()
-        if (client := self._live()) is None:
-            raise LogUnavailable(f"not connected to NATS at {self._where}: {self._reason}")
-        return client
-
-    def _live(self) -> ListeningClient | None:
-        if self._supervisor is None and self._lost.is_set():  # see `_go_on`
-            self._watch()
-            return None
-        return self._client if self._client is not None and self._client.is_connected else None
+        if self._client is None or not self._client.is_connected:
+            raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
+        return self._client
 
     async def wait_up(self, timeout_s: float) -> ListeningClient:
         """Return the live client; wait for one if there is none. Raises LogUnavailable after `timeout_s`."""
@@ -184,7 +171,7 @@ class Connection:
             self._home.check()
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0)):
-                while not self._closed and self._live() is None:
+                while not self._closed and (self._client is None or not self._client.is_connected):
                     self._up.clear()
                     await self._up.wait()
         return self.client()
@@ -266,7 +253,7 @@ class Connection:
                 for number in await frames.send_each(client, messages, replies, watch.moved):
                     self._questions.end(tokens[number], too_large())
                 watch.sent()
-                await side_by_side.all_ended(Doubt.proven)
+                await side_by_side.all_ended(self._proven)
                 watch.answered()
         except LogUnavailable as e:
             error = e
@@ -332,7 +319,7 @@ class Connection:
                 if paced and not leaderless(first):
                     self._choice.wrote(_now())
                 if doubt is not None and not accepted:
-                    await doubt.proven()
+                    await self._proven(doubt)
                 return accepted[0] if accepted else first
         except FAILURES as e:
             if isinstance(e, TimeoutError):
@@ -348,6 +335,12 @@ class Connection:
                 answer.exception()  # otherwise asyncio reports an error that came while `send` failed
             if paced:
                 self._pace.end(token)
+
+    async def _proven(self, doubt: Doubt) -> None:
+        try:
+            await doubt.prove()
+        except BufstoreError as e:  # the message was sent, and a leader that stores it may answer later
+            raise AppendUnknown(f"a node that may no longer be the leader refused the write: {e}") from None
 
     @contextlib.contextmanager
     def answers(
@@ -382,6 +375,10 @@ class Connection:
         client = self._client
         if self._choice.failed(since, _now()) and client is not None:
             self._drop(client, "JetStream on this server answers no request; trying another node if there is one")
+
+    def _on_forbidden_publish(self, subject: str) -> None:
+        """NATS refused what we sent on `subject`, and of a batch all: tell the waiter at once."""
+        self._questions.refuse(*may_not_publish(subject, self._config.api))
 
     async def _connect(self) -> None:
         """Connect to the next server that accepts us. An error of one server says nothing about the others."""
@@ -439,8 +436,8 @@ class Connection:
             client.note(e)
             self._told_forbidden.tell(e)
             if (forbidden := violation(e)) is not None:
-                if forbidden.verb == "publish":  # and of a batch all: tell the waiter at once
-                    self._questions.refuse(*may_not_publish(forbidden.subject, self._config.api))
+                if forbidden.verb == "publish":
+                    self._on_forbidden_publish(forbidden.subject)
                 if forbidden.taken:  # the connection stays open; all who listen subscribe again on a new one
                     self._drop(client, f"NATS took the subscription to {forbidden.subject!r} away")
             _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
@@ -494,6 +491,9 @@ class Connection:
             if self._lost.is_set() and frames.supported:
                 forget_unsent(client)
             await close_client(client)
+
+    def _where(self) -> str:
+        return ", ".join(mask_url(u) for u in self._config.servers)
 
 
 def _now() -> float:

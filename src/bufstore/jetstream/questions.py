@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown
 
 #: The end of the token of a question for what is stored, and of no other's.
@@ -92,10 +91,3 @@ class Doubt(NamedTuple):
     refused: Callable[[bytes], bool]
     #: Returns when a leader that the others follow has dealt with all that was sent before. Raises like `request`.
     prove: Callable[[], Awaitable[None]]
-
-    async def proven(self) -> None:
-        """Return when `prove` does. Raises AppendUnknown, as the message was sent: a leader may answer later."""
-        try:
-            await self.prove()
-        except BufstoreError as e:
-            raise AppendUnknown(f"a node that may no longer be the leader refused the write: {e}") from None

@@ -36,18 +36,20 @@ from bufstore.buffer.groups.tail import Tail, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import large_bytes_max
-from bufstore.errors import BufstoreError, Closed, LogFull, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, LogFull, LogUnavailable, Unavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one, unanswered, unsent
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
-from bufstore.tasks import CANCELLED_S, end, spawn
+from bufstore.tasks import end, interrupted, spawn
 
 _log = LogLines(__name__)
 
 #: For how long a writer that others have overtaken on a thread of theirs expects to be overtaken again.
 _SHARED_S = 1.0
+#: The seconds until the task that writes is begun anew after somebody has cancelled it, or it has failed.
+_AGAIN_S = 0.5
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 _PARTS_OLD = "the parts of a large entry were stored too long ago"
@@ -211,7 +213,7 @@ class Sequencer:
         return at is not None
 
     def _look_at_limit(self) -> None:
-        with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
+        with contextlib.suppress(Unavailable):  # not connected, or closed: the write will say so
             self.room = self._stream.message_bytes_max - HEAD_BYTES_MAX
 
     @property
@@ -245,8 +247,10 @@ class Sequencer:
 
     def _worked(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        if task.cancelled():
-            task.get_loop().call_later(CANCELLED_S, self._go_on)  # perhaps before it began
+        if task.cancelled() or (task.exception() is not None and not interrupted(task)):
+            # Perhaps before it began. Who ends all tasks of a loop would meet a new one, again and again; the loop
+            # does not live until this time, then.
+            task.get_loop().call_later(_AGAIN_S, self._go_on)
         else:
             self._go_on()
 

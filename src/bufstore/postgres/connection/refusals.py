@@ -29,7 +29,7 @@ _REFUSED = re.compile(
 )
 #: What a standby refuses because its primary does, too: logins, roles and databases are copied, settings are not.
 _REFUSED_BY_ALL = re.compile(
-    r"authentication failed|(role|database) \".*\" does not exist|permission denied for database|"
+    r"password authentication failed|(role|database) \".*\" does not exist|permission denied for database|"
     r"not permitted to log in|no password supplied",
     re.IGNORECASE | re.DOTALL,
 )
