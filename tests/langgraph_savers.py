@@ -121,16 +121,20 @@ async def _appended(
     return receipt
 
 
-async def command(place: Place, *arguments: str, code: int | None = 0) -> Any:
-    """Return the result of `bufstore … --json`. `code`: the expected exit code; None for any."""
-    environment = {
-        **os.environ,
+def where(place: Place) -> dict[str, Any]:
+    """Return the environment that tells commands where a saver's log and tables are."""
+    return {
         "BUFSTORE_NATS": place.nats,
         "BUFSTORE_POSTGRES": place.dsn,
         "BUFSTORE_STREAM": place.log.stream,
         "BUFSTORE_BUCKET": place.log.bucket,
         "BUFSTORE_SCHEMA": f"{place.schema}_b",
     }
+
+
+async def command(place: Place, *arguments: str, code: int | None = 0) -> Any:
+    """Return the result of `bufstore … --json`. `code`: the expected exit code; None for any."""
+    environment = {**os.environ, **where(place)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "bufstore.cli", *arguments, "--json"),

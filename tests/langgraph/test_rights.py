@@ -23,7 +23,7 @@ from command_line import Result, bufstore_cli
 from helpers import fresh, query
 from integration.test_least_rights import nothing_forbidden
 from integration.test_setup import NatsByHand
-from langgraph_savers import META, Place, checkpoint, config
+from langgraph_savers import META, Place, checkpoint, config, where
 
 __all__ = ["nothing_forbidden"]
 
@@ -139,15 +139,9 @@ async def test_setup_makes_no_log_of_messages_where_a_saver_looks_for_its_own(se
     place = Place(servers)
     exported = dict(re.findall(r"(BUFSTORE_[A-Z]+)=(\w[\w-]*)", _DOCS.read_text()))
     assert len(exported) == 3
-    ours = {
-        "BUFSTORE_STREAM": place.log.stream,
-        "BUFSTORE_BUCKET": place.log.bucket,
-        "BUFSTORE_SCHEMA": f"{place.schema}_b",
-    }
-    at = {"BUFSTORE_NATS": place.nats, "BUFSTORE_POSTGRES": place.dsn}
     for name, value in exported.items():
         refused = await asyncio.to_thread(
-            bufstore_cli, "setup", "--subject", place.log.subject, **(at | ours | {name: value})
+            bufstore_cli, "setup", "--subject", place.log.subject, **(where(place) | {name: value})
         )
         assert (refused.code, f"{value} is a LangGraph saver's" in refused.err) == (2, True), refused
     made = f"SELECT nspname FROM pg_namespace WHERE nspname IN ('{place.schema}_b', 'bufstore_langgraph')"
@@ -173,15 +167,8 @@ async def test_setup_makes_the_log_again_of_messages_that_have_a_savers_names(ow
 async def test_a_saver_on_a_log_of_messages_says_how_to_clean_up(servers: Servers) -> None:
     place = Place(servers)
     place.log = replace(place.log, max_bytes=64 << 20)
-    environment = {
-        "BUFSTORE_NATS": place.nats,
-        "BUFSTORE_POSTGRES": place.dsn,
-        "BUFSTORE_STREAM": place.log.stream,
-        "BUFSTORE_BUCKET": place.log.bucket,
-        "BUFSTORE_SCHEMA": f"{place.schema}_b",
-    }
     like = ("--subject", place.log.subject, "--partitions", "2", "--max-bytes", str(64 << 20))
-    assert (await asyncio.to_thread(bufstore_cli, "setup", *like, **environment)).code == 0
+    assert (await asyncio.to_thread(bufstore_cli, "setup", *like, **where(place))).code == 0
     with pytest.raises(ConfigDrift) as caught:
         async with place.saver():
             pass

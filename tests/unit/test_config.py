@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import fields
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_a_store_whose_schema_or_pool_size_is_of_a_wrong_type_is_refused() -> No
     for wrong in ("8", 8.0, True):
         with pytest.raises(ConfigError, match="the size of a pool must be a whole number"):
             PostgresThreadStore("", pool_size=wrong)
+    PostgresThreadStore("", pool_size=IntEnum("Size", ["ONE"])(1))
 
 
 @pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])
