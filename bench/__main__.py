@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -51,10 +52,10 @@ def main() -> None:
             console.print(f"{name} …", highlight=False)
             try:
                 benchmarks += ROWS[name](stage)
-            except Exception:
+            except Exception as error:
                 # Keep the other rows, which may have taken an hour.
                 console.print_exception()
-                failed.append(name)
+                failed.append(f"{name}: {_reason(error)}")
             servers.clear(keep=KEPT)
             servers.durability()  # raises if a row has changed the servers' sync
             console.print(f"{name}: {time.perf_counter() - began:.1f} s", highlight=False)
@@ -68,7 +69,12 @@ def main() -> None:
         for path in draw(options.results / "latest.json", options.results):
             console.print(f"drawn: {path}", highlight=False, soft_wrap=True)
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        sys.exit("".join(f"failed: {row}\n" for row in failed))
+
+
+def _reason(error: Exception) -> str:
+    """Return the last line of an error's text, which names the error also where a worker sends its whole traceback."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
 if __name__ == "__main__":

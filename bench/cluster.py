@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.baselines.raw_nats import RawNats, bare_stream
 from bench.servers import NotDurable, syncs_always
@@ -69,12 +70,17 @@ async def _elected(url: str) -> None:
 
 async def _lead(url: str) -> None:
     nats = await RawNats.connect(url)
+
+    async def ask(subject: str, body: Any = b"") -> dict[str, Any]:
+        """Return the answer, or nothing: while a stream elects a leader an error comes, or no answer at all."""
+        with suppress(RuntimeError, TimeoutError):
+            return await asyncio.wait_for(nats.request(subject, body), _ANSWER_S)
+        return {}
+
     try:
         for name in (await nats.request("$JS.API.STREAM.NAMES"))["streams"] or ():
-            while (await nats.request(f"$JS.API.STREAM.INFO.{name}"))["cluster"].get("leader") != "n0":
-                with suppress(RuntimeError):  # an election is under way
-                    request = {"placement": {"preferred": "n0"}}
-                    await nats.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{name}", request)
+            while (await ask(f"$JS.API.STREAM.INFO.{name}")).get("cluster", {}).get("leader") != "n0":
+                await ask(f"$JS.API.STREAM.LEADER.STEPDOWN.{name}", {"placement": {"preferred": "n0"}})
                 await asyncio.sleep(_LOOK_S)
     finally:
         nats.close()

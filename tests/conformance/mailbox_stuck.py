@@ -83,16 +83,17 @@ async def a_signal_that_is_acked_too_early_comes_again(stores: Stores) -> None:
     await a.enqueue(thread_id)
     signal = await _signal(a, thread_id)
     assert signal is not None
-    assert await signal.ack()
+    lost = isinstance(a, Unsteady)  # the answer to an ack may be lost with a leader; the signal comes again then
+    assert await signal.ack() or lost
     again = await _signal(b, thread_id)
     assert again is not None
     claim = await claimed(b, thread_id)
     # The holder looks after the rest, and the worker that has the signal keeps it.
     assert not await again.ack()
     await b.ack(claim)
-    assert await again.ack()
+    assert await again.ack() or lost
     late = await _signal(a, thread_id, 0.3)
-    assert late is None or (isinstance(a, Unsteady) and await late.ack())  # the answer to the first ack was lost
+    assert late is None or (lost and await late.ack())
     assert _none_resignalled(stores)
 
 
