@@ -633,6 +633,32 @@ def test_who_cannot_follow_again_is_lost(error: Exception) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_who_would_be_served_by_a_task_that_somebody_cancels_is_lost_or_served(turns: int) -> None:
+    """Regression: cancelled before it began, the task was never begun anew."""
+
+    async def main() -> None:
+        server = Server(["01"] * 50, ahead=8)
+        zero, _ = await one_goes_on(server)
+        await zero.ack(taken(zero)[-1])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in asyncio.all_tasks():
+            if task.get_name() == "bufstore-feeds-tidy":
+                task.cancel()
+        await settled()
+        if zero.lost is None:
+            assert taken(zero)
+        again = await server.open(0, 0)
+        await again.ack(place(50, 0))
+        server.write("0")
+        await settled()
+        assert taken(again)[-1:] == [place(51, 0)]
+        await server.feeds.aclose()
+
+    run(main())
+
+
 def test_a_feed_that_is_lost_stays_lost_and_another_takes_its_place() -> None:
     async def main() -> None:
         server = Server(["01"] * 3)

@@ -76,8 +76,9 @@ class Interrupted:
         assert not others
 
 
-@pytest.mark.parametrize("name", ["lease", "takeover", "flush", "overdue", "retention"])
-def test_a_flusher_goes_on_after_an_interrupt(name: str) -> None:
+@pytest.mark.parametrize("name", ["lease", "takeover", "flush", "overdue", "retention", "feeds"])
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+def test_a_flusher_goes_on_whatever_ends_its_tasks(name: str, how: str) -> None:
     """Regression: it kept its partitions, flushed nothing more, and its health was good."""
     it = Interrupted(JumpingLoop())
     config = BufferConfig(flush_interval_s=0.05, lease_s=4)
@@ -87,17 +88,60 @@ def test_a_flusher_goes_on_after_an_interrupt(name: str) -> None:
     it.run(store.force_flush_all())
     flusher = store.buffer.flusher
     assert flusher is not None
+    task = "bufstore-feeds" if name == "feeds" else f"bufstore-flusher-{name}"
     for number in range(2, 5):
         taken = flusher.state.takeovers
-        it.interrupt(f"bufstore-flusher-{name}")
+        if how == "interrupted":
+            it.interrupt(task)
+        else:
+            it.task(task).cancel()
         it.run(store.checkpoint("t", list(range(number)), run_of("t", number)))
         it.run(store.force_flush_all())
         it.run(asyncio.sleep(10))
         assert it.run(store.health()).ok
         assert flusher.state.takeovers >= taken + len(flusher.state.partitions)  # what was in memory is in doubt
-        assert not it.task(f"bufstore-flusher-{name}").done()
+        assert not it.task(task).done()
     it.run(store.aclose())
     it.end()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_flusher_goes_on_when_all_other_tasks_of_its_loop_are_cancelled(begins: bool) -> None:
+    """Regression: nothing was flushed any more. Neither which task is cancelled nor how far it has come may matter."""
+
+    async def write_and_flush(store: BufferedThreadStore) -> None:
+        await store.checkpoint("t", [1], run_of("t"))
+        await store.force_flush_all()
+
+    def main(turns: int) -> bool:
+        it = Interrupted(JumpingLoop())
+        config = BufferConfig(flush_interval_s=0.05, lease_s=4)
+        opening = BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+        store: BufferedThreadStore = it.run(opening)
+        if not begins:  # the flusher has its partitions
+            it.run(store.force_flush_all())
+        writing = it.loop.create_task(write_and_flush(store))
+        for _ in range(turns):
+            it.loop.call_soon(it.loop.stop)
+            it.loop.run_forever()
+        done = writing.done()
+        for task in asyncio.all_tasks(it.loop) - {writing}:
+            task.cancel()
+        it.run(outcomes([writing]))
+        it.run(store.checkpoint("t", [1, 2], run_of("t", 2)))
+        it.run(asyncio.sleep(10))
+        assert it.run(store.load_messages("t", consistency=Consistency.EVENTUAL)) == [1, 2], f"{turns} turns"
+        assert store.buffer.flusher is not None
+        assert len(store.buffer.flusher.state.partitions) == 8, f"{turns} turns"
+        assert it.run(store.health()).ok
+        it.run(store.aclose())
+        it.end()
+        return done
+
+    turns = 0
+    while not main(turns):
+        turns += 1
+    assert turns > 3
 
 
 def test_an_interrupt_in_what_arrives_while_postgres_commits_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ from bufstore.tasks import end, interrupted, own_cancels_only, set_within, spawn
 _log = LogLines(__name__)
 
 _BACKOFF_MAX_S = 2.0
+#: A loop that somebody has cancelled is begun anew after so many seconds.
+_AGAIN_S = 0.5
 
 
 class Flusher:
@@ -94,14 +96,22 @@ class Flusher:
             self._begin(name, work)
 
     def _begin(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-        def begin_anew(task: asyncio.Task[None]) -> None:
-            if interrupted(task) and not self._stopping.is_set():
-                for owned in self._owned.values():
-                    owned.doubt = owned.doubt or "a signal interrupted the flusher"
+        def begin_anew() -> None:
+            if not self._stopping.is_set():
                 self._begin(name, work)
 
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._stopping.is_set():
+                return
+            for owned in self._owned.values():
+                owned.doubt = owned.doubt or "the flusher was cancelled or interrupted"
+            if interrupted(task):
+                begin_anew()
+            else:  # see `Sequencer`: perhaps somebody ends all tasks of the loop
+                self._loop.call_later(_AGAIN_S, begin_anew)
+
         self._tasks[name] = spawn(self._supervise(name, work), name=f"bufstore-flusher-{name}")
-        self._tasks[name].add_done_callback(begin_anew)
+        self._tasks[name].add_done_callback(ended)
 
     async def aclose(self, timeout_s: float | None = None) -> None:
         """Stop: finish the window that is on its way, give up the partitions, leave the members.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from bufstore.buffer.entry import entry_id
@@ -250,7 +251,7 @@ class Takeover:
             self._held.pop(cursor.partition, None)
             self._terms[cursor.partition] = cursor.term
             self._following.add(cursor.partition)
-            self._start(self._try_to_follow(cursor))
+            self._start(self._try_to_follow(cursor)).add_done_callback(partial(self._tried, cursor.partition))
 
     def _failed(self, partitions: Iterable[int], error: Exception) -> None:
         self._state.report(error)
@@ -268,8 +269,8 @@ class Takeover:
                 reason = f"partition {partition} cannot be taken: another session holds its row in buffer_partitions"
                 self._state.report(StoreUnavailable(reason))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        spawn(work, name="bufstore-flusher-partition", among=self._tasks)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return spawn(work, name="bufstore-flusher-partition", among=self._tasks)
 
     async def _try_to_follow(self, cursor: Cursor) -> None:
         try:
@@ -286,9 +287,11 @@ class Takeover:
                 extra={"action": "flusher_error"},
             )
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
-        finally:
-            self._following.discard(cursor.partition)
-            self._wake()
+
+    def _tried(self, partition: int, _: asyncio.Task[None]) -> None:
+        """Let go of a partition that is followed now, or is not; perhaps its task was cancelled before it began."""
+        self._following.discard(partition)
+        self._wake()
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log is still the one that the cursor belongs to, and follow it from there."""

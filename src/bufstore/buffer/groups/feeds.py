@@ -234,31 +234,34 @@ class Feeds:
         return True
 
     def _tidy_soon(self) -> None:
-        if not self._closed and self._tidying is None:
+        if not self._closed and (self._tidying is None or self._tidying.done()):
             self._tidying = spawn(self._tidy(), name="bufstore-feeds-tidy")
+            self._tidying.add_done_callback(self._tidied)
+
+    def _tidied(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:  # perhaps before it began
+            for feed in self._unserved():
+                feed.lose("the task that serves feeds was cancelled or interrupted")
 
     async def _tidy(self) -> None:
         """End deliveries that have nothing more to do; serve the feeds that waited for that, or have them lost."""
         self._tried.clear()
-        try:
-            async with self._changing:
-                await self._end_useless()
-                while not self._closed and (feeds := [f for f in self._unserved() if f not in self._tried]):
-                    self._tried.add(feeds[0])
-                    try:
-                        await self._serve(feeds[0])
-                        if self._late is not None or feeds[0] not in self._tried.intersection(self._unserved()):
-                            continue
-                        reason = "the groups cannot be followed: their delivery ended at once"
-                    except (BufstoreError, AppendUnknown) as e:
-                        reason = f"the groups cannot be followed: {e}"
-                    except Exception as e:
-                        _log.exception("cannot follow the groups", extra={"action": "flusher_error"})
-                        reason = f"the groups cannot be followed: unexpected {type(e).__name__}"
-                    for feed in feeds:
-                        feed.lose(reason)
-        finally:
-            self._tidying = None
+        async with self._changing:
+            await self._end_useless()
+            while not self._closed and (feeds := [f for f in self._unserved() if f not in self._tried]):
+                self._tried.add(feeds[0])
+                try:
+                    await self._serve(feeds[0])
+                    if self._late is not None or feeds[0] not in self._tried.intersection(self._unserved()):
+                        continue
+                    reason = "the groups cannot be followed: their delivery ended at once"
+                except (BufstoreError, AppendUnknown) as e:
+                    reason = f"the groups cannot be followed: {e}"
+                except Exception as e:
+                    _log.exception("cannot follow the groups", extra={"action": "flusher_error"})
+                    reason = f"the groups cannot be followed: unexpected {type(e).__name__}"
+                for feed in feeds:
+                    feed.lose(reason)
 
     def _leave(self, feed: PartitionFeed) -> None:
         if feed.delivery is not None and feed.delivery.feeds.get(feed.partition) is feed:
