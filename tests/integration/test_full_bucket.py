@@ -78,6 +78,10 @@ async def test_runs_leave_room_for_flushers_and_go_on_unregistered(
                 await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
             assert LIMIT * 3 // 4 < await bucket.held() < LIMIT * 15 // 16
             assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
+            health = await writer.health()
+            assert health.can_write, health
+            assert not health.ok
+            assert re.search("runs are not registered: .* is full", health.log)
             with pytest.raises(AlreadyExists, match="belongs to another thread"):
                 await writer.checkpoint("another", [said(0)], Run(run_id=run_of("t0").run_id, thread_id="another"))
             async with deployment.store() as flusher:
@@ -109,6 +113,7 @@ async def test_a_bucket_that_only_reads_on_stops_no_write_but_one(
             for thread_id in "new", "newer":
                 await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
             assert [getattr(r, "action", "") for r in caplog.records].count("runs_unregistered") == 1
+            assert "runs are not registered" in (await store.health()).log
             with pytest.raises(AlreadyExists, match="belongs to another thread"):
                 await store.checkpoint("another", [said(0)], Run(run_id=run_of("t").run_id, thread_id="another"))
 
@@ -116,6 +121,7 @@ async def test_a_bucket_that_only_reads_on_stops_no_write_but_one(
             return not shared._silent
 
         await eventually(stores_again)
+        assert not (await store.health()).log
         await store.checkpoint("newest", [said(0)], run_of("newest"))
         owners = [await shared.thread_of_run(run_of(t).run_id, 5) for t in ("t", "new", "newer", "newest")]
         assert owners == ["t", None, None, "newest"]

@@ -69,6 +69,7 @@ class MemorySharedState:
         self._shared = bucket
         self._closed = False
         self.calls = 0
+        self.unregistered = ""
 
     async def _turn(self) -> MemoryBucket:
         """Return the bucket, a turn of the event loop later."""

@@ -78,8 +78,7 @@ class NatsSharedState:
         self._records = Lookups(lambda subjects: self._stream.last(subjects, look_s))
         self._subscriptions = Subscriptions(connection)
         self._room = _Room(self._stream)
-        #: Whether the last new run was not registered.
-        self._unregistered = False
+        self.unregistered = ""
         #: Whether the bucket is in doubt: a claim was sent and waited in vain, and nothing was stored since. The last
         #: write was stored at the loop's time `_stored_at`.
         self._silent, self._stored_at = False, float("-inf")
@@ -195,7 +194,7 @@ class NatsSharedState:
             if not await self._room.takes(len(message.subject) + len(message.body) + _RUN_BYTES):
                 raise LogFull(self._full("new runs are refused once it is seven eighths full"))
             await self._submit(message)
-            self._unregistered = False
+            self.unregistered = ""
             return thread_id
         except LogFull as e:
             self._not_registered(str(e))
@@ -217,9 +216,9 @@ class NatsSharedState:
 
     def _not_registered(self, why: str) -> None:
         """Go on as if the record were lost: that stops no write."""
-        if not self._unregistered:
-            self._unregistered = True
+        if not self.unregistered:
             _log.warning("new runs are not registered: %s", why, extra={"action": "runs_unregistered"})
+        self.unregistered = why
 
     async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
         subject = f"{self._keys}run.{token(run_id)}"
@@ -372,7 +371,9 @@ class NatsSharedState:
             raise
         except LogFull as e:
             raise LogFull(self._full(str(e))) from None
-        self._silent, self._stored_at = False, asyncio.get_running_loop().time()
+        if self._silent:  # the next new run is registered, whoever has found that out
+            self._silent, self.unregistered = False, ""
+        self._stored_at = asyncio.get_running_loop().time()
         self._given_up_until = float("-inf")
         return stored
 

@@ -105,13 +105,15 @@ def health_of(
     flusher: str,
     full: str = "",
     behind: str = "",
+    unregistered: str = "",
     flushers: bool = True,
     waiting: WaitingTotals | None = None,
 ) -> Health:
     """Derive the health from what is wrong with the parts.
 
     `full`: why the log takes no writes. `behind`: why Postgres answers no reads, or its answers do not count.
-    `flushers`: whether any flusher is alive. `waiting`: the ledger's waiting entries; None: unknown.
+    `unregistered`: why new runs are not registered, which stops no write. `flushers`: whether any flusher is alive.
+    `waiting`: the ledger's waiting entries; None: unknown.
     """
     read = ""
     if log:
@@ -128,7 +130,7 @@ def health_of(
     elif waiting is not None and waiting.entries:
         flush = "; ".join(filter(None, [flusher, f"entries wait: {waiting}"]))
     return Health(
-        log=log,
+        log=log or (unregistered and f"new runs are not registered: {unregistered}"),
         store=store,
         flusher=flusher,
         write_trouble=f"NATS: {log}" if log else full,
@@ -215,6 +217,7 @@ class Vitals:
             flusher=flusher,
             full=full or self._appender.refused or self._session.log.trouble,
             behind=behind or self._reads.refused or unread(down),
+            unregistered=shared.unregistered,
             flushers=self._flusher is not None or bool(members) or bool(unasked),
             waiting=waiting,
         )

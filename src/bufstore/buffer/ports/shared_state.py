@@ -14,6 +14,9 @@ RUN_TTL_S = 7 * 24 * 3600
 class SharedState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
 
+    #: Why this process's last new run was not registered; empty if it was.
+    unregistered: str
+
     async def check(self) -> None:
         """Raise ConfigDrift when the shared state is another log's. With several lanes, the first one checks all.
 
