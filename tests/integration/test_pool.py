@@ -475,3 +475,21 @@ async def test_a_default_of_a_role_that_is_changed_counts_for_the_next_connectio
 
 
 _WAITS = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query = %s HAVING count(*) = 2"
+
+
+@pytest.mark.parametrize("turns", [0, 1, 10])
+async def test_a_pool_whose_tasks_somebody_has_cancelled_closes_its_connections(servers: Servers, turns: int) -> None:
+    """Regression: closing it raised CancelledError, and left its connections open."""
+    before = asyncio.all_tasks()
+    pool = await open_pool(servers.postgres.dsn, size=2)
+    pid = await backend(pool)
+    for task in asyncio.all_tasks() - before:
+        task.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await pool.close()
+
+    async def ended() -> bool:
+        return not await query(servers.postgres.dsn, "SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid)
+
+    await eventually(ended)

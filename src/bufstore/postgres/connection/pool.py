@@ -252,6 +252,11 @@ class Pool(AsyncConnectionPool[_Connection]):
                     task.cancel()
             await self._closing(partial(super().close, timeout))
 
+    async def _signal_stop_worker(self) -> list[asyncio.Task[Any]]:
+        # One that somebody has cancelled would end the close before it closes the connections.
+        tasks = await super()._signal_stop_worker()
+        return [spawn(asyncio.wait([task]), name=task.get_name()) for task in tasks]
+
     def closes_here(self) -> bool:
         """Return False in a process that was forked off. Raises ConfigError on another loop, unless it is closed."""
         return self._home is None or (self.closed and not self._home.left) or self._home.closes_here()
