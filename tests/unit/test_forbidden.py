@@ -37,6 +37,9 @@ def test_subjects_that_differ_in_an_id_use_up_one_line(
     consumers = [f"$JS.API.CONSUMER.CREATE.S.c{n}.groups.0" for n in range(50)]
     more = [f"$JS.hub.API.CONSUMER.MSG.NEXT.S.c{n}" for n in range(50)]
     assert lines(*consumers, *more) == ["'$js.api.consumer.create.s.>'", "'$js.hub.api.consumer.msg.next.s.>'"]
+    assert lines("$JS.hub.API.STREAM.INFO.A", "$JS.hub.API.INFO", "$JS.ACK.API.c.1.1") == [
+        "'$js.hub.api.stream.info.a'", "'$js.hub.api.info'",
+    ], "an ack of a stream that is named API was told above"  # fmt: skip
     assert lines("nn.hint.7") == []
     now = 601.0
     assert lines("nn.hint.8") == ["'nn.hint.>'"], "it may have been permitted in between"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from bufstore.jetstream.client import NO_ROOM, violation
@@ -14,6 +15,8 @@ _log = LogLines(__name__)
 _NAMED = 20
 #: After so many seconds a text is news again.
 _AGAIN_S = 600.0
+#: What the subjects of JetStream's API begin with, those of a domain too.
+_API = re.compile(r"\$js\.(?:(?!ack\.)[^.]+\.)?api\.")
 
 
 class Forbidden:
@@ -44,6 +47,6 @@ def _family(subject: str) -> str:
     if first == "_inbox":
         return "_inbox.>"
     of_all = of_all_consumers(subject)
-    if of_all != subject or subject.startswith("$js.api.") or len(rest) < 2:
+    if of_all != subject or _API.match(subject) or len(rest) < 2:
         return of_all
     return f"{first}.{rest[0]}.>"
