@@ -55,8 +55,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[LogState]:
     """The log as it is now, which tests replace. Every message is one row. A second state: what later looks show."""
     now = [log_at(5)]
 
-    async def look(*_: Any, reached: int = 0) -> LogState:
-        return now[-1 if reached else 0]
+    async def look(*_: Any, fresh: bool = False, reached: int = 0) -> LogState:
+        return now[-1 if fresh or reached else 0]
 
     async def rows_between(_: Any, log: LogState, start: int, end: int) -> int:
         return max(0, end - max(start, log.first))
@@ -79,11 +79,44 @@ def test_a_query_that_ends_by_itself_reads_a_stream_that_was_made_anew_to_its_en
     log[0] = log_at(60)
     stream = stream_of()
     stream.prepareForTriggerAvailableNow()
+    assert stream.latestOffset(START, ALL) == {"created": "then", "position": 60}
     log[0] = log_at(9, created="anew")
     end = stream.latestOffset(START, ALL)
     assert end == {"created": "anew", "position": 9}
     log[0] = log_at(20, created="anew")
     assert stream.latestOffset(end, ALL) == end, "what is written while it runs does not keep it going"
+
+
+def test_a_query_that_ends_by_itself_reads_what_a_node_that_leads_no_more_lacks(log: list[LogState]) -> None:
+    """Regression: it ended where such a node told that the log ended before."""
+    stream = stream_of()
+    stream.prepareForTriggerAvailableNow()
+    log[:] = log_at(5), log_at(9)
+    end = stream.latestOffset(START, ALL)
+    assert end == {"created": "then", "position": 9}
+    log[:] = log_at(5), log_at(20)
+    assert stream.latestOffset(end, ALL) == end, "what is written while it runs does not keep it going"
+
+
+def test_a_query_that_ends_by_itself_looks_for_a_loss_before_it_stores_a_proof(
+    log: list[LogState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof may stand where a message was that the log has lost."""
+    look = threadlog_format.log_scan.look
+
+    async def proving(*_: Any, fresh: bool = False, reached: int = 0) -> LogState:
+        if fresh:
+            log[0] = log_at(log[0].end + 1)
+        return await look(*_, fresh=fresh, reached=reached)
+
+    monkeypatch.setattr(threadlog_format.log_scan, "look", proving)
+    log[0] = log_at(4)
+    for _ in range(2):
+        stream = stream_of(failOnDataLoss="true")
+        stream.prepareForTriggerAvailableNow()
+        with pytest.raises(DataLoss, match="went back"):
+            stream.latestOffset(START, ALL)
+    assert log[0].end == 4
 
 
 def test_a_micro_batch_waits_no_longer_when_retention_moves_on(clock: list[float], log: list[LogState]) -> None:

@@ -109,7 +109,8 @@ class _Batch(_Reads, DataSourceReader):
 
 
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    #: The log to whose end a query with availableNow reads.
+    #: Whether the query has availableNow, and the log to whose end it reads then.
+    _ends = False
     _target: LogState | None = None
     #: The sequence up to which micro-batches were planned.
     _reached = 0
@@ -127,7 +128,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._patiently(found).as_dict()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = self._patiently(self._look)
+        self._ends = True
 
     def getDefaultReadLimit(self) -> ReadLimit:
         # Spark takes one limit; `latestOffset` keeps to both, unless Spark wants everything in one batch.
@@ -137,7 +138,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         latest = partial(self._latest, start, limit)
-        if self._target is not None:  # an answer of nothing new would end the query
+        if self._ends:  # an answer of nothing new would end the query
             return self._patiently(latest)
         try:
             found = loop().run(latest())
@@ -155,9 +156,11 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         options, log, before = self.options, await self._look(), offset_of(start)
         if options.fail_on_data_loss:
             await _check(options, log, before)
+        if self._ends and (self._target is None or self._target.created != log.created):
+            # Of another stream, the end says nothing of this one. The proof of the end is stored only after the check:
+            # it may stand where a message was that the log has lost.
+            self._target = log = await log_scan.look(options, fresh=True)
         begin = _begin(log, before)
-        if self._target is not None and self._target.created != log.created:
-            self._target = log  # the other stream is gone, and its end says nothing of this one
         end = max((self._target or log).end, begin)
         self._reached = begin
         if await self._waits(log, before, begin, end):
