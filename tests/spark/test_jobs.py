@@ -120,10 +120,14 @@ async def test_a_run_that_archives_meanwhile_is_no_loss(
     assert report.count == 0
 
 
+@pytest.mark.parametrize("told", [{}, {"created": "2020-01-01T00:00:00Z"}], ids=["end", "stream"])
 async def test_a_node_that_leads_no_more_shows_an_archive_no_loss(
-    spark: Any, replicated: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: Any, replicated: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str]
 ) -> None:
-    """Regression: the log seemed to have lost its end where a node that had been cut off told where it ended before."""
+    """Regression: the log seemed to have lost its end where a node that had been cut off told where it ended before.
+
+    The same for a node that tells of the stream before a repair.
+    """
     path, thread, info = str(tmp_path / "archive"), fresh(), NatsStream.info
     await write(replicated, [thread], range(2))
     before = (await archive_job.log_of(where(replicated))).end
@@ -136,7 +140,9 @@ async def test_a_node_that_leads_no_more_shows_an_archive_no_loss(
     async def old(self: NatsStream, timeout_s: float = 5.0) -> dict[str, Any]:
         nonlocal answers
         answer, answers = await info(self, timeout_s), answers + 1
-        return answer | {"state": answer["state"] | {"last_seq": before - 1}} if answers < 4 else answer
+        if answers >= 4:
+            return answer
+        return answer | told | {"state": answer["state"] | {"last_seq": before - 1}}
 
     monkeypatch.setattr(NatsStream, "info", old)
     second = await asyncio.to_thread(archive, spark, where(replicated), path)

@@ -5,7 +5,8 @@ Without Spark and servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, NoLog
 from bufstore.nats.ranges import LogState
 from bufstore.spark import DataLoss
-from bufstore.spark.source import threadlog_format
+from bufstore.spark.source import log_scan, threadlog_format
+from bufstore.spark.source.offsets import Holes, Range
 from bufstore.spark.source.options import read_options
 from bufstore.spark.source.threadlog_format import _Stream
 
@@ -149,10 +151,47 @@ def test_a_node_that_leads_no_more_shows_a_stream_no_loss(log: list[LogState]) -
     stream = stream_of(failOnDataLoss="true")
     end = stream.latestOffset(START, ALL)
     log[:] = log_at(3), log_at(7)
-    assert stream.latestOffset(end, ALL) == end, "nothing is new by what that node says"
+    assert stream.latestOffset(end, ALL) == {"created": "then", "position": 7}, "another node says more"
     assert [part.value.end for part in stream.partitions(START, end)] == [5]
     log[:] = log_at(3), log_at(4)
     with pytest.raises(DataLoss, match="went back"):
         stream.latestOffset(end, ALL)
     log[:] = [log_at(7)]
     assert stream.latestOffset(end, ALL) == {"created": "then", "position": 7}
+
+
+@pytest.mark.parametrize("fails", ["true", "false"])
+def test_a_stream_that_a_repair_has_replaced_is_not_gone_back_to(log: list[LogState], fails: str) -> None:
+    """Regression: a node that was cut off during a repair told of the stream before, and the query ended with DataLoss.
+
+    Where that may be lost, it read that stream once more, and then the present one.
+    """
+    stream, later = stream_of(failOnDataLoss=fails), log_at(1009, first=1000, created="anew")
+    start: dict[str, Any] = {"created": "anew", "position": 1005}
+    log[:] = log_at(60), later
+    end = stream.latestOffset(start, ALL)
+    assert end == {"created": "anew", "position": 1009}
+    parts = [part.value for part in stream.partitions(start, end)]
+    assert (parts[0].start, parts[-1].end, {part.created for part in parts}) == (1005, 1009, {"anew"})
+    ending = stream_of(failOnDataLoss=fails)
+    ending.prepareForTriggerAvailableNow()
+    assert ending.latestOffset(start, ALL) == end
+    log[:] = [log_at(60)]
+    if fails == "true":
+        with pytest.raises(DataLoss, match="replaced by a new one"):
+            stream.latestOffset(start, ALL)
+
+
+async def test_a_task_reads_the_stream_that_was_planned_whichever_node_answers() -> None:
+    """Regression: such a node made a task end with DataLoss: the stream was replaced while it was read."""
+    later, part = log_at(1009, first=1000, created="anew"), Range(start=1005, end=1005, created="anew")
+
+    async def look(*, reached: int = 0) -> LogState:
+        return later if reached else log_at(60)
+
+    async def read(*_: Any, **__: Any) -> AsyncGenerator[Any]:
+        yield []
+
+    reader: Any = SimpleNamespace(look=look, read=read)
+    found = log_scan.messages(reader, later, part, Holes(part.start), fails=False)
+    assert [reads async for reads in found] == [[]]

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import nats.errors
 
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import LogFull, LogUnavailable, NoLog
@@ -111,20 +111,22 @@ class LogReader:
     async def look(self, *, fresh: bool = False, reached: int = 0) -> LogState:
         """Return the log as it is now. Raises NoLog when there is none.
 
-        A node that led until it was cut off may say, for seconds, where the log ended before.
+        A node that led until it was cut off may say, for seconds, where the log ended before; also before a repair,
+        which makes a stream whose numbers are higher.
         `fresh`: with all that was acknowledged before the call. On replicas this stores a message that proves the end.
         `reached`: the log ended here, or later, before (0: not known). On replicas a node that says otherwise is asked
         again while it may be such a node. Nothing is stored, for if the log did go back, it would hide that.
         """
-        log = first = await self._look()
+        log = await self._look()
+        if fresh and log.config.replicas > 1:
+            end = await self._proven_end(log.subjects)
+            if end <= first_sequence(log.epoch + 1):
+                return msgspec.structs.replace(log, end=max(log.end, end))
+            reached = end
         until = asyncio.get_running_loop().time() + _OLD_LEADER_S
-        while log.end < reached and log.created == first.created and log.config.replicas > 1:
-            if asyncio.get_running_loop().time() > until:
-                return log
+        while log.end < reached and log.config.replicas > 1 and asyncio.get_running_loop().time() <= until:
             await asyncio.sleep(_AGAIN_S)
             log = await self._look()
-        if fresh and log.config.replicas > 1:
-            return msgspec.structs.replace(log, end=max(log.end, await self._proven_end(log.subjects)))
         return log
 
     async def _look(self) -> LogState:

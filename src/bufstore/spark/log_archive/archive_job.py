@@ -69,10 +69,7 @@ def archive(
     # Before the log: a run that ends in between has archived more of it than a look at the log before that run shows.
     known = all_manifests_of(spark, path)
     manifests = counting(known)
-    log = loop().run(log_of(deployment))
-    reached = max((m.end for m in manifests if m.created == log.created), default=0)
-    if reached > log.end:  # the node that answered may lag
-        log = loop().run(log_of(deployment, reached))
+    log = loop().run(log_of(deployment, max((m.end for m in manifests), default=0)))
     check_domain(log)
     loop().run(_check_database(deployment, log))
     begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log)

@@ -257,7 +257,7 @@ def _between(spark: SparkSession, path: str, ranges: Sequence[Manifest], start: 
 
 def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: int) -> DataFrame:
     """Return the messages that the log holds from sequence `start`, the end of the newest range, on."""
-    log = loop().run(log_of(deployment))
+    log = loop().run(log_of(deployment, newest.end))
     if log.created != newest.created:
         raise DataLoss(
             f"the archive ends with {newest.name} of a stream that no longer exists: archive the present stream first"

@@ -121,8 +121,8 @@ async def stored_at_ns(options: ReadOptions, log: LogState, start: int) -> int |
 async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:
     """Yield the rows of a range. Raises DataLoss when some of it was purged since the reader began."""
     timeout_s = options.outage_timeout_s
-    log = await patiently(partial(look, options), timeout_s)
     reader = await reader_of(options)
+    log = await patiently(partial(reader.look, reached=part.start), timeout_s)
     entries = LogEntries(reader, log, options, part)
     found = messages(reader, log, part, Holes(part.start), fails=options.fail_on_data_loss, timeout_s=timeout_s)
     async with aclosing(found) as parts:
@@ -147,7 +147,7 @@ async def messages(
                 if message.subject == log.subjects.groups:
                     holes.group(message.seq, _before(message) if holes.open else 0)
             yield reads
-    _check_same(await patiently(reader.look, timeout_s), part)
+    _check_same(await patiently(partial(reader.look, reached=part.start), timeout_s), part)
     if fails and (lost := await patiently(partial(_lost, reader, log, holes, part.end), timeout_s)) is not None:
         raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
 

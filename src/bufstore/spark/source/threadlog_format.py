@@ -84,8 +84,14 @@ class _Reads:
     def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         return loop().run(log_scan.patiently(call, self.options.outage_timeout_s))
 
-    async def _look(self) -> LogState:
-        return await log_scan.look(self.options)
+    async def _look(self, known: Offset | None = None) -> LogState:
+        """Return the log as it is now. Where it seems older than `known`, the node that answered may lag."""
+        log = await log_scan.look(self.options)
+        if known is None or known.position <= log.end:
+            return log
+        if known.created == log.created and not self.options.fail_on_data_loss:
+            return log  # what may be lost is not waited for
+        return await log_scan.look(self.options, reached=known.position)
 
     async def _start(self, log: LogState, default: str) -> Offset:
         options = self.options
@@ -153,7 +159,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         return found
 
     async def _latest(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        options, log, before = self.options, await self._look(), offset_of(start)
+        options, before = self.options, offset_of(start)
+        log = await self._look(before)
         if options.fail_on_data_loss:
             await _check(options, log, before)
         if self._ends and (self._target is None or self._target.created != log.created):
@@ -204,7 +211,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         async def found() -> list[InputPartition]:
-            log, before, until = await self._look(), offset_of(start), offset_of(end)
+            before, until = offset_of(start), offset_of(end)
+            log = await self._look(until)
             if until.created == log.created:
                 return await _planned(self.options, log, before, until.position)
             if self.options.fail_on_data_loss:
@@ -243,8 +251,6 @@ async def _planned(
 
 async def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
-    if start.created == log.created and start.position > log.end:  # the node that answered may lag
-        log = await log_scan.look(options, reached=start.position)
     check(start, log.created, log.end)
     await log_scan.check_first(options, log, start)
 
