@@ -331,6 +331,34 @@ async def test_an_interrupted_purge_leaves_no_keys_on_nats(
         assert [m.body for m in left.values()] == [b""]
 
 
+@pytest.mark.parametrize("kind", ["i", "k", "p", "t"])
+async def test_a_key_whose_removal_is_not_answered_is_removed_by_the_next_purge(
+    kind: str, on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the record was purged all the same, and nothing led to the key any more."""
+    async with on_nats.open(1) as (store,):
+        thread_id, bucket, keys = fresh(), _nats(store)._bucket, _nats(store)._keys
+        await store.enqueue(thread_id, dispatch_id="d", dedupe_key="k", priority=3)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        await store.ack(claim)
+        put = bucket.put
+
+        async def lost(messages: Any, *rest: Any, **how: Any) -> int:
+            if any(keys.kind(m.subject) == kind for m in messages):
+                raise AppendUnknown("no answer")
+            return await put(messages, *rest, **how)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(bucket, "put", lost)
+            assert await store.purge_finished(store.backend.now_ms() + 1000) == 0
+        assert await store.purge_finished(store.backend.now_ms() + 1000) == 1
+        t = token(thread_id)
+        for each in (f"i.{t}", f"k.{t}", f"x.{t}", f"p.{t}"):
+            assert await bucket.all(keys.of(each, "*")) == []
+        assert [m.body for m in (await bucket.last([keys.thread(thread_id)])).values()] == [b""]
+
+
 async def _finished(store: Any, thread_id: str) -> None:
     await store.enqueue(thread_id, b"first", dispatch_id="d", dedupe_key="k")
     claim = await store.claim(thread_id, "w")

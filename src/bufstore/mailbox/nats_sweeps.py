@@ -165,10 +165,11 @@ class NatsSweeps:
                 # Once the records are gone, the ids may be used again: what is read before leaves the keys of later
                 # dispatches alone.
                 keys = await self._keys_of([d for d, _ in part])
-                # The records last: when this is broken off, they lead the next purge to the keys. An end keeps its id
-                # taken without a key.
+                # The records last: when this is broken off, or a removal has no answer, they lead the next purge to the
+                # keys. An end keeps its id taken without a key.
                 try:
-                    await self._drop(keys, threads, patient=False)
+                    if not await self._drop(keys, threads, patient=False):
+                        break
                     await self._bucket.stream.purge(subject, part[-1][1].seq)
                 except LogFull:  # the records make room
                     await self._bucket.stream.purge(subject, part[-1][1].seq)
@@ -179,10 +180,13 @@ class NatsSweeps:
             position, size = page[-1].seq, 64
         return old
 
-    async def _drop(self, keys: Iterable[StoredMessage], threads: Iterable[str], *, patient: bool) -> None:
-        """Remove these keys, and these threads if nothing waits in them. `patient`: see `Bucket.put_each`."""
-        await self._bucket.put_each((self._keys.gone(m.subject, m.seq) for m in keys), patient=patient)
-        await asyncio.gather(*(self._drop_thread(t, patient=patient) for t in threads))
+    async def _drop(self, keys: Iterable[StoredMessage], threads: Iterable[str], *, patient: bool) -> bool:
+        """Remove these keys, and these threads if nothing waits in them. `patient`: see `Bucket.put_each`.
+
+        Return whether all that was to be removed surely was.
+        """
+        failed = await self._bucket.put_each((self._keys.gone(m.subject, m.seq) for m in keys), patient=patient)
+        return not failed.union(*await asyncio.gather(*(self._drop_thread(t, patient=patient) for t in threads)))
 
     async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
         """The keys by which these are known."""
@@ -195,8 +199,11 @@ class NatsSweeps:
         found = await self._bucket.last(list(holders))
         return [m for s, m in found.items() if m.body == holders[s]]
 
-    async def _drop_thread(self, thread_id: str, *, patient: bool) -> None:
-        """Forget a thread if nothing is left of it. Its epoch and tokens are not needed: their numbers only grow."""
+    async def _drop_thread(self, thread_id: str, *, patient: bool) -> set[str]:
+        """Forget a thread if nothing is left of it; return the subjects of those keys that are not surely removed.
+
+        Its epoch and tokens are not needed: their numbers only grow.
+        """
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
             # First read what is to be removed: an enqueue that the second read misses has rewritten its ``p`` since.
@@ -204,13 +211,13 @@ class NatsSweeps:
             queued = await self._bucket.last(self._keys.places(t)[:2])
             state = self._keys.state(kept.get(subject), thread_id)
         except (TooManyResults, MalformedEntry):
-            return
+            return set()
         if state.active or any(m.body for m in queued.values()):
-            return
+            return set()
         gone = (
             self._keys.gone(s, m.seq, ttl_s=(GONE_S, THREAD_GONE_S)[s == subject]) for s, m in kept.items() if m.body
         )
-        await self._bucket.put_each(gone, patient=patient)
+        return await self._bucket.put_each(gone, patient=patient)
 
 
 class _Waiting(NamedTuple):
