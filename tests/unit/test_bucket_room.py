@@ -1,14 +1,17 @@
-"""How runs leave room for flushers in a shared-state bucket with a `max_bytes`: `bufstore.nats.shared_state._Room`."""
+"""How a bucket with a `max_bytes` keeps room: for flushers in the shared state, for what is there in a mailbox."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bufstore.errors import LogUnavailable
+from bufstore.jetstream.messages import Outgoing
+from bufstore.mailbox.nats_bucket import _Room as MailboxRoom
 from bufstore.nats.shared_state import _Room
 from unit.fake_log import run
 
@@ -74,5 +77,27 @@ def test_a_bucket_that_does_not_say_how_full_it_is_is_asked_every_few_seconds() 
         bucket.away, room = True, _Room(bucket)  # type: ignore[arg-type]
         assert all([await bucket.claim(room) for _ in range(100)])
         assert bucket.asked == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_a_mailbox_goes_by_no_room_that_an_old_leader_tells_of(replicated: bool) -> None:
+    """Regression: such a node told of a full bucket when it had been purged, or of an empty one that had filled."""
+    told: list[str] = []
+
+    async def prove(unused: str, timeout_s: float) -> None:
+        told.append(unused)
+
+    async def info() -> Any:
+        told.append("look")
+        return {"state": {"bytes": 0 if "unused" in told or not replicated else LIMIT, "messages": 0}}
+
+    async def main() -> None:
+        stream: Any = SimpleNamespace(replicated=replicated, prove=prove, info=info)
+        room = MailboxRoom(LIMIT, stream, "unused", 1.0)
+        async with room.taken([Outgoing("s", b"x")]):
+            pass
+        assert told == (["unused", "look"] if replicated else ["look"])
 
     run(main())

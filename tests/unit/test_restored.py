@@ -10,7 +10,7 @@ import pytest
 
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.read.restored import Restored
-from bufstore.errors import StoreUnavailable
+from bufstore.errors import LogUnavailable, StoreUnavailable
 from unit.fake_log import run
 
 FLOOR = 100
@@ -104,6 +104,44 @@ def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, mo
         await asyncio.sleep(6)
         assert await counts.counting(meanwhile) == "new"
         assert asked == 3, "it is asked again for its cursors only"
+        await counts.aclose()
+
+    run(main())
+
+
+def test_an_old_leader_does_not_tell_that_postgres_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Postgres counted as away where a node that had been cut off told where the log ended before."""
+
+    class Replicated(Log):
+        async def barrier(self, timeout_s: float) -> int:
+            return FLOOR + 1
+
+        async def end(self, timeout_s: float) -> int:
+            return self.ends
+
+        async def scan(self, above: int, **_: Any) -> Any:
+            yield 1, SimpleNamespace(seq=FLOOR)
+
+        ends = FLOOR + 1
+
+    async def old(log: Any, cursor: Cursor, reached: int = 0) -> str | None:
+        return None if reached else "the log ends at 40"
+
+    async def wrong(*_: Any) -> str | None:
+        return "position 50 no longer holds the entry at the cursor"
+
+    async def main() -> None:
+        postgres, log = Postgres(), Replicated()
+        counts = restored(postgres, log, monkeypatch)
+        monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", old)
+        assert await counts.counting(postgres.answer) == "old"
+        postgres.connections += 1
+        monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", wrong)
+        with pytest.raises(StoreUnavailable, match="position 50"):
+            await counts.counting(postgres.answer)
+        log.ends = 40
+        with pytest.raises(LogUnavailable, match="no longer leads"):
+            await counts.counting(postgres.answer)
         await counts.aclose()
 
     run(main())

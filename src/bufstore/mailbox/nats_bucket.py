@@ -55,12 +55,13 @@ class Bucket(FreshReads):
     def __init__(
         self, connection: Connection, stream: NatsStream, keys: Keys, timeout_s: float, max_bytes: int
     ) -> None:
-        super().__init__(stream, timeout_s, keys.of("unused", "0"))
+        unused = keys.of("unused", "0")
+        super().__init__(stream, timeout_s, unused)
         self.connection = connection
         self.keys = keys
         self.writes = GroupCommit(stream, linger=_LINGER)
         self._alone = asyncio.Lock()
-        self._room = _Room(max_bytes, stream)
+        self._room = _Room(max_bytes, stream, unused, timeout_s)
         #: Sequences of messages that cannot be read and were logged.
         self._set_aside: set[int] = set()
         #: The server's clock minus ours, in seconds. No step of the wall clock moves ours, and it goes on while the
@@ -164,10 +165,11 @@ class Bucket(FreshReads):
 class _Room:
     """The room in a bucket of `limit` bytes (-1: no limit)."""
 
-    def __init__(self, limit: int, stream: NatsStream) -> None:
+    def __init__(self, limit: int, stream: NatsStream, unused: str, timeout_s: float) -> None:
+        """`unused`: a subject that never has a message."""
         limit = limit if limit >= 0 else 1 << 62
         self._most, self._step = limit - limit // _RESERVED, limit // (_RESERVED * _LOOKS)
-        self._stream = stream
+        self._stream, self._unused, self._timeout_s = stream, unused, timeout_s
         self._known = float("inf")
         #: Bytes written since `_known` was read, and bytes on their way.
         self._added = self._flying = 0
@@ -201,6 +203,8 @@ class _Room:
     async def _look(self) -> None:
         if time.monotonic() >= self._full_until:
             before = self._added
+            if self._stream.replicated:  # a leader that the others have left knows of nothing since
+                await self._stream.prove(self._unused, self._timeout_s)
             state = (await self._stream.info())["state"]
             self._known = state["bytes"] + state["messages"] * _ON_ITS_WAY
             self._added -= before

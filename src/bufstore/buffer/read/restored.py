@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from bufstore import elapsed
-from bufstore.buffer.flush.takeover import mismatch, never_flushed
+from bufstore.buffer.flush.takeover import mismatch, never_flushed, proven
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, passed_by_all
 from bufstore.errors import StoreUnavailable
@@ -99,7 +99,8 @@ class Restored:
 
     async def _compare_with(self, cursor: Cursor, floor: int) -> None:
         """Raise StoreUnavailable if the partition has an entry between its cursor and the floor, which is above it."""
-        if (trouble := await mismatch(self._log, cursor)) is not None:
+        trouble = await proven(self._log, lambda reached: mismatch(self._log, cursor, reached))
+        if trouble is not None:
             raise StoreUnavailable(_OLDER.format(trouble))
         async for _, message in self._log.scan(cursor.seq, partitions=[cursor.partition]):
             if message.seq < floor:
