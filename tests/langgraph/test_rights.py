@@ -150,6 +150,35 @@ async def test_setup_makes_no_log_of_messages_where_a_saver_looks_for_its_own(se
         pass
 
 
+async def test_setup_makes_no_tables_of_messages_among_a_savers_own(servers: Servers) -> None:
+    """Regression: with names that a saver was told, the tables were made before the log was refused, or printed."""
+    place = Place(servers)
+    async with place.saver():
+        pass
+    for sql in (["--sql"], []):
+        refused = await asyncio.to_thread(bufstore_cli, "setup", *sql, **where(place))
+        assert (refused.code, refused.out, "domain" in refused.err) == (2, "", True), refused
+    client = await nats.connect(place.nats)
+    for stream in (place.log.stream, f"KV_{place.log.bucket}"):
+        await client.jetstream().delete_stream(stream)
+    await client.close()
+    refused = await asyncio.to_thread(bufstore_cli, "setup", **where(place))
+    assert (refused.code, "domain" in refused.err) == (2, True), refused
+    of_messages = f"SELECT 1 FROM pg_tables WHERE schemaname = '{place.schema}_b' AND tablename = 'threads'"
+    assert await query(place.dsn, of_messages) == []
+    granted = await asyncio.to_thread(bufstore_cli, "setup", "--own-store", "--sql", **where(place))
+    assert (granted.code, granted.out) == (0, "-- Nothing is missing.\n"), granted
+
+
+async def test_setup_prints_no_tables_of_messages_for_a_savers_names() -> None:
+    """Regression: `--sql` did not look at the names."""
+    for option, value in ("--schema", "bufstore_langgraph"), ("--stream", "LANGGRAPH"), ("--bucket", "langgraph-hot"):
+        refused = await asyncio.to_thread(bufstore_cli, "setup", "--sql", option, value)
+        assert (refused.code, refused.out, "--own-store" in refused.err) == (2, "", True), refused
+    printed = await asyncio.to_thread(bufstore_cli, "setup", "--sql", "--own-store", "--schema", "bufstore_langgraph")
+    assert (printed.code, "CREATE SCHEMA" in printed.out) == (0, True)
+
+
 async def test_setup_makes_the_log_again_of_messages_that_have_a_savers_names(own_servers: Servers) -> None:
     """Regression: a store of messages with these names could not get its log again once NATS was lost."""
     async with PostgresThreadStore(own_servers.postgres.dsn, schema="bufstore_langgraph") as store:

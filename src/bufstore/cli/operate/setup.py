@@ -12,6 +12,7 @@ import msgspec
 from psycopg import AsyncConnection
 
 from bufstore.buffer.lanes import lane_logs, ledger_schema
+from bufstore.buffer.target import check_kind
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
@@ -21,6 +22,8 @@ from bufstore.langgraph.postgres.store import BUFFER_SCHEMA
 from bufstore.postgres.connection.migrate import check_schema, has_schema, has_table, taking_turns
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
+from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.threads.protocol import kind_of
 
 _CONNECT_S = 5.0
 #: How many seconds all migrations together may take: one may rewrite a table.
@@ -94,7 +97,7 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     if as_sql:
         if options.as_json:
             raise click.UsageError("--sql prints SQL: leave out --json.")
-        click.echo(_sql(options, parts, roles, context.params["schema"], wanted.get("lanes")), nl=False)
+        click.echo(_sql(options, parts, roles, context.params, wanted.get("lanes")), nl=False)
         return
     no_log = own_store or mailbox
     if options.named and not (no_log or context.params["nats"] or context.params["embedded"]):
@@ -105,9 +108,13 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     options.answer(options.run(lambda target: _setup(target, parts, roles, made, lanes)), _show)
 
 
-def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str, lanes: int | None) -> str:
+def _sql(
+    options: Options, parts: Sequence[str], roles: Sequence[str], names: Mapping[str, str], lanes: int | None
+) -> str:
     if not options.named:
-        places = _places(check_schema(schema), parts, lanes or 1)
+        if parts is tables.PARTS:
+            _check_no_savers(names)
+        places = _places(check_schema(names["schema"]), parts, lanes or 1)
         return "".join(tables.script(check_schema(s), tables.everything(s, of), roles) for s, of in places)
     return options.run(lambda target: _missing(target, parts, roles, lanes))
 
@@ -115,6 +122,8 @@ def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: s
 async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str], lanes: int | None) -> str:
     scripts = []
     async with _owner(target, roles) as connection:
+        if parts is tables.PARTS:
+            await _check_messages(connection, target)
         of_all = _lanes(f"schema {target.schema}", lanes, await tables.lanes(connection, target.schema))
         for schema, of in _places(target.schema, parts, of_all):
             there = await has_schema(connection, schema)
@@ -156,8 +165,8 @@ async def _setup(
     async with _owner(target, roles) as connection:
         if found is not None:  # the log may be that of an app's own store
             target.check_threads(found)
-        elif log is not None and not await has_table(connection, target.schema, "threads"):
-            _check_no_savers(target)
+        if log is not None:
+            await _check_messages(connection, target, named=found is None)
         lanes = _lanes(f"schema {target.schema}", wanted, await tables.lanes(connection, target.schema))
         migrated: dict[str, dict[str, list[int]]] = {}
         for schema, of in _places(target.schema, parts, lanes):
@@ -183,10 +192,22 @@ async def _setup(
     )
 
 
-def _check_no_savers(target: Endpoints) -> None:
+async def _check_messages(connection: AsyncConnection[Any], target: Endpoints, *, named: bool = True) -> None:
+    """Raise ConfigDrift, ConfigError if tables of messages would stand where another store has its own.
+
+    `named`: no log says whose these names are.
+    """
+    noted = await tables.target(connection, target.schema)
+    way_out = "Another store's buffer has its tables here: `bufstore setup --own-store` makes what those need."
+    check_kind(f"schema {target.schema}", noted, kind_of(PostgresThreadStore), way_out)
+    if named and not await has_table(connection, target.schema, "threads"):
+        _check_no_savers({what: getattr(target, what) for what in _SAVERS})
+
+
+def _check_no_savers(names: Mapping[str, str]) -> None:
     """Raise ConfigError if a log of messages would stand where a LangGraph saver looks for its own."""
     for what, name in _SAVERS.items():
-        if getattr(target, what) == name:
+        if names[what] == name:
             raise ConfigError(
                 f"{what} {name} is a LangGraph saver's, and this makes a log of messages: start a saver once with the "
                 "owner's rights; `bufstore setup --own-store --grant ROLE` then grants what others need of its "

@@ -10,6 +10,7 @@ from typing import Any, LiteralString
 from psycopg import AsyncConnection, sql
 
 from bufstore.buffer.lanes import ledger_schema
+from bufstore.buffer.target import Target
 from bufstore.config import LANES_MAX, LogConfig
 from bufstore.errors import ConfigError, StoreMisconfigured
 from bufstore.postgres.connection.migrate import (
@@ -70,16 +71,31 @@ async def lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
     return count if count > 1 else None
 
 
+async def target(connection: AsyncConnection[Any], schema: str) -> Target | None:
+    """Return the target that the schema's ledger notes for its log; None if it notes none. Only reads."""
+    row = await _noted(connection, schema, "target", "domain", "store", "target")
+    return Target(*row) if row is not None else None
+
+
 async def _noted_lanes(connection: AsyncConnection[Any], schema: str) -> int | None:
+    row = await _noted(connection, schema, "lanes", "lanes")
+    return int(row[0]) if row is not None else None
+
+
+async def _noted(connection: AsyncConnection[Any], schema: str, given: str, *columns: str) -> tuple[Any, ...] | None:
+    """Return these columns of what the schema notes of its log; None unless column `given` is there, and not NULL."""
     there = (
         "SELECT FROM information_schema.columns "
-        "WHERE table_schema = %s AND table_name = 'buffer_log' AND column_name = 'lanes'"
+        "WHERE table_schema = %s AND table_name = 'buffer_log' AND column_name = %s"
     )
-    if not (await connection.execute(there, [schema])).rowcount:
+    if not (await connection.execute(there, [schema, given])).rowcount:
         return None
-    noted = sql.SQL("SELECT lanes FROM {}.buffer_log WHERE lanes IS NOT NULL").format(sql.Identifier(schema))
-    row = await (await connection.execute(noted)).fetchone()
-    return int(row[0]) if row is not None else None
+    names = sql.SQL(", ").join(map(sql.Identifier, columns))
+    noted = sql.SQL("SELECT {} FROM {}.buffer_log WHERE {} IS NOT NULL").format(
+        names, sql.Identifier(schema), sql.Identifier(given)
+    )
+    row: tuple[Any, ...] | None = await (await connection.execute(noted)).fetchone()
+    return row
 
 
 def everything(schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
