@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
 import re
 import socket
+import socketserver
+import subprocess
+import sys
 import tempfile
+import threading
 import traceback
+from pathlib import Path
 
 import psycopg
 import pytest
+from cryptography.hazmat.primitives import serialization
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
@@ -17,6 +25,7 @@ from bufstore import BufstoreError, ConfigError, StoreMisconfigured, StoreUnavai
 from bufstore.postgres.connection.conninfo import check_conninfo, own_conninfo
 from bufstore.postgres.connection.pool import connect
 from bufstore.postgres.connection.refusals import reason_in
+from integration.test_cli_environments import Certificates
 
 #: Nobody listens there.
 NOWHERE = "host=127.0.0.1 port=1 user=u dbname=d"
@@ -212,3 +221,49 @@ async def test_no_parameter_of_libpq_shows_a_secret_in_an_error(special: str, mo
         assert SECRET not in "".join(traceback.format_exception(failed.value)), name
         tried += 1
     assert tried > 30
+
+
+_CONNECTS = """
+import asyncio, sys
+from bufstore import PostgresThreadStore, StoreMisconfigured
+async def main():
+    try:
+        async with PostgresThreadStore(sys.argv[1]) as store:
+            await store.load_messages("t")
+    except StoreMisconfigured as e:
+        print("refused:", e)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"sslpassword": ""}])
+def test_nobody_is_asked_for_the_passphrase_of_a_key(tmp_path: Path, given: dict[str, str]) -> None:
+    """Regression: OpenSSL asked on the terminal, and waited for good."""
+    made, locked = Certificates(tmp_path), tmp_path / "locked.key"
+    key = serialization.load_pem_private_key(made.client_key.read_bytes(), None)
+    lock, form = serialization.BestAvailableEncryption(b"geheim"), serialization.PrivateFormat.PKCS8
+    locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, lock))
+    locked.chmod(0o600)
+
+    class TakesTls(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            if self.request.recv(8)[4:] == bytes.fromhex("04d2162f"):  # SSLRequest
+                self.request.sendall(b"S")
+                self.request.recv(1)
+
+    ours, terminal = pty.openpty()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), TakesTls) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port, options = server.server_address[1], {"sslcert": made.client_cert, "sslkey": locked, **given}
+        dsn = make_conninfo(NOWHERE, port=port, sslmode="require", gssencmode="disable", **options)
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-c", _CONNECTS, dsn],
+                stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30,
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            server.shutdown()
+            os.close(ours)
+            os.close(terminal)
+    assert "refused: " in ended.stdout and "private key file" in ended.stdout, ended.stdout

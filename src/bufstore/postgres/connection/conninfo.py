@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,8 @@ _SECRETS = frozenset({"password", "sslpassword", "oauth_client_secret", "scram_c
 _NO_PRIMARY = frozenset({"standby", "prefer-standby", "read-only"})
 #: Which server it looks for here. Until libpq 14 it could not tell a standby from a role that may only read.
 _PRIMARY = "primary" if psycopg.pq.version() >= 140000 else "read-write"
+#: A wrong passphrase (libpq 13 and later): without any, OpenSSL would ask for that of a client's key on the terminal.
+_NO_PASSPHRASE = {"sslpassword": "-"} if psycopg.pq.version() >= 130000 else {}
 #: What says that a connection is none of a replica; the server takes the beginning of such a word, too.
 _NOT_FOR_REPLICAS = re.compile(r"f|fa|fal|fals|false|n|no|of|off|0|", re.IGNORECASE)
 #: "postgresql+psycopg://", which most apps have in their environment.
@@ -88,6 +91,8 @@ def own_conninfo(conninfo: str, **defaults: Any) -> str:
 
     Only the primary is connected to. In a failover an address may lead to a standby for a moment; a connection that
     only reads would stay there, show old rows as if they were new, and have writes built on them.
+
+    A client's key whose passphrase is not given is refused, and nobody is asked for it.
     """
     given = check_conninfo(conninfo)
     if (wanted := given.get("target_session_attrs", "any")) in _NO_PRIMARY:
@@ -98,7 +103,11 @@ def own_conninfo(conninfo: str, **defaults: Any) -> str:
         raise ConfigError("replication makes a connection of a replica, which takes no parameters: leave it out")
     if wanted == "any":
         wanted = _PRIMARY
-    return make_conninfo(**(defaults | given | {"client_encoding": "UTF8", "target_session_attrs": wanted}))
+    ours = {"client_encoding": "UTF8", "target_session_attrs": wanted}
+    # What is given here comes before what a service's file has.
+    if not (given.get("sslpassword") or given.get("service") or "PGSERVICE" in os.environ):
+        ours |= _NO_PASSPHRASE
+    return make_conninfo(**(defaults | given | ours))
 
 
 def has_secret(conninfo: str) -> bool:
