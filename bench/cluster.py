@@ -78,7 +78,7 @@ async def _lead(url: str) -> None:
         return {}
 
     try:
-        for name in (await nats.request("$JS.API.STREAM.NAMES"))["streams"] or ():
+        for name in (await nats.ask("$JS.API.STREAM.NAMES"))["streams"] or ():
             while (await ask(f"$JS.API.STREAM.INFO.{name}")).get("cluster", {}).get("leader") != "n0":
                 await ask(f"$JS.API.STREAM.LEADER.STEPDOWN.{name}", {"placement": {"preferred": "n0"}})
                 await asyncio.sleep(_LOOK_S)

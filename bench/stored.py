@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import psycopg
 
-from bench.baselines.raw_nats import RawNats
+from bench.baselines.raw_nats import ELECTION_S, LOOK_S, RawNats
 from bench.contestant import PAYLOAD, Place
 
 T = TypeVar("T")
@@ -49,8 +49,11 @@ def _bytes(place: Place, server: str) -> int:
 async def _in_streams(url: str) -> int:
     nats = await RawNats.connect(url)
     try:
-        # Of each stream what its leader has, whatever its number of replicas. There are fewer than one answer holds.
-        found = await nats.request("$JS.API.STREAM.LIST")
+        # Of each stream what its leader has, whatever its replicas; one that elects a leader is missing. There are
+        # fewer than one answer holds.
+        async with asyncio.timeout(ELECTION_S):
+            while (found := await nats.ask("$JS.API.STREAM.LIST")).get("missing"):  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(LOOK_S)
     finally:
         nats.close()
     streams = found["streams"] or ()

@@ -29,10 +29,10 @@ class Limit(Contestant):
         self._nats = await RawNats.connect(self.place.nats)
         self._stream = f"limit-{self.place.name}"
         stream = bare_stream(self._stream, allow_atomic=True, num_replicas=self.place.replicas)
-        await self._nats.request(f"$JS.API.STREAM.CREATE.{self._stream}", stream)
+        await self._nats.ask(f"$JS.API.STREAM.CREATE.{self._stream}", stream)
 
     async def close(self) -> None:
-        await self._nats.request(f"$JS.API.STREAM.DELETE.{self._stream}")
+        await self._nats.remove(f"STREAM.DELETE.{self._stream}")
         self._nats.close()
 
     async def load(self, callers: int, seconds: float, label: str) -> dict[str, float]:

@@ -9,8 +9,14 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+#: How long an answer may take, how long a cluster may elect leaders, and the pause between two questions, in seconds.
+ANSWER_S = 5.0
+ELECTION_S = 60.0
+LOOK_S = 0.05
 
 #: Called with subject, reply subject and payload (of an HMSG: headers and payload together, and the headers' size).
 OnMessage = Callable[[bytes, bytes, bytes, int], None]
@@ -79,6 +85,22 @@ class RawNats(asyncio.Protocol):
         self.write(f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n")
         return checked(await answer)
 
+    async def ask(self, subject: str, body: dict[str, Any] | bytes = b"") -> dict[str, Any]:
+        """Send a request that may be repeated, until it is answered: while a leader is elected, an answer may be lost.
+
+        Raises RuntimeError for an error, and TimeoutError when an election takes too long.
+        """
+        async with asyncio.timeout(ELECTION_S):
+            while True:
+                with suppress(NoLeader, TimeoutError):
+                    return await asyncio.wait_for(self.request(subject, body), ANSWER_S)
+                await asyncio.sleep(LOOK_S)
+
+    async def remove(self, what: str) -> None:
+        """Ask for a removal, e.g. ``STREAM.DELETE.<name>``, until it is done; it may have been, and its answer lost."""
+        with suppress(NotThere):
+            await self.ask(f"$JS.API.{what}")
+
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
         buffer += data
@@ -111,11 +133,22 @@ class RawNats(asyncio.Protocol):
             answer.set_result(data[head:])
 
 
+class NoLeader(RuntimeError):
+    """Nobody answers now, as while a leader is elected."""
+
+
+class NotThere(RuntimeError):
+    """There is no such stream or consumer."""
+
+
+_ERRORS = {503: NoLeader, 404: NotThere}
+
+
 def checked(answer: bytes) -> dict[str, Any]:
     """Return JetStream's answer. Raises RuntimeError for an error."""
-    found: dict[str, Any] = json.loads(answer or b'{"error": "nobody answers"}')
+    found: dict[str, Any] = json.loads(answer or b'{"error": {"code": 503, "description": "nobody answers"}}')
     if "error" in found:
-        raise RuntimeError(str(found["error"]))
+        raise _ERRORS.get(found["error"].get("code"), RuntimeError)(str(found["error"]))
     return found
 
 
