@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import nats
 
@@ -18,6 +19,8 @@ from bufstore.threads.behind import buffer_of
 #: What it creates stays until the end of the run: see `BenchServers.clear`.
 NAME = "backlog"
 _ENTRIES, _THREADS, _AT_ONCE = 1_000_000, 10_000, 512
+#: How long NATS may take for an answer, in seconds; nats-py itself waits for half a second.
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,14 @@ async def _hand_over(ours: Ours) -> None:
     log, place = ours.config.log, ours.place
     client = await nats.connect(place.nats)
     try:
-        found = json.loads((await client.request(f"$JS.API.STREAM.INFO.{log.stream}")).data)["config"]
+
+        async def ask(verb: str, body: bytes = b"") -> dict[str, Any]:
+            answer = await client.request(f"$JS.API.{verb}.{log.stream}", body, timeout=_ANSWER_S)
+            return dict(json.loads(answer.data))
+
+        found = (await ask("STREAM.INFO"))["config"]
         found["metadata"] |= {"bufstore.bucket": log.bucket}
-        answer = json.loads(
-            (await client.request(f"$JS.API.STREAM.UPDATE.{log.stream}", json.dumps(found).encode())).data
-        )
+        answer = await ask("STREAM.UPDATE", json.dumps(found).encode())
         assert "error" not in answer, answer
     finally:
         await client.close()

@@ -128,9 +128,9 @@ async def test_a_log_whose_metadata_somebody_has_damaged_is_refused_by_name(
     client = await nats.connect(deployment.servers.nats.url)
     try:
         name = deployment.log.stream
-        config = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)["config"]
+        config = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}", timeout=10)).data)["config"]
         config["metadata"] |= before
-        await client.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
+        await client.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode(), timeout=10)
     finally:
         await client.close()
     async with deployment.store() as store:
