@@ -27,6 +27,7 @@ import pytest
 
 import bufstore
 from bufstore.embedded import EmbeddedError, NatsServer, PostgresServer, Servers, _postgres
+from bufstore.embedded._cluster import free_ports
 
 psutil: Any = pytest.importorskip("psutil")
 SOURCE = Path(next(iter(bufstore.__path__))).parent
@@ -380,9 +381,7 @@ def test_ctrl_c_does_not_reach_the_servers(folder: Path) -> None:
 
 
 def test_data_is_written_durably(folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     with Servers(folder / "data", nats_config=f'http: "127.0.0.1:{port}"') as servers:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/varz") as answer:
             varz = json.load(answer)

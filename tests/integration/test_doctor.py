@@ -17,6 +17,7 @@ from bufstore import NatsConfig
 from bufstore.cli.doctor.diagnosis import Level
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
+from bufstore.embedded._cluster import free_ports
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.nats.setup import out_of_service
 from bufstore.spark.sink.spark_ledger import SparkLedger
@@ -218,12 +219,6 @@ async def test_nothing_there_yet_and_nobody_there(servers: Servers) -> None:
     assert "geheim" not in str(checks)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class WithAccounts(NatsServer):
     """A server with an application's account, a limited user in it, and a system account."""
 
@@ -286,7 +281,7 @@ async def test_an_account_without_room_for_what_has_to_be_made(servers: Servers,
 
 @pytest.mark.parametrize("sync", ["always", *seldom("1m")])
 async def test_the_system_account_and_the_monitoring_port_tell_how_nats_syncs(servers: Servers, sync: str) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     extra = f'{ACCOUNTS}\nhttp: "127.0.0.1:{port}"'
     server = WithAccounts(folder / "nats", sync_interval=sync, extra_config=extra)
