@@ -30,7 +30,7 @@ from bufstore.nats.ranges import LogReader
 from cluster import Cluster, lead_log_and_cluster, leader_of, replicas_current
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, healthy, run_of, said, writable
+from helpers import eventually, flush_all, fresh, healthy, run_of, said, writable
 from load import PATIENCE, Load
 from sweep import nodes
 
@@ -103,17 +103,17 @@ async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cl
 
         await write(10)
         for thread_id in thread_ids:
-            assert await store.load_messages(thread_id) == acknowledged[thread_id]
+            assert await _shown(store, thread_id) == acknowledged[thread_id]
         info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
         assert info["config"]["num_replicas"] == 3
-        leader = cluster.servers[int(info["cluster"]["leader"][1:])]
+        leader = cluster.servers[await leader_of(store, deployment)]
         await asyncio.to_thread(leader.kill)
         try:
             await asyncio.wait_for(write(10), 120)
             for thread_id in thread_ids:
-                assert await store.load_messages(thread_id) == acknowledged[thread_id]
-            await store.force_flush_all(timeout_s=30)
-            found = await store.load_messages(thread_ids[0], consistency=Consistency.STRONG)
+                assert await _shown(store, thread_id) == acknowledged[thread_id]
+            await flush_all(store)  # log, bucket and cluster elect their leaders one by one
+            found = await _shown(store, thread_ids[0], consistency=Consistency.STRONG)
             assert found == acknowledged[thread_ids[0]]
             for thread_id in thread_ids:
                 found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
@@ -144,13 +144,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
             for server in followers:
                 await asyncio.to_thread(server.resume)
 
-        async def read() -> Any:
-            try:
-                return await store.load_messages(thread_id, consistency=Consistency.STRONG)
-            except BufstoreError:
-                return None
-
-        assert await eventually(read, 60) == [said(0)]
+        assert await _shown(store, thread_id, consistency=Consistency.STRONG) == [said(0)]
         await writable(store)  # followers that stood still may depose the leader
 
 
@@ -243,7 +237,7 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             await load.acknowledged(100, 120)
             assert await leader_of(outside, deployment) != leader
             # A client that has seen more of the log than this leader reconnects to it.
-            inside.buffer.session.stream._same.note(await outside.buffer.session.stream.end(5.0))
+            inside.buffer.session.stream._same.note(await eventually(lambda: _end(outside), 60))
             connection = inside.buffer.session.connection
             # The leader may refuse a connection, and a client that has found its node deaf may be on its way already.
             with suppress(TimeoutError, LogUnavailable):
@@ -272,18 +266,18 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
         leader = await lead_log_and_cluster(stores[0], cluster, deployment)
         stores.append(old := await cluster.open(deployment, leader, flusher=False, **PATIENCE))
         stores.append(new := await cluster.open(deployment, *({0, 1, 2} - {leader}), flusher=False, **PATIENCE))
-        await old.checkpoint_append(thread_id, ["before"], run_of(thread_id))
-        assert await new.load_messages(thread_id) == ["before"]
+
+        async def written(store: BufferedThreadStore, what: str) -> Receipt | None:
+            with suppress(BufstoreError):
+                return await store.checkpoint_append(thread_id, [what], run_of(thread_id), idempotency_key=what)
+            return None
+
+        await eventually(partial(written, old, "before"), 60)
+        assert await _shown(new, thread_id) == ["before"]
         both, log = old.buffer.session.connection, old.buffer.log
         cluster.isolate(leader, silently=True)
         try:
-
-            async def written() -> Receipt | None:
-                with suppress(BufstoreError):
-                    return await new.checkpoint_append(thread_id, ["after"], run_of(thread_id), idempotency_key="after")
-                return None
-
-            after = await eventually(written, 60)
+            after = await eventually(partial(written, new, "after"), 60)
             both.write = new.buffer.session.connection.write
 
             async def shown() -> list[int] | None:
@@ -303,11 +297,7 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
                 del both.write
             cluster.heal()
 
-        async def read() -> Any:
-            with suppress(BufstoreError):
-                return await old.load_messages(thread_id)
-
-        assert await eventually(read, 60) == ["before", "after"]
+        assert await _shown(old, thread_id) == ["before", "after"]
         await eventually(lambda: replicas_current(new, deployment), 60)
     finally:
         for store in reversed(stores):
@@ -387,6 +377,24 @@ async def test_a_process_that_was_given_one_server_goes_on_with_the_others(serve
 async def test_nodes_are_killed_wiped_stopped_and_cut_off_in_a_row() -> None:
     """Run a short `make cluster`."""
     await nodes.run(10, seed=1, slow_s=60)
+
+
+async def _shown(store: BufferedThreadStore, thread_id: str, **options: Any) -> Any:
+    """Return the thread's messages as soon as they can be read: while a leader is elected they cannot."""
+
+    async def read() -> Any:
+        with suppress(LogUnavailable, ReadNotFresh):
+            return [await store.load_messages(thread_id, **options)]
+        return None
+
+    (found,) = await eventually(read, 60)
+    return found
+
+
+async def _end(store: BufferedThreadStore) -> int:
+    with suppress(LogUnavailable):
+        return await store.buffer.session.stream.end(5.0)
+    return 0
 
 
 async def _counted_as_flushed(store: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
@@ -135,11 +136,17 @@ async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: S
         thread_id = fresh()
         put = [await stores[0].enqueue(thread_id) for _ in range(5)]
         came: list[Signal] = []
+        stood_still = False
 
         async def last_came() -> bool:
+            nonlocal stood_still
             for store in stores[:2]:
-                for signal in await store.pull_signals(timeout_s=0.2):
-                    assert (signal.thread_id, signal.deliveries) == (thread_id, 1)
+                asked = time.monotonic()
+                signals = await store.pull_signals(timeout_s=0.2)
+                stood_still |= time.monotonic() - asked > 2  # it then hands back what came too late
+                for signal in signals:
+                    assert signal.thread_id == thread_id
+                    assert signal.deliveries == 1 or stood_still
                     came.append(signal)
             # The last dispatch and its signal are one batch, and a dispatch's position is its place in it.
             return bool(came) and came[-1].mark.seq >= put[-1].position - 1
