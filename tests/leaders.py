@@ -51,9 +51,12 @@ class Leaders:
         self._client: Client | None = None
 
     async def beside(self, check: Callable[[], Awaitable[bool | None]], faults: int) -> None:
-        """Repeat the check until `faults` leaders have gone and a check was completed (False: it was broken off)."""
+        """Repeat the check until `faults` leaders have gone, one of them killed, and a check was completed.
+
+        A check returns False if it was broken off. A fault counts only if it was answered: a kill may come later.
+        """
         done = False
-        while not done or self.gone.total() < faults:
+        while not done or self.gone.total() < faults or not self.gone["killed"]:
             assert self._breaking is not None
             if self._breaking.done():
                 await self._breaking
