@@ -128,7 +128,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
     async with cluster.store(deployment, read_timeout_s=2.0, flush_timeout_s=5.0) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        await store.force_flush(thread_id)
+        await flush_all(store)
         await healthy(store)
         await eventually(lambda: _counted_as_flushed(store))
         info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")

@@ -86,7 +86,7 @@ async def test_a_locked_table_of_the_flush_is_named_soon(deployment: Deployment)
     """As by an ALTER TABLE that waits: a flush does not wait for it longer than for a locked row."""
     async with deployment.store(flush_timeout_s=5.0) as store:
         await write(store, ["t"])
-        await store.force_flush_all()
+        await store.force_flush_all(timeout_s=30)
         async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as other:
             await other.execute(f"LOCK TABLE {deployment.name}.buffer_partitions IN ACCESS EXCLUSIVE MODE")  # type: ignore[call-overload]
             await store.checkpoint("t", [said(1)], run_of("t", 1))

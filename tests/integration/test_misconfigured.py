@@ -44,6 +44,7 @@ from integration.test_doctor import doctor
 #: These tests measure time or wait for timeouts.
 pytestmark = pytest.mark.alone
 
+#: A flush that must succeed is given more: it takes a new store's partitions first.
 SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "flush_timeout_s": 3.0}
 
 
@@ -138,7 +139,7 @@ async def _refused_and_mended(disturbed: Servers, fault: str) -> None:
         async with deployment.store(inner, **SHORT) as store:
             thread_id = fresh()
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-            await store.force_flush(thread_id)
+            await store.force_flush(thread_id, timeout_s=30)
             await query(dsn, FAULTS[fault][0].format(**names))
             await hang_up(dsn, deployment)
             with in_time(20):
@@ -172,7 +173,7 @@ async def _refused_and_mended(disturbed: Servers, fault: str) -> None:
                     return True
                 return False
 
-            await eventually(flushed)
+            await eventually(flushed, 60)
             assert await store.quarantined() == 0
             level = Consistency.EVENTUAL
             assert await store.load_messages(thread_id, consistency=level) == [said(i) for i in range(4)]
@@ -249,7 +250,7 @@ async def test_a_full_disk_of_postgres_parks_nothing_and_goes_on_with_room(own_s
         async with deployment.store(**SHORT) as store:
             thread_id = fresh()
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-            await store.force_flush(thread_id)
+            await store.force_flush(thread_id, timeout_s=30)
             filler = folder / "filler"
             _fill(filler)
             messages = [{"n": n, "blob": os.urandom(100_000)} for n in range(10)]
@@ -346,7 +347,7 @@ async def test_where_a_full_disk_stopped_the_bucket_only_new_runs_are_taken(
         async with deployment.store(flusher=False, **short) as writer:
             async with deployment.store(**short) as flusher:
                 await writer.checkpoint("t", [said(0)], run_of("t"))
-                await writer.force_flush("t")
+                await writer.force_flush("t", timeout_s=30)
                 _fill(nats / "filler")
 
                 async def met() -> bool:
@@ -518,7 +519,7 @@ async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_server
         nats.start()
         await eventually(lambda: _flushed(store))
         await store.checkpoint("t", [said(0), said(1)], run_of("t"))
-        await store.force_flush("t")
+        await store.force_flush("t", timeout_s=30)
         assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]
 
 
