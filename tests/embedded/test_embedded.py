@@ -408,6 +408,12 @@ def test_the_interval_and_accounts_can_be_configured(folder: Path) -> None:
         server.stop()
 
 
+def test_no_port_is_given_to_two_servers_of_which_none_listens_yet() -> None:
+    """Regression: a cluster's monitoring had the port of a route in one of eleven starts, and that server ended."""
+    ports = [port for _ in range(20) for port in free_ports(3)]
+    assert len(set(ports)) == len(ports) == 60
+
+
 def test_a_given_port_is_used_or_refused(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -17,6 +17,8 @@ _NODES = 3
 # These do not overlap the ports that servers choose themselves, and also lie below those of outgoing connections.
 _PORTS = range(10_000, 15_000)
 _PARTS = 50
+#: The ports that this process was given; on some of them nobody listens yet.
+_given: set[int] = set()
 
 
 @contextmanager
@@ -55,9 +57,12 @@ def three_servers(
 def free_ports(count: int) -> list[int]:
     """Return ports of 127.0.0.1 on which nobody listens now, for servers that keep their ports when they restart.
 
-    Each process first tries its own part of the range, so that it takes no port of another process's stopped server.
+    No call returns a port that an earlier one has. Each process first tries its own part of the range, so that it takes
+    no port of another process's stopped server.
     """
     chance, begin = secrets.SystemRandom(), os.getpid() % _PARTS * (len(_PORTS) // _PARTS)
     ours = _PORTS[begin : begin + len(_PORTS) // _PARTS]
     ports = chance.sample(ours, len(ours)) + chance.sample(_PORTS, 500)
-    return list(islice(filter(_port_is_free, dict.fromkeys(ports)), count))
+    found = list(islice(filter(_port_is_free, (p for p in dict.fromkeys(ports) if p not in _given)), count))
+    _given.update(found)
+    return found
