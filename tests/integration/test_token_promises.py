@@ -381,7 +381,8 @@ async def test_what_a_full_stream_holds_is_worked_off(opened: Open, policy: Poli
     async with working(handler, work, concurrency=3):
         for start in (300, 600, 900):
             await fill(start)
-        await eventually(lambda: nothing_left(work), 30)
+        # Tokens of a second are often lost on three replicas and a busy machine. What is stuck stays.
+        await eventually(lambda: nothing_left(work), 120)
     for key, items in accepted.items():
         if key.startswith("key"):
             assert worked[key] >= set(items if policy is not Policy.REPLACE else items[-1:])
