@@ -8,6 +8,7 @@ import shutil
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from http.client import HTTPException
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Self
@@ -94,8 +95,8 @@ class Cluster:
         """True when every node is connected to both others."""
         try:
             return all(len(self.routes(i)) == _NODES - 1 for i in range(_NODES))
-        except OSError:
-            return False  # a node is still starting
+        except (OSError, HTTPException):
+            return False  # a node is still starting, or was killed in the middle of its answer
 
     def routes(self, node: int) -> set[str]:
         """Return the nodes that this node says it is connected to."""
@@ -106,8 +107,8 @@ class Cluster:
         """Return the cluster's leader according to node 0; None while there is none, or while the node is busy."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[0]}/jsz", timeout=2) as answer:
-                name = json.load(answer)["meta_cluster"].get("leader")
-        except OSError:
+                name = json.load(answer).get("meta_cluster", {}).get("leader")  # a node that starts has none yet
+        except (OSError, HTTPException):
             return None
         return int(name[1:]) if name else None
 
