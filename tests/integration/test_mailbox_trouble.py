@@ -359,6 +359,24 @@ async def test_a_key_whose_removal_is_not_answered_is_removed_by_the_next_purge(
         assert [m.body for m in (await bucket.last([keys.thread(thread_id)])).values()] == [b""]
 
 
+async def test_a_purge_goes_on_where_another_one_has_removed_a_key(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: that counted as a removal without an answer, and of two purges at once both ended, with all left."""
+    async with on_nats.open(2) as (one, two):
+        await _finished(one, fresh())
+        bucket = _nats(one)._bucket
+        put_each = bucket.put_each
+
+        async def late(messages: Any, **how: Any) -> Any:
+            messages = list(messages)
+            await _nats(two)._bucket.put(messages[:1])  # the other purge was faster
+            return await put_each(messages, **how)
+
+        monkeypatch.setattr(bucket, "put_each", late)
+        assert await one.purge_finished(one.backend.now_ms() + 1000) > 0
+
+
 async def _finished(store: Any, thread_id: str) -> None:
     await store.enqueue(thread_id, b"first", dispatch_id="d", dedupe_key="k")
     claim = await store.claim(thread_id, "w")

@@ -27,6 +27,7 @@ from bufstore import (
     LogConfig,
     LogUnavailable,
     NatsConfig,
+    PostgresThreadStore,
     repair,
 )
 from bufstore.buffer.places import last_place
@@ -559,6 +560,22 @@ class Readable:
     async def load_checkpoint(self, thread_id: str) -> None: ...
 
     async def load_run(self, run_id: str) -> None: ...
+
+
+class Tickets(PostgresThreadStore):
+    """An app's own kind of store, which uses the tables of messages."""
+
+    store_kind = "tickets"
+
+
+async def test_setup_prints_what_an_apps_own_kind_of_store_with_the_tables_of_messages_lacks(
+    deployment: Deployment,
+) -> None:
+    """Regression: it said that the tables of messages would stand where another store has its own."""
+    async with deployment.store(Tickets(deployment.servers.postgres.dsn, schema=deployment.name)):
+        pass
+    printed = await asyncio.to_thread(bufstore_cli, "setup", "--sql", **where(deployment))
+    assert (printed.code, printed.out) == (0, "-- Nothing is missing.\n"), printed
 
 
 async def test_a_store_without_apply_is_refused_at_open(deployment: Deployment) -> None:

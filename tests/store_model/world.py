@@ -138,6 +138,8 @@ class Instance:
         for buffer in store.lanes.all:
             buffer.session.stream.close()  # type: ignore[attr-defined]
             buffer.shared.close()  # type: ignore[attr-defined]
+            if buffer.flusher is not None:  # what is gone begins nothing anew
+                buffer.flusher._stopping.set()
         while tasks := [t for t in self._world.tasks[self._number] if not t.done()]:
             for task in tasks:
                 task.cancel()

@@ -139,9 +139,41 @@ def test_an_old_leader_does_not_tell_that_postgres_went_back(monkeypatch: pytest
         monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", wrong)
         with pytest.raises(StoreUnavailable, match="position 50"):
             await counts.counting(postgres.answer)
+        await asyncio.sleep(6)
         log.ends = 40
         with pytest.raises(LogUnavailable, match="no longer leads"):
             await counts.counting(postgres.answer)
+        await counts.aclose()
+
+    run(main())
+
+
+def test_reads_of_a_postgres_that_went_back_too_far_store_a_proof_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each read stored one, and so filled the log until it was repaired."""
+
+    class Counted(Log):
+        proofs = 0
+
+        async def barrier(self, timeout_s: float) -> int:
+            self.proofs += 1
+            return FLOOR + 1
+
+        async def end(self, timeout_s: float) -> int:
+            return FLOOR + 1
+
+    async def wrong(*_: Any) -> str | None:
+        return "position 50 no longer holds the entry at the cursor"
+
+    async def main() -> None:
+        postgres, log = Postgres(), Counted()
+        counts = restored(postgres, log, monkeypatch)
+        monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", wrong)
+        for times in (1, 2):
+            for _ in range(20):
+                with pytest.raises(StoreUnavailable, match="position 50"):
+                    await counts.counting(postgres.answer)
+            assert log.proofs == times
+            await asyncio.sleep(6)
         await counts.aclose()
 
     run(main())

@@ -62,7 +62,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Return a function that sets when the log was made; None: there is no log."""
 
     def is_made(created: str | None) -> None:
-        async def log_of(deployment: Deployment) -> Any:
+        async def log_of(deployment: Deployment, reached: int) -> Any:
             assert deployment is DEPLOYMENT
             if created is None:
                 raise NoLog("mine")

@@ -195,3 +195,27 @@ async def test_a_task_reads_the_stream_that_was_planned_whichever_node_answers()
     reader: Any = SimpleNamespace(look=look, read=read)
     found = log_scan.messages(reader, later, part, Holes(part.start), fails=False)
     assert [reads async for reads in found] == [[]]
+
+
+async def test_a_task_that_begins_in_an_outage_waits_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a worker that had no connection yet failed at once."""
+    part, tries = Range(start=60, end=60, created="then"), 0
+
+    async def look(**_: Any) -> LogState:
+        return log_at(60)
+
+    async def read(*_: Any, **__: Any) -> AsyncGenerator[Any]:
+        for nothing in ():
+            yield nothing
+
+    async def reader_of(*_: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise LogUnavailable("cannot reach NATS")
+        return SimpleNamespace(look=look, read=read)
+
+    monkeypatch.setattr(log_scan, "reader_of", reader_of)
+    options = read_options({"nats": "nats://h"}, outage_timeout_s=60.0)
+    assert [rows async for rows in log_scan.batches(options, part)] == []
+    assert tries >= 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from typing import Any
@@ -112,19 +112,23 @@ class Bucket(FreshReads):
             except BatchRefused as e:
                 raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
-    async def put_each(self, messages: Iterable[Outgoing], *, patient: bool = True) -> set[str]:
-        """Write each by itself, as `put` does; return the subjects of those not surely written.
+    async def put_each(
+        self, messages: Iterable[Outgoing], *, patient: bool = True
+    ) -> Mapping[str, Conflict | AppendUnknown]:
+        """Write each by itself, as `put` does; return the errors of those not surely written, by subject.
 
         None is on its way afterwards.
         """
+        failed: dict[str, Conflict | AppendUnknown] = {}
 
-        async def failed(message: Outgoing) -> set[str]:
-            with suppress(Conflict, AppendUnknown):
+        async def put(message: Outgoing) -> None:
+            try:
                 await self.put([message], patient=patient)
-                return set()
-            return {message.subject}
+            except (Conflict, AppendUnknown) as e:
+                failed[message.subject] = e
 
-        return set().union(*await together(map(failed, messages)))
+        await together(map(put, messages))
+        return failed
 
     def dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
         """Yield the readable dispatches. Other messages are set aside: they stay, and nothing waits for them."""

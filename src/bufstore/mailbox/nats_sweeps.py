@@ -15,7 +15,7 @@ from bufstore import elapsed
 from bufstore.errors import LogFull, MalformedEntry
 from bufstore.jetstream.errors import ConsumerMissing, TooManyResults
 from bufstore.jetstream.fresh_reads import PAGE
-from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.subject_tokens import token
 from bufstore.jetstream.walk import Walk
 from bufstore.mailbox.decisions import is_expired
@@ -183,10 +183,11 @@ class NatsSweeps:
     async def _drop(self, keys: Iterable[StoredMessage], threads: Iterable[str], *, patient: bool) -> bool:
         """Remove these keys, and these threads if nothing waits in them. `patient`: see `Bucket.put_each`.
 
-        Return whether all that was to be removed surely was.
+        Return False if the answer to a removal was lost. What somebody else has removed or written meanwhile is theirs.
         """
         failed = await self._bucket.put_each((self._keys.gone(m.subject, m.seq) for m in keys), patient=patient)
-        return not failed.union(*await asyncio.gather(*(self._drop_thread(t, patient=patient) for t in threads)))
+        of_threads = await asyncio.gather(*(self._drop_thread(t, patient=patient) for t in threads))
+        return not any(isinstance(e, AppendUnknown) for errors in (failed, *of_threads) for e in errors.values())
 
     async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
         """The keys by which these are known."""
@@ -199,8 +200,8 @@ class NatsSweeps:
         found = await self._bucket.last(list(holders))
         return [m for s, m in found.items() if m.body == holders[s]]
 
-    async def _drop_thread(self, thread_id: str, *, patient: bool) -> set[str]:
-        """Forget a thread if nothing is left of it; return the subjects of those keys that are not surely removed.
+    async def _drop_thread(self, thread_id: str, *, patient: bool) -> Mapping[str, Exception]:
+        """Forget a thread if nothing is left of it; return why keys of its are not surely removed, by subject.
 
         Its epoch and tokens are not needed: their numbers only grow.
         """
@@ -211,9 +212,9 @@ class NatsSweeps:
             queued = await self._bucket.last(self._keys.places(t)[:2])
             state = self._keys.state(kept.get(subject), thread_id)
         except (TooManyResults, MalformedEntry):
-            return set()
+            return {}
         if state.active or any(m.body for m in queued.values()):
-            return set()
+            return {}
         gone = (
             self._keys.gone(s, m.seq, ttl_s=(GONE_S, THREAD_GONE_S)[s == subject]) for s, m in kept.items() if m.body
         )

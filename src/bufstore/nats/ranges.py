@@ -127,6 +127,8 @@ class LogReader:
         while log.end < reached and log.config.replicas > 1 and asyncio.get_running_loop().time() <= until:
             await asyncio.sleep(_AGAIN_S)
             log = await self._look()
+        if fresh and log.end < reached:
+            raise LogUnavailable("cannot read the log: no node shows the end that its leader has proved")
         return log
 
     async def _look(self) -> LogState:

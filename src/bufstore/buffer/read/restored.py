@@ -41,6 +41,8 @@ class Restored:
         #: The last comparison: how many connections there had been, when it was, and the position up to which Postgres
         #: had everything.
         self._fits = _NEVER
+        #: When a mismatch of log and Postgres was proven last.
+        self._proven_at = float("-inf")
         #: Grows whenever Postgres is found to have everything and that was not known before: earlier answers may lack
         #: something. A floor that rises later was told by an owner that has seen as much in this Postgres.
         self.era = 0
@@ -99,7 +101,12 @@ class Restored:
 
     async def _compare_with(self, cursor: Cursor, floor: int) -> None:
         """Raise StoreUnavailable if the partition has an entry between its cursor and the floor, which is above it."""
-        trouble = await proven(self._log, lambda reached: mismatch(self._log, cursor, reached))
+        if elapsed.now_s() - self._proven_at < _AGAIN_S:  # a proof is a message of the log, and every read comes here
+            trouble = await mismatch(self._log, cursor)
+        else:
+            trouble = await proven(self._log, lambda reached: mismatch(self._log, cursor, reached))
+            if trouble is not None:
+                self._proven_at = elapsed.now_s()
         if trouble is not None:
             raise StoreUnavailable(_OLDER.format(trouble))
         async for _, message in self._log.scan(cursor.seq, partitions=[cursor.partition]):

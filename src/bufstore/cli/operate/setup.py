@@ -195,12 +195,14 @@ async def _setup(
 async def _check_messages(connection: AsyncConnection[Any], target: Endpoints, *, named: bool = True) -> None:
     """Raise ConfigDrift, ConfigError if tables of messages would stand where another store has its own.
 
-    `named`: no log says whose these names are.
+    Not if they stand there: an app's own kind of store may use them. `named`: no log says whose these names are.
     """
+    if await has_table(connection, target.schema, "threads"):
+        return
     noted = await tables.target(connection, target.schema)
     way_out = "Another store's buffer has its tables here: `bufstore setup --own-store` makes what those need."
     check_kind(f"schema {target.schema}", noted, kind_of(PostgresThreadStore), way_out)
-    if named and not await has_table(connection, target.schema, "threads"):
+    if named:
         _check_no_savers({what: getattr(target, what) for what in _SAVERS})
 
 

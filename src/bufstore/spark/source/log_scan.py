@@ -121,8 +121,8 @@ async def stored_at_ns(options: ReadOptions, log: LogState, start: int) -> int |
 async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:
     """Yield the rows of a range. Raises DataLoss when some of it was purged since the reader began."""
     timeout_s = options.outage_timeout_s
+    log = await patiently(partial(look, options, reached=part.start), timeout_s)  # connecting waits, too
     reader = await reader_of(options)
-    log = await patiently(partial(reader.look, reached=part.start), timeout_s)
     entries = LogEntries(reader, log, options, part)
     found = messages(reader, log, part, Holes(part.start), fails=options.fail_on_data_loss, timeout_s=timeout_s)
     async with aclosing(found) as parts:
