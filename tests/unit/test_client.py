@@ -22,8 +22,7 @@ from bufstore.config import NatsConfig
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogFull, LogUnavailable
 from bufstore.home import Home
 from bufstore.jetstream import client as clients
-from bufstore.jetstream import connection as connections
-from bufstore.jetstream import credentials, frames, server_choice
+from bufstore.jetstream import credentials, exchange, frames, server_choice
 from bufstore.jetstream import subscriptions as subscriptions_
 from bufstore.jetstream.client import (
     ListeningClient,
@@ -279,7 +278,7 @@ async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: 
         await post(client, subject, payload, reply)
 
     monkeypatch.setattr(frames, "post", once)
-    monkeypatch.setattr(connections, "AGAIN_S", 0.001)
+    monkeypatch.setattr(exchange, "AGAIN_S", 0.001)
     await connection.open()
     try:
         with pytest.raises(AppendUnknown):

@@ -132,3 +132,58 @@ def test_a_message_that_the_server_would_not_take_is_not_sent(
 
 def test_the_installed_client_is_one_that_was_checked() -> None:
     assert frames.supported
+
+
+class Socket:
+    """A socket that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+def on_a_socket() -> tuple[Sent, Socket]:
+    """Return a connected client, and what it writes to."""
+    client, socket = Sent(), Socket()
+    client._transport = TcpTransport()
+    client._transport._io_writer = socket  # type: ignore[assignment]
+    return client, socket
+
+
+def test_what_is_sent_at_once_is_the_same_bytes() -> None:
+    async def main() -> None:
+        for message in _MESSAGES:
+            (client, socket), (other, waited) = on_a_socket(), on_a_socket()
+            assert frames.send_now(client, message, "_INBOX.x.1")
+            await frames.send(other, [message], "", "_INBOX.x.1")
+            assert socket.data == waited.data != b""
+            assert client.stats == other.stats
+
+    asyncio.run(main())
+
+
+def test_nothing_is_sent_at_once_that_has_to_wait_or_is_refused() -> None:
+    async def main() -> None:
+        message = Outgoing("plain", b"x" * 100)
+
+        def refused(client: Sent, socket: Socket) -> bool:
+            before = dict(client.stats)
+            return not frames.send_now(client, message, "_INBOX.x.1") and not socket.data and client.stats == before
+
+        client, socket = on_a_socket()
+        client._pending_data_size = 1  # what stands there must not be overtaken
+        assert refused(client, socket)
+        client, socket = on_a_socket()
+        client._max_payload = 99
+        assert refused(client, socket)
+        client, socket = on_a_socket()
+        client._status = Client.DISCONNECTED
+        assert refused(client, socket)
+        client, socket = on_a_socket()
+        client._transport._io_writer = Gone()  # type: ignore[union-attr, assignment]
+        assert not frames.send_now(client, message, "_INBOX.x.1")
+        assert refused(Sent(), Socket())  # no transport of ours: a websocket's, for one
+
+    asyncio.run(main())

@@ -234,7 +234,7 @@ def test_a_write_to_the_log_that_is_interrupted_ends_soon_and_once(monkeypatch: 
 
     interrupted = it.loop.create_task(store.checkpoint_append("t", [2], run_of("t")))
     with monkeypatch.context() as patch:
-        patch.setattr(store.buffer.session.log.writer, "_send", interrupts)
+        patch.setattr(store.buffer.session.log.writer, "_store", interrupts)
         it.expect_interrupt()
     began = it.loop.time()
     (outcome,) = it.run(outcomes([interrupted]))

@@ -97,6 +97,28 @@ async def send(
         )
 
 
+def goes_straight(client: Client) -> bool:
+    """Return whether a small message can be written to the socket at once."""
+    return (
+        supported and client.is_connected and not client._pending_data_size and type(client._transport) is TcpTransport
+    )
+
+
+def send_now(client: Client, message: Outgoing, reply: str) -> bool:
+    """Send one small message before this returns; its answer goes to `reply`.
+
+    Returns False, and sends nothing, where that is not possible: `send` waits for what stands before it, or says why.
+    """
+    if len(message.body) > _PART_BYTES or not goes_straight(client):
+        return False
+    try:
+        data = framed([message], "", reply, bytes_max=client.max_payload)
+        note(client, [len(message.body)])
+        return _write_straight(client, data, 1)
+    except (nats.errors.MaxPayloadError, nats.errors.OutboundBufferLimitError):
+        return False
+
+
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
     """Send one message without headers; its answer goes to `reply`. Raises what nats-py's publish raises."""
     if client.is_connected and len(payload) <= client.max_payload:
@@ -176,7 +198,16 @@ def _unsent(client: Client) -> int:
 
 
 async def _write(client: Client, data: bytes, messages: int) -> None:
-    # Write straight to the socket, past the client's writing task, unless that would overtake bytes that wait there.
+    if not _write_straight(client, data, messages):
+        await client._send_command(data)
+        await client._flush_pending()
+
+
+def _write_straight(client: Client, data: bytes, messages: int) -> bool:
+    """Write straight to the socket, past the client's writing task, unless that would overtake bytes that wait there.
+
+    Returns whether it was written; the messages are counted in any case.
+    """
     straight = not client._pending_data_size and type(client._transport) is TcpTransport
     if straight:
         try:
@@ -185,9 +216,7 @@ async def _write(client: Client, data: bytes, messages: int) -> None:
             raise nats.errors.OutboundBufferLimitError from None
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
-    if not straight:
-        await client._send_command(data)
-        await client._flush_pending()
+    return straight
 
 
 def framed(

@@ -21,16 +21,24 @@ class _Client(Protocol):
     def heard(self) -> None: ...
 
 
+class Limit(Protocol):
+    """When a wait is over: an `asyncio.Timeout`, for one."""
+
+    def when(self) -> float | None: ...
+    def expired(self) -> bool: ...
+    def reschedule(self, when: float | None) -> None: ...
+
+
 class Pace:
     """The pace of the writes on one connection."""
 
     def __init__(self) -> None:
         #: By token: each waiter for an answer, its deadline, and how long it waits while nothing moves.
-        self._limits: dict[str, tuple[asyncio.Timeout, float]] = {}
+        self._limits: dict[str, tuple[Limit, float]] = {}
         self._alive_until = 0.0
         self._keeper: asyncio.TimerHandle | None = None
 
-    def begin(self, token: str, limit: asyncio.Timeout, timeout_s: float) -> None:
+    def begin(self, token: str, limit: Limit, timeout_s: float) -> None:
         """Note that a caller waits for an answer in the block of `limit`."""
         self._limits[token] = limit, timeout_s
         until = self._alive_until + timeout_s  # the answer comes behind what is on its way

@@ -27,6 +27,7 @@ from bufstore.jetstream.messages import (
     StoredMessage,
 )
 from bufstore.jetstream.portions import portions
+from bufstore.jetstream.posted import Posted
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.server_version import check_version
 from bufstore.shared_call import SharedCall
@@ -113,15 +114,29 @@ class NatsStream:
         only a BufstoreError, when nothing was sent.
         """
 
-        def answered(number: int, answer: bytes | Exception) -> None:
-            outcome: int | Exception
-            try:
-                outcome = answer if isinstance(answer, Exception) else self._seq(answer)
-            except (Conflict, BatchRefused, AppendUnknown, BufstoreError) as e:
-                outcome = e
-            ended(number, outcome)
+        await self._connection.write_each(
+            messages, timeout_s, lambda number, answer: ended(number, self._outcome(answer)), doubt=self._doubt
+        )
 
-        await self._connection.write_each(messages, timeout_s, answered, doubt=self._doubt)
+    @property
+    def posts(self) -> bool:
+        """Whether `post` is possible now, for a small message. Not on replicas, where a refusal has to be proven."""
+        return self._doubt is None and self._connection.posts
+
+    def post(self, message: Outgoing, timeout_s: float, ended: Callable[[int | Exception], None]) -> Posted | None:
+        """Send one message before this returns, without a task; None if that is not possible: see `publish`.
+
+        `ended` is called once, later, with the message's sequence, or the error that `publish` would raise.
+        """
+        if not self.posts:
+            return None
+        return self._connection.post(message, timeout_s, lambda answer: ended(self._outcome(answer)))
+
+    def _outcome(self, answer: bytes | Exception) -> int | Exception:
+        try:
+            return answer if isinstance(answer, Exception) else self._seq(answer)
+        except (Conflict, BatchRefused, AppendUnknown, BufstoreError) as e:
+            return e
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         """Store all messages or none, as neighbours. Returns the last sequence."""

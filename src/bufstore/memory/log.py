@@ -11,15 +11,17 @@ import contextlib
 import dataclasses
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import accumulate
+from typing import Any
 
 from bufstore.buffer.subjects import first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, LogFull, LogRolledBack, LogUnavailable
-from bufstore.jetstream.messages import Conflict, Outgoing, Part, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Part, StoredMessage
+from bufstore.tasks import spawn
 
 
 class MemoryStream:
@@ -153,6 +155,28 @@ class MemoryListener:
             self._stream.listeners.remove(self)
 
 
+class MemoryPosted:
+    """See `bufstore.buffer.groups.stream.OnItsWay`."""
+
+    def __init__(self, publish: Coroutine[Any, Any, int], ended: Callable[[int | Exception], None]) -> None:
+        self._ended: Callable[[int | Exception], None] | None = ended
+        self._task = spawn(publish)
+        self._task.add_done_callback(self._over)
+
+    def cancel(self) -> None:
+        self._ended = None
+        self._task.cancel()
+
+    def _over(self, task: asyncio.Task[int]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self._ended is None:
+            return
+        if task.cancelled() or not isinstance(error, Exception | None):
+            self._ended(AppendUnknown("the task that writes was cancelled or interrupted"))
+        else:
+            self._ended(task.result() if error is None else error)
+
+
 class MemoryLog:
     """See `bufstore.buffer.groups.stream.GroupsInStream`. `streams`: the server's streams, by name."""
 
@@ -173,6 +197,11 @@ class MemoryLog:
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return await self._write([message])
+
+    posts = True
+
+    def post(self, message: Outgoing, timeout_s: float, ended: Callable[[int | Exception], None]) -> MemoryPosted:
+        return MemoryPosted(self.publish(message, timeout_s), ended)
 
     async def _write(self, messages: Sequence[Outgoing]) -> int:
         stream = await self._turn()

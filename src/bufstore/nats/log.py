@@ -21,6 +21,7 @@ from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StorageFull, StreamMissing, StreamTaken
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, Part
+from bufstore.jetstream.posted import Posted
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_end import PROOF_S, FreshEnd
@@ -174,8 +175,23 @@ class NatsLog(NatsStream):
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._same.check()
+        self._begins()
+        return self._acked(await super().publish(message, timeout_s), message)
+
+    def post(self, message: Outgoing, timeout_s: float, ended: Callable[[int | Exception], None]) -> Posted | None:
+        if self._same.refused is not None:  # `publish` says so
+            return None
+
+        def told(outcome: int | Exception) -> None:
+            ended(self._acked(outcome, message) if isinstance(outcome, int) else outcome)
+
+        self._begins()
+        return super().post(message, timeout_s, told)
+
+    def _begins(self) -> None:
         reach(Failpoint.PUBLISH_BEFORE)
-        seq = await super().publish(message, timeout_s)
+
+    def _acked(self, seq: int, message: Outgoing) -> int:
         reach(Failpoint.PUBLISH_ACKED)
         return self._same.acked(seq, message)
 

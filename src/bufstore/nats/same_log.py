@@ -16,7 +16,7 @@ from nats.aio.client import Client
 
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable
 from bufstore.jetstream.answers import Answer, answer_of
-from bufstore.jetstream.connection import AGAIN_S
+from bufstore.jetstream.exchange import AGAIN_S
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, spawn

@@ -174,6 +174,19 @@ class Others:
         pace = Pace(2 * self._usual.mean_s, min(3 * self._usual.at_most_s, NEEDS_MAX_S))
         return _paced(*_in_us(pace))  # as the others hear it
 
+    @property
+    def away(self) -> bool:
+        """Whether nobody is in this process's way, and it hears of who is refused: it need not wait, or tell anything.
+
+        Then `wrote_unheard` is enough.
+        """
+        return self._listening is None and self._refusals is not None and not self._refusals.lost
+
+    def wrote_unheard(self) -> None:
+        """Note that a group of this process was stored while the others are `away`."""
+        self._mine_at = asyncio.get_running_loop().time()
+        self._tried = False
+
     async def wrote(self, message: StoredMessage, *, whole: bool) -> None:
         """Tell the others that a group of this process was stored, if the writers are in each other's way.
 

@@ -17,6 +17,13 @@ READ_S = 5.0
 _AT_ONCE = 32
 
 
+class OnItsWay(Protocol):
+    """A message that was sent, whose answer has not come."""
+
+    def cancel(self) -> object:
+        """Tell nobody how it ended."""
+
+
 class GroupsInStream(Generations, Announcements, Protocol):
     """The stream that holds the groups.
 
@@ -33,6 +40,16 @@ class GroupsInStream(Generations, Announcements, Protocol):
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         """Store one message durably. Returns its sequence."""
+
+    @property
+    def posts(self) -> bool:
+        """Whether `post` is possible now, for a small message."""
+
+    def post(self, message: Outgoing, timeout_s: float, ended: Callable[[int | Exception], None]) -> OnItsWay | None:
+        """Send one message before this returns; None if that is not possible, and `publish` has to be awaited.
+
+        `ended` is called once, later, with its sequence, or the error that `publish` would raise.
+        """
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
         """The last message of each subject; subjects that have none are left out."""
