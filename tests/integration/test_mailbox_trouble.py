@@ -370,11 +370,38 @@ async def test_a_purge_goes_on_where_another_one_has_removed_a_key(
 
         async def late(messages: Any, **how: Any) -> Any:
             messages = list(messages)
-            await _nats(two)._bucket.put(messages[:1])  # the other purge was faster
+            if messages:
+                await _nats(two)._bucket.put(messages[:1])  # the other purge was faster
             return await put_each(messages, **how)
 
         monkeypatch.setattr(bucket, "put_each", late)
         assert await one.purge_finished(one.backend.now_ms() + 1000) > 0
+
+
+async def test_a_thread_that_is_written_to_as_it_is_purged_is_forgotten_all_the_same(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the answer to a signal, which leads no purge there, kept its key for good."""
+    async with on_nats.open(1) as (store,):
+        thread_id = fresh()
+        await _finished(store, thread_id)
+        bucket, key = _nats(store)._bucket, _nats(store)._keys.thread(thread_id)
+        put_each, times = bucket.put_each, 0
+
+        async def late(messages: Any, **how: Any) -> Any:
+            nonlocal times
+            messages = list(messages)
+            if any(m.subject == key for m in messages):
+                times += 1
+                there = (await bucket.last([key]))[key]
+                if times == 1:
+                    await bucket.put([Outgoing(key, there.body, expected=there.seq)])
+            return await put_each(messages, **how)
+
+        monkeypatch.setattr(bucket, "put_each", late)
+        assert await store.purge_finished(store.backend.now_ms() + 1000) > 0
+        assert times == 2
+        assert [m.body for m in (await bucket.last([key])).values()] == [b""]
 
 
 async def _finished(store: Any, thread_id: str) -> None:

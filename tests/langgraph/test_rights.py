@@ -166,6 +166,10 @@ async def test_setup_makes_no_tables_of_messages_among_a_savers_own(servers: Ser
     assert (refused.code, "domain" in refused.err) == (2, True), refused
     of_messages = f"SELECT 1 FROM pg_tables WHERE schemaname = '{place.schema}_b' AND tablename = 'threads'"
     assert await query(place.dsn, of_messages) == []
+    await query(place.dsn, f"CREATE TABLE {place.schema}_b.threads AS SELECT 1 AS of_the_app")
+    for sql in (["--sql"], []):
+        refused = await asyncio.to_thread(bufstore_cli, "setup", *sql, **where(place))
+        assert (refused.code, refused.out, "domain" in refused.err) == (2, "", True), refused
     granted = await asyncio.to_thread(bufstore_cli, "setup", "--own-store", "--sql", **where(place))
     assert (granted.code, granted.out) == (0, "-- Nothing is missing.\n"), granted
 

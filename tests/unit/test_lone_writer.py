@@ -236,6 +236,32 @@ def test_an_error_as_the_answer_is_read_ends_the_write_and_stops_nobody(
     with_a_lone_writer(fate)
 
 
+def test_a_task_that_a_signal_kept_from_being_noted_ends_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it took what the next task sent for its own, and acknowledged it with the place of another entry."""
+    monkeypatch.setattr(sequencer, "_raise", lambda _: None)
+    spawn, spawned = sequencer.spawn, 0
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal spawned
+        spawned += 1
+        task = spawn(*arguments, **options)
+        if spawned == 1:
+            raise KeyboardInterrupt
+        return task
+
+    async def fate(world: World, one: Process, last: int) -> None:
+        world.faults = ("stored",)
+        monkeypatch.setattr(sequencer, "spawn", interrupted)
+        units = [one.add("a", last), one.add("b", 0)]
+        await asyncio.sleep(0)
+        world.faults = ()
+        for unit in units:
+            await asyncio.wait_for(unit.done.wait(), 5)
+        assert spawned > 1
+
+    with_a_lone_writer(fate)
+
+
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_an_error_in_between_ends_the_write_as_unknown_and_stops_nobody(

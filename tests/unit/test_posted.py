@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
+
+import pytest
 
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.jetstream.pace import Pace
@@ -30,7 +33,7 @@ class Post:
         self.ended = asyncio.Event()
         self.posted = Posted(self.questions, self.pace, "subject", _TIMEOUT_S, self._told)
 
-    def _told(self, outcome: bytes | Exception) -> None:
+    def _told(self, posted: Posted, outcome: bytes | Exception) -> None:
         self.told.append(outcome)
         self.ended.set()
 
@@ -122,5 +125,22 @@ def test_it_waits_longer_while_bytes_of_a_large_write_leave() -> None:
         post.answer()
         assert post.told == [b"answer"]
         post.pace.lost()
+
+    run(main())
+
+
+def test_what_fails_while_it_is_posted_leaves_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: its question stayed, and each end of the connection failed on it."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    async def main() -> None:
+        monkeypatch.setattr(Pace, "begin", fails)
+        questions = Questions()
+        with pytest.raises(MemoryError):
+            Posted(questions, Pace(), "subject", _TIMEOUT_S, fails)
+        assert not len(questions)
+        await asyncio.sleep(2 * _TIMEOUT_S)
 
     run(main())

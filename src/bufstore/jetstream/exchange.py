@@ -115,7 +115,7 @@ class Exchange(ABC):
             return None
         (message,) = self._addressed([message])
 
-        def told(outcome: bytes | Exception) -> None:
+        def told(posted: Posted, outcome: bytes | Exception) -> None:
             if isinstance(outcome, AppendUnknown):
                 if posted.expired() and not self._choice.single:
                     self._failed(posted.at)
@@ -125,10 +125,13 @@ class Exchange(ABC):
             ended(outcome)
 
         posted = Posted(self._questions, self._pace, message.subject, timeout_s, told)
-        if frames.send_now(client, message, f"{self._inbox}.{posted.token}"):
-            return posted
-        posted.cancel()
-        return None
+        sent = False
+        try:
+            sent = frames.send_now(client, message, f"{self._inbox}.{posted.token}")
+        finally:
+            if not sent:
+                posted.cancel()
+        return posted if sent else None
 
     async def write_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Ended, *, doubt: Doubt | None = None

@@ -26,9 +26,9 @@ class Posted:
         pace: Pace,
         subject: str,
         timeout_s: float,
-        told: Callable[[bytes | Exception], None],
+        told: Callable[[Posted, bytes | Exception], None],
     ) -> None:
-        """`told`: called once, later, with the answer, or with the error that says why there is none."""
+        """`told`: called, later, with this and the answer, or the error that says why there is none."""
         self._questions, self._pace, self._told = questions, pace, told
         self._loop = asyncio.get_running_loop()
         self._expired = False
@@ -36,7 +36,11 @@ class Posted:
         self._until = self.at + timeout_s
         self._timer: asyncio.Handle = self._loop.call_at(self._until, self._over)
         self.token = questions.ask([subject], self._end)
-        pace.begin(self.token, self, timeout_s)
+        try:
+            pace.begin(self.token, self, timeout_s)
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Tell nobody, whatever comes."""
@@ -56,7 +60,7 @@ class Posted:
         self._until, self._timer = when, self._loop.call_at(when, self._over)
 
     def _end(self, outcome: bytes | Exception) -> bool:
-        self._told(outcome)
+        self._told(self, outcome)
         self.cancel()  # not before: if that failed, it is told once more when the time is over
         return False
 

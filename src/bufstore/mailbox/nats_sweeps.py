@@ -15,7 +15,7 @@ from bufstore import elapsed
 from bufstore.errors import LogFull, MalformedEntry
 from bufstore.jetstream.errors import ConsumerMissing, TooManyResults
 from bufstore.jetstream.fresh_reads import PAGE
-from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.subject_tokens import token
 from bufstore.jetstream.walk import Walk
 from bufstore.mailbox.decisions import is_expired
@@ -186,7 +186,7 @@ class NatsSweeps:
         Return False if the answer to a removal was lost. What somebody else has removed or written meanwhile is theirs.
         """
         failed = await self._bucket.put_each((self._keys.gone(m.subject, m.seq) for m in keys), patient=patient)
-        of_threads = await asyncio.gather(*(self._drop_thread(t, patient=patient) for t in threads))
+        of_threads = await asyncio.gather(*(self._forget_thread(t, patient=patient) for t in threads))
         return not any(isinstance(e, AppendUnknown) for errors in (failed, *of_threads) for e in errors.values())
 
     async def _keys_of(self, finished: Sequence[Dispatch]) -> list[StoredMessage]:
@@ -199,6 +199,12 @@ class NatsSweeps:
                 holders[self._keys.of("k", t, token(d.dedupe_key))] = body
         found = await self._bucket.last(list(holders))
         return [m for s, m in found.items() if m.body == holders[s]]
+
+    async def _forget_thread(self, thread_id: str, *, patient: bool) -> Mapping[str, Exception]:
+        """Do as `_drop_thread`, once more where somebody wrote meanwhile: an answer to its signal leads nobody here."""
+        failed = await self._drop_thread(thread_id, patient=patient)
+        overtaken = any(isinstance(e, Conflict) for e in failed.values())
+        return await self._drop_thread(thread_id, patient=patient) if overtaken else failed
 
     async def _drop_thread(self, thread_id: str, *, patient: bool) -> Mapping[str, Exception]:
         """Forget a thread if nothing is left of it; return why keys of its are not surely removed, by subject.

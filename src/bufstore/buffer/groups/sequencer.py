@@ -75,7 +75,7 @@ class Sequencer:
         self._waiting: deque[Queued] = deque()
         #: How many callers gave up since units without a caller were last looked for.
         self._gone = 0
-        self._sending: list[Queued] = []
+        self._sending: Sequence[Queued] = ()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,7 +112,7 @@ class Sequencer:
         self._closed = True
         if self._posted is not None:
             self._posted.cancel()
-            units, self._sending, self._group = self._sending, [], None
+            units, self._sending, self._group = self._sending, (), None
             _end_all(units, unanswered(closed=True))
         await self._large.aclose()
         await end(self._task)
@@ -261,6 +261,8 @@ class Sequencer:
         self._task.add_done_callback(self._worked)
 
     async def _work(self, posted: _Posted | None) -> None:
+        if asyncio.current_task() is not self._task:  # a signal came before it was noted, and another one may work
+            return
         if posted is not None and (message := await self._guarded(self._sending, posted)) is not None:
             await self._others.wrote(message, whole=self._are_shared())
         while self._waiting:
@@ -280,25 +282,28 @@ class Sequencer:
         queued = waiting[0]
         if queued.elsewhere or queued.unit.given_up or not self._tail.last_seen.confirmed:
             return False
-        waiting.popleft()
-        self._sending = units = [queued]
+        units = [queued]
         try:
+            waiting.popleft()
+            self._sending = units
             chosen = choose(units, heads, self._subjects)
             if chosen.units:
                 self._group = group = self._drafted(chosen)
                 self._posted = self._stream.post(group.message, self._timeout_s, partial(self._answered, group))
                 group.sent_at = asyncio.get_running_loop().time()
+            if self._posted is None:
+                queued.unit.refused()
+                self._sending, self._group = (), None
+                waiting.append(queued)
+                return False
         except BaseException as e:
-            self._sending, self._group, self._posted = [], None, None
+            self._sending, self._group, self._posted = (), None, None
+            if waiting and waiting[0] is queued:
+                waiting.popleft()
             asyncio.get_running_loop().call_soon(self._failed, units, e)  # later, as of every unit that was queued
             if not isinstance(e, Exception):  # of a signal's handler; the app may run the loop again
                 raise
-            return True
-        if self._posted is None:
-            queued.unit.refused()
-            waiting.append(queued)
-            self._sending, self._group = [], None
-        return self._posted is not None
+        return True
 
     def _answered(self, group: Sending, outcome: int | Exception) -> None:
         """Go on with what `_post` sent. This runs where answers are read, which no error must end."""
@@ -306,29 +311,30 @@ class Sequencer:
             return
         units = self._sending
         try:
-            self._sending, self._group, self._posted = [], None, None
+            self._sending, self._group, self._posted = (), None, None
             if isinstance(outcome, int) and self._others.away:
                 group.took()
                 self._on_stored(units, group.written(outcome))
                 self._others.wrote_unheard()
-            elif isinstance(self._down(), Closed):  # somebody ends the loop, and would meet a new task
+            elif isinstance(self._down(), Closed):  # somebody ends the loop, and would meet a new task: see `_worked`
                 _end_all(units, unanswered(closed=False))
+                asyncio.get_running_loop().call_later(_AGAIN_S, self._go_on)
+                return
             else:
                 self._sending, self._group = units, group
                 self._begin(_Posted(group, outcome))
         except BaseException as e:
-            if self._sending is units:
-                self._sending, self._group = [], None
+            if self._group is group:
+                self._sending, self._group, self._posted = (), None, None
             self._failed(units, e)
             if not isinstance(e, Exception):
                 asyncio.get_running_loop().call_soon(_raise, e)
-        finally:
-            self._go_on()
+        self._go_on()
 
     def _worked(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if self._sending:  # the task was cancelled before it began, and what it was to look after is on its way
-            units, self._sending, self._group = self._sending, [], None
+            units, self._sending, self._group = self._sending, (), None
             _end_all(units, unanswered(closed=self._closed))
         if task.cancelled() or (task.exception() is not None and not interrupted(task)):
             # Perhaps before it began. Who ends all tasks of a loop would meet a new one, again and again; the loop
@@ -356,7 +362,7 @@ class Sequencer:
             taken = [queued for queued in taken if queued not in given_up]
         return taken
 
-    async def _guarded(self, units: list[Queued], posted: _Posted | None = None) -> StoredMessage | None:
+    async def _guarded(self, units: Sequence[Queued], posted: _Posted | None = None) -> StoredMessage | None:
         """Store the units, or say how they ended. Returns the message of the group that was stored."""
         self._sending = units
         try:
@@ -371,10 +377,10 @@ class Sequencer:
             if not isinstance(e, Exception):  # of a signal's handler; the app may run the loop again
                 raise
         finally:
-            self._sending, self._group = [], None
+            self._sending, self._group = (), None
         return None
 
-    def _failed(self, units: list[Queued], error: BaseException) -> None:
+    def _failed(self, units: Sequence[Queued], error: BaseException) -> None:
         # Never leave writers waiting until their deadlines.
         if not isinstance(error, Exception):
             _end_all(units, AppendUnknown("a signal interrupted the write"))
@@ -386,7 +392,7 @@ class Sequencer:
         )
         _end_all(units, AppendUnknown(f"unexpected {type(error).__name__}"))
 
-    async def _store(self, units: list[Queued]) -> StoredMessage | None:
+    async def _store(self, units: Sequence[Queued]) -> StoredMessage | None:
         if not self._heads.life:
             await self._tail.see_all()
         chosen = self._choose(units)
@@ -413,7 +419,7 @@ class Sequencer:
         )
 
     async def _send(
-        self, group: Sending, units: list[Queued], first: int | Exception | None = None
+        self, group: Sending, units: Sequence[Queued], first: int | Exception | None = None
     ) -> StoredMessage | None:
         """Store a group of these units, or say how they ended. `first`: how the first try has ended, if it was made."""
         self._group = group

@@ -19,7 +19,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.langgraph.engine import DEFAULT_LOG
 from bufstore.langgraph.postgres.store import BUFFER_SCHEMA
-from bufstore.postgres.connection.migrate import check_schema, has_schema, has_table, taking_turns
+from bufstore.postgres.connection.migrate import applied_migrations, check_schema, has_schema, has_table, taking_turns
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
 from bufstore.threads.postgres.store import PostgresThreadStore
@@ -122,8 +122,8 @@ def _sql(
 async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str], lanes: int | None) -> str:
     scripts = []
     async with _owner(target, roles) as connection:
-        if parts is tables.PARTS:
-            await _check_messages(connection, target)
+        if parts is tables.PARTS and "threads" not in await applied_migrations(connection, target.schema):
+            await _check_messages(connection, target)  # else they stand there: an app's own kind of store may use them
         of_all = _lanes(f"schema {target.schema}", lanes, await tables.lanes(connection, target.schema))
         for schema, of in _places(target.schema, parts, of_all):
             there = await has_schema(connection, schema)
@@ -195,14 +195,12 @@ async def _setup(
 async def _check_messages(connection: AsyncConnection[Any], target: Endpoints, *, named: bool = True) -> None:
     """Raise ConfigDrift, ConfigError if tables of messages would stand where another store has its own.
 
-    Not if they stand there: an app's own kind of store may use them. `named`: no log says whose these names are.
+    `named`: no log says whose these names are.
     """
-    if await has_table(connection, target.schema, "threads"):
-        return
     noted = await tables.target(connection, target.schema)
     way_out = "Another store's buffer has its tables here: `bufstore setup --own-store` makes what those need."
     check_kind(f"schema {target.schema}", noted, kind_of(PostgresThreadStore), way_out)
-    if named:
+    if named and not await has_table(connection, target.schema, "threads"):
         _check_no_savers({what: getattr(target, what) for what in _SAVERS})
 
 
