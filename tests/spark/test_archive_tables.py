@@ -173,8 +173,8 @@ async def test_a_large_entry_that_two_archives_share_outlives_the_older_one(
     behind_parts = 1 + max(r.position for r in await collected(messages) if r.subject == parts)
     log_of = archive_job.log_of
 
-    async def cut(to: Any) -> Any:
-        return msgspec.structs.replace(await log_of(to), end=behind_parts)
+    async def cut(to: Any, reached: int) -> Any:
+        return msgspec.structs.replace(await log_of(to, reached), end=behind_parts)
 
     monkeypatch.setattr(archive_job, "log_of", cut)
     await asyncio.to_thread(archive, spark, where(deployment), path)
