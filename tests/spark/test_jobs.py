@@ -333,8 +333,8 @@ async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
     assert sum(m.subject.endswith(".groups.0") for m in stored) < 61
     log_of = archive_job.log_of
 
-    async def ending_within(deployment: Any) -> Any:
-        found = await log_of(deployment)
+    async def ending_within(deployment: Any, reached: int) -> Any:
+        found = await log_of(deployment, reached)
         return msgspec.structs.replace(found, end=parts[1])
 
     monkeypatch.setattr(archive_job, "log_of", ending_within)
