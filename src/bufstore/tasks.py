@@ -14,7 +14,7 @@ from bufstore.errors import Closed, LogUnavailable, Unavailable
 T = TypeVar("T")
 
 #: How many turns of the loop it takes until an answer that arrived has been read, understood and told to a waiter.
-_TURNS = 10
+TURNS = 10
 
 #: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
 _going_on: set[Task[Any]] = set()
@@ -151,7 +151,7 @@ def settle(answer: asyncio.Future[T], outcome: T | Exception) -> None:
 
 async def what_came() -> None:
     """Have the loop handle what has arrived: after it stood still, a deadline is over before that is read."""
-    for _ in range(_TURNS):
+    for _ in range(TURNS):
         await asyncio.sleep(0)
 
 

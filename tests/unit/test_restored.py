@@ -109,6 +109,11 @@ def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, mo
     run(main())
 
 
+async def wrong(*_: Any) -> str | None:
+    """Tell of a mismatch."""
+    return "position 50 no longer holds the entry at the cursor"
+
+
 def test_an_old_leader_does_not_tell_that_postgres_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: Postgres counted as away where a node that had been cut off told where the log ended before."""
 
@@ -126,9 +131,6 @@ def test_an_old_leader_does_not_tell_that_postgres_went_back(monkeypatch: pytest
 
     async def old(log: Any, cursor: Cursor, reached: int = 0) -> str | None:
         return None if reached else "the log ends at 40"
-
-    async def wrong(*_: Any) -> str | None:
-        return "position 50 no longer holds the entry at the cursor"
 
     async def main() -> None:
         postgres, log = Postgres(), Replicated()
@@ -160,9 +162,6 @@ def test_reads_of_a_postgres_that_went_back_too_far_store_a_proof_now_and_then(m
 
         async def end(self, timeout_s: float) -> int:
             return FLOOR + 1
-
-    async def wrong(*_: Any) -> str | None:
-        return "position 50 no longer holds the entry at the cursor"
 
     async def main() -> None:
         postgres, log = Postgres(), Counted()

@@ -99,9 +99,12 @@ async def send(
 
 def goes_straight(client: Client) -> bool:
     """Return whether a small message can be written to the socket at once."""
-    return (
-        supported and client.is_connected and not client._pending_data_size and type(client._transport) is TcpTransport
-    )
+    return supported and client.is_connected and _is_free(client)
+
+
+def _is_free(client: Client) -> bool:
+    """Whether what is written straight to the socket overtakes no bytes that wait for the client's writing task."""
+    return not client._pending_data_size and type(client._transport) is TcpTransport
 
 
 def send_now(client: Client, message: Outgoing, reply: str) -> bool:
@@ -114,9 +117,10 @@ def send_now(client: Client, message: Outgoing, reply: str) -> bool:
     try:
         data = framed([message], "", reply, bytes_max=client.max_payload)
         note(client, [len(message.body)])
-        return _write_straight(client, data, 1)
+        _write_straight(client, data, 1)
     except (nats.errors.MaxPayloadError, nats.errors.OutboundBufferLimitError):
         return False
+    return True
 
 
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
@@ -198,25 +202,26 @@ def _unsent(client: Client) -> int:
 
 
 async def _write(client: Client, data: bytes, messages: int) -> None:
-    if not _write_straight(client, data, messages):
-        await client._send_command(data)
-        await client._flush_pending()
+    if _is_free(client):
+        _write_straight(client, data, messages)
+        return
+    _count(client, data, messages)
+    await client._send_command(data)
+    await client._flush_pending()
 
 
-def _write_straight(client: Client, data: bytes, messages: int) -> bool:
-    """Write straight to the socket, past the client's writing task, unless that would overtake bytes that wait there.
+def _write_straight(client: Client, data: bytes, messages: int) -> None:
+    """Write to the socket, past the client's writing task, where it is free."""
+    try:
+        client._transport.write(data)  # type: ignore[union-attr]
+    except RuntimeError:  # uvloop's, when the connection has ended and the client does not know yet
+        raise nats.errors.OutboundBufferLimitError from None
+    _count(client, data, messages)
 
-    Returns whether it was written; the messages are counted in any case.
-    """
-    straight = not client._pending_data_size and type(client._transport) is TcpTransport
-    if straight:
-        try:
-            client._transport.write(data)  # type: ignore[union-attr]
-        except RuntimeError:  # uvloop's, when the connection has ended and the client does not know yet
-            raise nats.errors.OutboundBufferLimitError from None
+
+def _count(client: Client, data: bytes, messages: int) -> None:
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
-    return straight
 
 
 def framed(

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from bufstore.jetstream.failures import meaning
 from bufstore.jetstream.pace import Pace
 from bufstore.jetstream.questions import Questions
-
-#: How many turns of the loop it takes until an answer that arrived has been read and understood.
-_TURNS = 10
+from bufstore.tasks import TURNS
 
 
 class Posted:
@@ -64,8 +62,8 @@ class Posted:
         self.cancel()  # not before: if that failed, it is told once more when the time is over
         return False
 
-    def _over(self, turns: int = _TURNS) -> None:
-        # What has arrived is read first: after the loop stood still, a deadline is over before that.
+    def _over(self, turns: int = TURNS) -> None:
+        # What has arrived is read first, as `tasks.what_came` does for who awaits it.
         self._expired = True
         if turns:
             self._timer = self._loop.call_soon(self._over, turns - 1)
