@@ -13,8 +13,6 @@ Writers that read before they write again come too late for that, and would end 
 group each. For them a group may *linger* (like Postgres' ``commit_delay``): until as many units wait as there are
 writers, but at most for a fraction of the last group's time.
 
-Large units go beside the groups, one by one (`_LARGE_BYTES`).
-
 A *unit* is what must be stored as neighbours or not at all (the messages of a mailbox's step, say). Units of different
 writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved are found with
 one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
@@ -53,8 +51,6 @@ if TYPE_CHECKING:
 _log = LogLines(__name__)
 
 _BATCH_BYTES_MAX = 16 << 20
-#: A unit of more bytes than this goes alone, beside the groups: on a slow link they would wait for it.
-_LARGE_BYTES = 4 << 20
 #: From this many waiting units on, they go out in two groups.
 _SPLIT_FROM = 96
 #: If the last group had this many times as many units as wait now, they wait for what its writers write next.
@@ -122,9 +118,6 @@ class GroupCommit:
         self._stream = stream
         self._shapes = PublishModes()
         self._waiting: deque[AppendUnit] = deque()
-        #: Large units, which are sent one at a time.
-        self._large: deque[AppendUnit] = deque()
-        self._large_task: asyncio.Task[None] | None = None
         #: Groups on their way; more than one only while the rest of a group goes out again.
         self._tasks: set[asyncio.Task[None]] = set()
         #: The group that the next one waits for; None when the next one may go.
@@ -142,16 +135,13 @@ class GroupCommit:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._look_soon()
-            self._send_large()
 
     async def aclose(self) -> None:
         """Stop. Units that still wait fail with Closed; units on their way fail with AppendUnknown."""
         self._closed = True
         self._stop_lingering()
         await end(*self._tasks)
-        waiting = [*self._waiting, *self._large]
-        self._waiting.clear()
-        self._large.clear()
+        waiting, self._waiting = self._waiting, deque()
         end_all(waiting, unsent(closed=True))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
@@ -163,9 +153,6 @@ class GroupCommit:
         unit = Awaited(messages)
         if self._closed:
             end_one(unit, Closed("the store is closed"))
-        elif sum(len(message.body) for message in messages) > _LARGE_BYTES:
-            self._large.append(unit)
-            self._send_large()
         else:
             self._waiting.append(unit)
             if self._ahead is None and not self._lingers():
@@ -207,19 +194,6 @@ class GroupCommit:
             task.add_done_callback(partial(self._sent, group))
             self._ahead, self._sent_at = group, self._now()
 
-    def _send_large(self) -> None:
-        while self._large and self._large_task is None and self._loop is not None and not self._closed:
-            unit = self._large.popleft()
-            if not unit.given_up:
-                self._large_task = spawn(self._guarded([unit], large=True), name="bufstore-large")
-                self._tasks.add(self._large_task)
-                self._large_task.add_done_callback(partial(self._large_sent, [unit]))
-
-    def _large_sent(self, units: list[AppendUnit], task: asyncio.Task[None]) -> None:
-        self._sent(units, task)
-        self._large_task = None
-        self._send_large()
-
     def _sent(self, units: list[AppendUnit], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before it began; then it could tell nobody
@@ -244,9 +218,9 @@ class GroupCommit:
         else:
             self._send(self._take(alone=False))
 
-    async def _guarded(self, group: list[AppendUnit], *, large: bool = False) -> None:
+    async def _guarded(self, group: list[AppendUnit]) -> None:
         try:
-            await (self._store_one(group[0]) if large else self._store(group))
+            await self._store(group)
         except asyncio.CancelledError:
             end_all(group, unanswered(closed=self._closed))
             raise
