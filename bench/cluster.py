@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.baselines.raw_nats import RawNats, bare_stream
 from bench.servers import NotDurable, syncs_always
-from bufstore.embedded._cluster import free_ports, three_servers
+from bench.three_servers import free_ports, three_servers
 
 _NODES = 3
 #: How long an election and a transfer of leadership may take, in seconds.

@@ -15,8 +15,8 @@ from typing import Any
 import psycopg
 
 from bench.baselines.raw_nats import RawNats
+from bench.three_servers import free_ports
 from bufstore.embedded import NatsServer, Servers
-from bufstore.embedded._cluster import free_ports
 
 
 class NotDurable(Exception):

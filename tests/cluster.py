@@ -13,9 +13,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, Self
 
+from bench.three_servers import free_ports
 from bufstore import BufferedThreadStore, BufstoreError, NatsConfig
 from bufstore.embedded import NatsServer
-from bufstore.embedded._cluster import free_ports
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually

@@ -26,8 +26,8 @@ import psycopg
 import pytest
 
 import bufstore
+from bench.three_servers import free_ports
 from bufstore.embedded import EmbeddedError, NatsServer, PostgresServer, Servers, _postgres
-from bufstore.embedded._cluster import free_ports
 
 psutil: Any = pytest.importorskip("psutil")
 SOURCE = Path(next(iter(bufstore.__path__))).parent

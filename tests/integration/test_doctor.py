@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from bench.three_servers import free_ports
 from bufstore import NatsConfig
 from bufstore.cli.doctor.diagnosis import Level
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import NatsServer, Servers
-from bufstore.embedded._cluster import free_ports
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.nats.setup import out_of_service
 from bufstore.spark.sink.spark_ledger import SparkLedger

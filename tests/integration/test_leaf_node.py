@@ -13,10 +13,10 @@ import nats
 import nats.errors
 import pytest
 
+from bench.three_servers import free_ports
 from bufstore import ConfigError, Consistency, NatsConfig
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._base import USER, make_folder
-from bufstore.embedded._cluster import free_ports
 from bufstore.mailbox import MailboxConfig, NatsMailboxNames, NatsMailboxStore
 from bufstore.nats.permissions import Role, permissions
 from bufstore.tokens import ExclusiveWork, Locks, TokensConfig

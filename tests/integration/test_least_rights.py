@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from bench.three_servers import three_servers
 from bufstore import (
     BufferedThreadStore,
     BufstoreError,
@@ -24,7 +25,6 @@ from bufstore import (
     StoreMisconfigured,
 )
 from bufstore.embedded import Servers
-from bufstore.embedded._cluster import three_servers
 from bufstore.nats.permissions import Role, permissions
 from bufstore.testing import CHECKS
 from command_line import Result, bufstore_cli, where

@@ -16,8 +16,8 @@ import nats
 import nats.errors
 import pytest
 
+from bench.three_servers import three_servers
 from bufstore.embedded import Servers
-from bufstore.embedded._cluster import three_servers
 from bufstore.spark import SinkConfig, process_loop, session
 from bufstore.spark.sink.open_sink import OpenSink
 from conftest import Deployment

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.three_servers import three_servers
 from bufstore import BufferedThreadStore, NatsConfig
 from bufstore.embedded import Servers
-from bufstore.embedded._cluster import three_servers
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 

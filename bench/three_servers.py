@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
-from ._base import USER, _port_is_free, make_folder
-from ._nats import NatsServer
+from bufstore.embedded import NatsServer
+from bufstore.embedded._base import USER, _port_is_free, make_folder
 
 _NODES = 3
 # These do not overlap the ports that servers choose themselves, and also lie below those of outgoing connections.
