@@ -19,7 +19,7 @@ from bufstore.errors import Closed, NotifyUnavailable
 from bufstore.mailbox import NatsMailboxNames
 from bufstore.mailbox.nats_signals import NatsLive
 from bufstore.notify import MemoryBroker, MemoryNotifier, Notifier, wait_for_work
-from bufstore.notify.broker import HintUnavailable, Teardown
+from bufstore.notify.broker import Broker, HintUnavailable, Teardown
 from bufstore.notify.nats_hints import _BIAS, granted
 from bufstore.notify.payload import channel, check_prefix, hint_key, pack, unpack
 from bufstore.notify.protocol import Event, Unlisten
@@ -100,7 +100,7 @@ async def test_a_hint_is_forgotten_after_its_time() -> None:
     assert list(broker._hints) == ["i"]  # no hint is kept for ever
 
 
-class Broken:
+class Broken(Broker):
     """A broker whose parts fail as told."""
 
     def __init__(self) -> None:
@@ -110,7 +110,6 @@ class Broken:
         self.no_publish = False
         self.slow = False
         self.claim_turns = 0  # turns of the loop before a claim is answered
-        self.restore: Callable[[], None] = lambda: None
 
     async def publish(self, event: Event, payload: str) -> None:
         if self.slow:
@@ -138,12 +137,6 @@ class Broken:
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         return await self.memory.subscribe(event, deliver)
-
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        self.restore = hook
-
-    def closes_here(self) -> bool:
-        return True
 
     async def aclose(self) -> None:
         pass
@@ -229,7 +222,7 @@ async def test_everybody_is_called_once_when_the_connection_is_back(broken: Brok
         await notifier.listen_scheduled(["a", "b"], heard.append)
         await notifier.listen_completed("c", lambda: heard.append("c"))
         await notifier.listen_ownership_lost("d", lambda: heard.append("d"))
-        broken.restore()
+        broken.tell_restored()
         assert sorted(heard) == ["a", "b", "c", "d"]
         assert notifier.statistics().restored == 1
 

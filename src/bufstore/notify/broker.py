@@ -17,6 +17,9 @@ class Broker(Protocol):
     The caller cancels calls that take too long, except `subscribe`.
     """
 
+    #: Called whenever the connection was lost and subscriptions are in place again. The notifier on the broker sets it.
+    restored: Callable[[], None] | None = None
+
     async def publish(self, event: Event, payload: str) -> None:
         """Send a payload to all present subscribers of the event, in any process."""
 
@@ -32,8 +35,10 @@ class Broker(Protocol):
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         """Deliver the event's payloads from now on: what is published after this returned arrives."""
 
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        """Call `hook` whenever the connection was lost and subscriptions are in place again."""
+    def tell_restored(self) -> None:
+        """Call `restored`, for the brokers themselves."""
+        if self.restored is not None:
+            self.restored()
 
     def closes_here(self) -> bool:
         """Return False in a forked process. Raises ConfigError on another event loop, unless the broker is closed."""

@@ -50,9 +50,6 @@ class MemoryBroker(Broker):
 
         return teardown
 
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        """Do nothing: memory has no connection that is lost and comes back."""
-
     async def aclose(self) -> None:
         """Do nothing: memory has no connections to release."""
 

@@ -21,7 +21,7 @@ from bufstore.config import NatsConfig, ToNats, as_nats_config, check_timeout
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
 from bufstore.jetstream.client import ListeningClient, check_room, refusal, round_trip
 from bufstore.jetstream.connection import Connection
-from bufstore.notify.broker import HintUnavailable, Teardown
+from bufstore.notify.broker import Broker, HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
@@ -35,7 +35,7 @@ _WATCH_S = 0.25
 _NO_LIMIT: Any = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
 
 
-class NatsBroker:
+class NatsBroker(Broker):
     """See `bufstore.notify.broker.Broker`."""
 
     def __init__(
@@ -50,16 +50,12 @@ class NatsBroker:
         self._subscriptions: dict[Event, Any] = {}
         #: Held by each subscription, so that no refusal of one hides the refusal of another.
         self._one_at_a_time = asyncio.Lock()
-        self._restored: list[Callable[[], None]] = []
         self._watch: asyncio.Task[None] | None = None
         self._seen = 0
         if isinstance(link, Connection):
             link.on_connect(self._resubscribe)
         else:
             self._seen = link.stats["reconnects"]
-
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        self._restored.append(hook)
 
     def client(self) -> Client:
         """Return the live client. Raises NotifyUnavailable when there is none, ConfigError on another event loop."""
@@ -154,7 +150,7 @@ class NatsBroker:
             self._subscriptions[event] = await self._subscribe(client, event, deliver)
         await round_trip(client)
         if self._seen:
-            asyncio.get_running_loop().call_soon(self._tell_restored)
+            asyncio.get_running_loop().call_soon(self.tell_restored)
         self._seen += 1
 
     async def _watch_client(self, client: Client) -> None:
@@ -163,15 +159,11 @@ class NatsBroker:
             await asyncio.sleep(_WATCH_S)
             if client.is_connected and client.stats["reconnects"] != self._seen:
                 self._seen = client.stats["reconnects"]
-                self._tell_restored()
+                self.tell_restored()
 
     async def _end_watch(self) -> None:
         watch, self._watch = self._watch, None
         await end(watch)
-
-    def _tell_restored(self) -> None:
-        for hook in self._restored:
-            hook()
 
 
 @contextlib.asynccontextmanager

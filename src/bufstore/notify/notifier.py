@@ -67,7 +67,7 @@ class Notifier:
         self._refused: set[Event] = set()
         self._published = self._dropped = self._received = self._woken = self._spared = 0
         self._hint_failures = self._restored = 0
-        broker.on_restored(self._on_restored)
+        broker.restored = self._on_restored
 
     def _listener(self, event: Event, deliver: Callable[[str], None]) -> SharedListener[str, C]:
         async def open_(heard: Callable[[str], None]) -> Callable[[], Awaitable[None]]:

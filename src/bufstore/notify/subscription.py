@@ -41,15 +41,11 @@ class HealingBroker(Broker):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._restored: list[Callable[[], None]] = []
         self._shared: SharedListener[Heard, Callable[[str], None]] = SharedListener(name, self._open, self._deliver)
 
     async def _attach(self) -> Source:
         """Return a new source. Raises NotifyUnavailable, ConfigError, StoreMisconfigured."""
         raise NotImplementedError
-
-    def on_restored(self, hook: Callable[[], None]) -> None:
-        self._restored.append(hook)
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
         return await self._shared.subscribe([event.value], deliver)
@@ -80,7 +76,7 @@ class HealingBroker(Broker):
                     if heard is not None:
                         deliver(heard)
                     else:
-                        self._tell_restored()
+                        self.tell_restored()
             except Exception as e:
                 # A server that accepts and hangs up at once would have everybody look again, as fast as it can.
                 pause_s, news = lives.ended(loop.time(), type(e).__name__)
@@ -103,8 +99,4 @@ class HealingBroker(Broker):
             _log.log(
                 logging.INFO if news else logging.DEBUG, "%s: reconnected", self._name, extra={"action": "notify_back"}
             )
-            self._tell_restored()
-
-    def _tell_restored(self) -> None:
-        for hook in self._restored:
-            hook()
+            self.tell_restored()
