@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from bufstore.errors import ConfigError
 from bufstore.log_lines import LogLines
+from bufstore.newest import Newest
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.sink.app_id import AppId, check_bad, check_rows
 from bufstore.spark.sink.parts import sum_of
@@ -49,23 +50,19 @@ REMEMBERED_BATCHES = 100
 
 #: What became of the newest batches of each query, by Spark's id of the query and the batch's number. Spark's own
 #: progress has no place for what a foreachBatch function did, so listeners to it ask here.
-_reports: dict[str, dict[int, BatchReport]] = {}
+_reports: dict[str, Newest[int, BatchReport]] = {}
 
 
 def note_report(query: Query, report: BatchReport) -> None:
     """Note that a batch of a query is done."""
-    if not query.query_id:
-        return
-    reports = _reports.setdefault(query.query_id, {})
-    reports.pop(report.batch_id, None)  # a batch that came again is the newest
-    reports[report.batch_id] = report
-    if len(reports) > REMEMBERED_BATCHES:
-        del reports[next(iter(reports))]
+    if query.query_id:
+        _reports.setdefault(query.query_id, Newest(REMEMBERED_BATCHES))[report.batch_id] = report
 
 
 def report_of(query_id: str, batch_id: int) -> BatchReport | None:
     """Return what became of a batch; None if no sink of this process has written it, or long ago."""
-    return _reports.get(query_id, {}).get(batch_id)
+    reports = _reports.get(query_id)
+    return reports.get(batch_id) if reports is not None else None
 
 
 def write_batch(
