@@ -26,7 +26,7 @@ from bufstore.errors import BufstoreError, ConfigError, LogRolledBack, LogUnavai
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.log_lines import LogLines
-from bufstore.tasks import set_within, spawn
+from bufstore.tasks import end, set_within, spawn
 
 _log = LogLines(__name__)
 
@@ -220,9 +220,7 @@ class Takeover:
     async def _ended(self) -> None:
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await end(*late)
 
     async def _still_ours(self, partitions: list[int]) -> list[int]:
         """Return those that nobody has taken since we did."""

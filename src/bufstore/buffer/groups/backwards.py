@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import heapq
 from collections import deque
@@ -14,6 +13,7 @@ from bufstore.buffer.groups.group import Group
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import group_of, number_of
 from bufstore.jetstream.messages import StoredMessage
+from bufstore.tasks import together
 
 #: How many groups are read at the same time by a caller that looks for the entries of many threads.
 _AT_ONCE = 8
@@ -107,10 +107,7 @@ class Backwards:
         if len(order) <= 1:
             await look()
         else:
-            looks = (look() for _ in range(min(len(order), _AT_ONCE)))
-            for outcome in await asyncio.gather(*looks, return_exceptions=True):
-                if outcome is not None:
-                    raise outcome
+            await together(look() for _ in range(min(len(order), _AT_ONCE)))
         if any(walk.goes_on and not walk.found for walk in walks):
             await self._forget_purged()
         return {walk.subject: list(walk.found) for walk in walks}

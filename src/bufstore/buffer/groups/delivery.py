@@ -20,7 +20,7 @@ from bufstore.buffer.places import group_of
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from bufstore.log_lines import LogLines
-from bufstore.tasks import set_within, spawn
+from bufstore.tasks import end, set_within, spawn
 
 if TYPE_CHECKING:
     from bufstore.buffer.groups.feeds import PartitionFeed
@@ -234,9 +234,7 @@ class Delivery:
         self._lost = self._lost or "closed"
         self._open.clear()
         try:
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            await end(task)
         finally:
             if groups is not None:
                 with contextlib.suppress(BufstoreError, AppendUnknown):

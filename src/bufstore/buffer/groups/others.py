@@ -19,7 +19,7 @@ from bufstore.buffer.groups.turns import NEEDS_MAX_S, Pace, Turns, Usual
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.tasks import spawn
+from bufstore.tasks import end, spawn
 
 #: A writer that has nobody in its way for so long stops listening. To begin again costs one refusal.
 _QUIET_S = 1.0
@@ -211,9 +211,7 @@ class Others:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         await self._stop()
         refusals, self._refusals = self._refusals, None
         if refusals is not None:
