@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 from langgraph.types import Command
+from psycopg.conninfo import make_conninfo
 
 from bufstore import BufferConfig, ConfigDrift, ConfigError, LogRolledBack, StoreMisconfigured
 from bufstore.buffer.lanes import lane_of
@@ -232,6 +234,37 @@ async def test_in_a_database_that_is_refused_no_tables_are_made(servers: Servers
     with pytest.raises(StoreMisconfigured, match="from one backup"):
         async with place.saver():
             pass
+
+
+async def test_tables_that_langgraphs_own_saver_finds_elsewhere_are_not_passed_over(servers: Servers) -> None:
+    """Regression: ours began anew in `public`, so every thread was read as if it had never been."""
+    place, thread_id, versions = Place(servers), fresh(), {"a": "1"}
+    database, place.schema = place.schema, "public"
+    await query(place.dsn, f"CREATE DATABASE {database}")
+    without_path = make_conninfo(place.dsn, dbname=database)
+    await query(without_path, "CREATE SCHEMA app")
+    place.dsn = make_conninfo(without_path, options="-c search_path=app,public")
+    async with AsyncPostgresSaver.from_conn_string(place.dsn) as plain:
+        await plain.setup()
+        at = await plain.aput(config(thread_id), checkpoint(versions, {"a": [1]}), META, versions)
+    for _ in range(2):  # the second time there are tables in `public`, too, which nobody has flushed into
+        with pytest.raises(ConfigError, match="schema='app'"):
+            async with place.saver():
+                pass
+        async with place.plain() as elsewhere:
+            await elsewhere.setup()
+    place.schema = "app"
+    async with place.saver() as ours:
+        found = await ours.aget_tuple(config(thread_id))
+        assert found is not None
+        assert found.config == at
+    other = Place(servers)
+    other.dsn, other.schema = without_path, "public"
+    async with other.saver() as ours:
+        at = await ours.aput(config(thread_id), checkpoint(versions, {"a": [1]}), META, versions)
+    other.dsn = place.dsn
+    async with other.saver() as ours:  # what was begun there goes on
+        assert (await ours.aget_tuple(config(thread_id))).config == at  # type: ignore[union-attr]
 
 
 async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:

@@ -49,6 +49,8 @@ _PACKAGE = files("bufstore.langgraph.postgres")
 _KIND = "bufstore.langgraph.postgres:"
 #: Where a saver's buffer keeps its tables, unless a caller says otherwise.
 BUFFER_SCHEMA = "bufstore_langgraph"
+#: Where a saver looks for LangGraph's tables, unless a caller says otherwise.
+PUBLIC = "public"
 #: What a role is told that may not create a saver's tables.
 _SET_UP = (
     "start a saver once with their owner's rights, then give this role those that it needs (docs/LANGGRAPH.md, Rights)"
@@ -69,6 +71,11 @@ _LEDGERS = """
 SELECT schemaname FROM pg_catalog.pg_tables
 WHERE tablename = 'buffer_threads' AND (schemaname = %s OR starts_with(schemaname, %s || '_lane'))
 """
+#: The schema of the tables that LangGraph's own saver uses on this connection.
+_IN_SEARCH_PATH = """
+SELECT nspname FROM pg_catalog.pg_class JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+WHERE relname = 'checkpoint_migrations' AND relkind IN ('r', 'p') AND pg_catalog.pg_table_is_visible(pg_class.oid)
+"""
 #: The key of the lock with which one process at a time creates the tables: any fixed number.
 _LOCK = 0x6C61_6E67_6772_6170
 
@@ -84,7 +91,7 @@ class PostgresCheckpointStore:
         self,
         conninfo: str,
         *,
-        schema: str = "public",
+        schema: str = PUBLIC,
         buffer_schema: str = BUFFER_SCHEMA,
         history: History = "all",
         pool_size: int = 16,
@@ -142,9 +149,11 @@ class PostgresCheckpointStore:
 
         Runs none of LangGraph's migrations. Raises ConfigError for tables of another version, StoreMisconfigured when
         row level security hides rows, when the role may not create the tables, and when the tables are gone into which
-        threads were flushed.
+        threads were flushed; ConfigError also when LangGraph's own saver would use tables in another schema.
         """
         async with self._sql.lend() as connection, connection.transaction():
+            if self.schema == PUBLIC:
+                await check_not_elsewhere(connection, self._first)
             if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
                 if not await has_table(connection, self.schema, "checkpoint_migrations"):
@@ -289,20 +298,44 @@ def check_migration(schema: str, version: int | None) -> None:
     raise ConfigError(f"{found} supports only {MIGRATION}: upgrade bufstore")
 
 
+async def check_not_elsewhere(connection: AsyncConnection[Any], buffer_schema: str) -> None:
+    """Raise ConfigError if LangGraph's own saver finds its tables in another schema than the default one.
+
+    It goes by the search path of the connection. Whoever only swaps the class expects the same tables, and would find
+    all threads empty. A buffer that has flushed threads into the default schema goes on with that one.
+    """
+    found = await (await connection.execute(_IN_SEARCH_PATH)).fetchone()
+    if found is None or found[0] == PUBLIC or await _flushed(connection, buffer_schema) is not None:
+        return
+    raise ConfigError(
+        f"this connection's search path leads LangGraph's own saver to its tables in schema {found[0]!r}, but "
+        f"{PUBLIC!r} is configured, and nothing was flushed into it yet: give schema={found[0]!r} to go on with those, "
+        "or change the search path in the connection string"
+    )
+
+
 async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buffer_schema: str) -> None:
     """Raise StoreMisconfigured if threads were flushed: then LangGraph's tables, which are not there, had rows.
 
     Nobody may create them anew: all of these threads would be read as if they had never been, and be written on.
     `buffer_schema`: the first lane's; those of the others are found.
     """
+    ledger = await _flushed(connection, buffer_schema)
+    if ledger is not None:
+        raise StoreMisconfigured(
+            f"LangGraph's tables are not in schema {schema!r}, although threads were flushed into them, as schema "
+            f"{ledger!r} says: restore all schemas from one backup, or give the tables' schema its name back. To "
+            "go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
+        )
+
+
+async def _flushed(connection: AsyncConnection[Any], buffer_schema: str) -> str | None:
+    """Return the schema of a lane's ledger that says that threads were flushed; None: no lane's does."""
     for (ledger,) in await (await connection.execute(_LEDGERS, [buffer_schema, buffer_schema])).fetchall():
         flushed = sql.SQL("SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1")
         if (await connection.execute(flushed.format(sql.Identifier(ledger)))).rowcount:
-            raise StoreMisconfigured(
-                f"LangGraph's tables are not in schema {schema!r}, although threads were flushed into them, as schema "
-                f"{ledger!r} says: restore all schemas from one backup, or give the tables' schema its name back. To "
-                "go on without what was flushed, call `setup()` of langgraph-checkpoint-postgres once"
-            )
+            return str(ledger)
+    return None
 
 
 def _statements(schema: str, buffer_schema: str) -> dict[str, LiteralString]:
