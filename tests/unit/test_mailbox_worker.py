@@ -131,7 +131,27 @@ async def test_nothing_unforeseen_ends_a_sweeper(monkeypatch: pytest.MonkeyPatch
             await eventually(passed)
 
 
-async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> None:
+async def test_the_line_of_a_handler_that_failed_has_its_thread_and_where_it_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression: of an app's own error nothing but its type and text was to be had anywhere."""
+
+    async def handle(_: Dispatch) -> None:
+        raise ValueError("no such bag")
+
+    async with MemoryMailboxStore() as mailbox, Worker(mailbox, "w", handle):
+        await mailbox.enqueue("thread-7", max_attempts=1)
+        await eventually(lambda: _logged(caplog, "mailbox_handler_failed"))
+    (line,) = [r for r in caplog.records if getattr(r, "action", "") == "mailbox_handler_failed"]
+    assert "'thread-7'" in line.getMessage()
+    assert "raise ValueError" in caplog.text
+
+
+async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> bool:
+    return any(getattr(record, "action", "") == action for record in caplog.records)
+
+
+async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up(caplog: pytest.LogCaptureFixture) -> None:
     ended = asyncio.Event()
 
     async def handle(dispatch: Dispatch) -> None:
@@ -150,6 +170,7 @@ async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up() -> Non
         async with asyncio.timeout(5):
             await ended.wait()
         assert mailbox.statistics().counts["work_interrupted"] == 1
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]  # nothing has failed
 
 
 async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back_and_told(

@@ -223,7 +223,22 @@ class Worker:
         if not task.cancelled() and error is None:
             return lambda: self._mailbox.ack(claim)
         text = "cancelled" if error is None else _text_of(error)
-        _log.warning("dispatch %r failed: %s", claim.dispatch_id, text, extra={"action": "mailbox_handler_failed"})
+        if error is None and task.cancelling():  # by this worker, which does so to nothing else while it works
+            _log.info(
+                "dispatch %r of thread %r is not worked on any more: it was interrupted, or the claim is lost",
+                claim.dispatch_id,
+                claim.thread_id,
+                extra={"action": "mailbox_claim_lost"},
+            )
+        else:
+            _log.warning(
+                "dispatch %r of thread %r failed: %s",
+                claim.dispatch_id,
+                claim.thread_id,
+                text,
+                exc_info=error,
+                extra={"action": "mailbox_handler_failed"},
+            )
         c = self._config
         delay = backoff_s(claim.attempts + 1, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
         retry_at = self._mailbox.backend.now_ms() + round(1000 * delay)
