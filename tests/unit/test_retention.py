@@ -10,7 +10,7 @@ import pytest
 
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.config import LogConfig
-from bufstore.errors import LogFull, StoreUnavailable
+from bufstore.errors import LogFull, LogUnavailable, StoreUnavailable
 from unit.test_flusher import SUBJECTS, Bench, bench, went_back
 
 #: With this many entries per second, a log of 1 MiB fills as one of 2 GiB, the default, does with 1000.
@@ -125,3 +125,26 @@ def test_nothing_is_purged_that_a_restored_postgres_lacks_whatever_was_said_befo
 
     log = LogConfig(partitions=4, failover_window_s=20.0)
     bench(main, log=log, retain_after_flush_s=20.0)
+
+
+def test_why_nothing_can_be_purged_is_logged_once_and_again_after_it_went_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: while NATS was away, every flusher logged the same line every five seconds."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        fill = it.log.fill
+
+        async def fails() -> tuple[int, int]:
+            raise LogUnavailable("not connected")
+
+        def lines() -> int:
+            return len([r for r in caplog.records if getattr(r, "action", "") == "purge_failed"])
+
+        for outages in 1, 2:
+            it.log.fill = fails  # type: ignore[method-assign]
+            await asyncio.sleep(60)
+            assert lines() == outages
+            it.log.fill = fill  # type: ignore[method-assign]
+            await asyncio.sleep(60)
+
+    bench(main)

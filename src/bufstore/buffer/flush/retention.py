@@ -50,6 +50,8 @@ class Retention:
         self._archived = 0
         #: Why Postgres does not confirm anything at the moment; empty if it does.
         self._unconfirmed = ""
+        #: Why the last look could not purge; empty if it could.
+        self._failed = ""
         self._to_bury = False
         #: The floors that were last computed for our partitions.
         self._floors: dict[int, Floor] = {}
@@ -64,9 +66,14 @@ class Retention:
             except Closed:
                 return  # the store closes: the next owners purge
             except (BufstoreError, FlushFailed, AppendUnknown) as e:
-                _log.warning(
-                    "cannot purge flushed entries; they stay in the log: %s", e, extra={"action": "purge_failed"}
-                )
+                why = str(e) or type(e).__name__
+                if why != self._failed:
+                    _log.warning(
+                        "cannot purge flushed entries; they stay in the log: %s", why, extra={"action": "purge_failed"}
+                    )
+                self._failed = why
+            else:
+                self._failed = ""
 
     async def _purge(self) -> None:
         await self._confirm(archives=self._log.windows.archives)
