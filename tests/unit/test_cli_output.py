@@ -47,6 +47,13 @@ def test_fields_show_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> N
     ]  # fmt: skip
 
 
+def test_a_short_value_stands_beside_its_name_however_long_another_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: the id of an entry in quarantine stood at the end of hundreds of blanks, and lines were wrapped."""
+    show_fields(Report(text="x" * 500, count=12345), "entry 7")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "12,345" in line]
+    assert line.index("12,345") < 20
+
+
 def test_tables_and_lines_show_values_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     new_console().print(new_table(("id", "cause"), [("x[/y]", MARKUP)]))
     new_console().print(MARKUP)

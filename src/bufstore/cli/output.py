@@ -26,7 +26,7 @@ def show_fields(report: msgspec.Struct, title: str, *, without: Collection[str] 
     """Print the report, one line for each field that is not in `without`. An id is shown as a command takes it."""
     fields = ((name, value) for name, value in msgspec.structs.asdict(report).items() if name not in without)
     rows = ((name.replace("_", " "), _shown(value, counts=name.rpartition("_")[2] != "id")) for name, value in fields)
-    table = new_table(("", "value"), rows, ("value",))
+    table = new_table(("", "value"), rows)
     table.show_header, table.title, table.title_justify = False, title, "left"
     new_console().print(table)
 
