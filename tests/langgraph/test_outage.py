@@ -10,9 +10,9 @@ from langgraph.types import Command
 
 from bufstore import ReadNotFresh, StoreUnavailable
 from bufstore.embedded import Servers
-from helpers import fresh, query
+from helpers import fresh, healthy, query
 from langgraph_graphs import assistant
-from langgraph_savers import Place, checkpoint, config
+from langgraph_savers import META, Place, checkpoint, config
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,20 @@ async def test_postgres_goes_in_the_middle_of_a_run(own: Servers, place: Place) 
         assert (await saver.aget_tuple(config(thread_id))).checkpoint == shown  # type: ignore[union-attr]
     async with place.plain() as plain:
         assert (await plain.aget_tuple(config(thread_id))).checkpoint == shown  # type: ignore[union-attr]
+
+
+async def test_a_probe_asks_a_saver_what_works(own: Servers, place: Place) -> None:
+    """Regression: only a buffered store could be asked, though the document has every app ask it."""
+    async with place.saver() as saver:
+        await healthy(saver)
+        at = await saver.aput(config(fresh()), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        own.postgres.stop()
+        await saver.aput_writes(at, [("a", 2)], "task")
+        health = await saver.health()
+        assert (health.can_write, health.can_read, health.flushing) == (True, False, False)
+        assert (await saver.statistics()).appended == 2
+        own.postgres.start()
+        await healthy(saver)
 
 
 async def test_another_process_reads_a_thread_that_the_log_has_whole(own: Servers, place: Place) -> None:

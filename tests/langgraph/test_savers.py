@@ -444,6 +444,8 @@ def test_the_blocking_saver_serves_the_main_thread_and_others_at_once(servers: S
             thread.join()
         saver.force_flush()
         assert len({item.config["configurable"]["thread_id"] for item in saver.list(None)}) == 5
+        assert saver.health().can_write
+        assert saver.statistics().appended > 5
 
 
 async def test_the_blocking_saver_has_the_asynchronous_methods_too() -> None:

@@ -136,6 +136,8 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         """See `AsyncBufferedSaver.force_flush`."""
         self._thread.run(lambda: self._inner.force_flush(thread_id, timeout_s=timeout_s), timeout_s)
 
+    health = _blocking(AsyncBufferedSaver.health)
+    statistics = _blocking(AsyncBufferedSaver.statistics)
     put = _blocking(AsyncBufferedSaver.aput)
     put_writes = _blocking(AsyncBufferedSaver.aput_writes)
     get_tuple = _blocking(AsyncBufferedSaver.aget_tuple)

@@ -22,6 +22,7 @@ from langgraph.checkpoint.base import (
 )
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
+from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.home import FORKED, Home
@@ -176,6 +177,14 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def force_flush(self, thread_id: str | None = None, *, timeout_s: float | None = None) -> None:
         """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
         await self.engine.flush(thread_of(thread_id) if thread_id is not None else None, timeout_s=timeout_s)
+
+    async def health(self) -> Health:
+        """Report what this process can do at this moment, and what is wrong: see `BufferedThreadStore.health`."""
+        return health_of_all(await self.engine.lanes.each(lambda buffer: buffer.vitals.health()))
+
+    async def statistics(self) -> Statistics:
+        """Return counters, how full the log is, and how long it has space. Raises LogUnavailable."""
+        return statistics_of_all(await self.engine.lanes.each(lambda buffer: buffer.vitals.statistics()))
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 
