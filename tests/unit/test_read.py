@@ -202,6 +202,22 @@ def test_a_thread_that_takes_the_store_longer_than_a_read_may_take_says_so() -> 
     test(main)
 
 
+def test_an_eventual_read_that_ends_late_says_that_postgres_did_not_answer() -> None:
+    """Regression: it said "in time" alone, also where the store was known to be down, and why."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], "slow")
+        await world.flush("slow")
+        slow_threads(one, {"slow": 60.0})
+        for known, says in (None, "Postgres did not answer"), ("no space left", "no space left"):
+            one.reads.store.down = known
+            with pytest.raises(ReadNotFresh, match=rf"within 10 s: .*{says}"):
+                await one.reads.thread("slow", Consistency.EVENTUAL)
+        one.reads.store.down = None
+
+    test(main)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_read_that_a_hanging_store_does_not_answer_is_told_by_the_log_in_its_time(kept: bool) -> None:
     async def main(world: World, one: Instance) -> None:

@@ -133,7 +133,11 @@ class Reads(Generic[S]):
                 else:
                     state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
         except TimeoutError:
-            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
+            why = f": Postgres: {self.store.down}" if self.store.down is not None else ""
+            if not why and level is Consistency.EVENTUAL and not needed:
+                why = ": Postgres did not answer"  # it alone was asked
+            within = f"within {self._config.read_timeout_s:g} s"
+            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} {within}{why}") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
         except ConfigError as e:
