@@ -1,5 +1,7 @@
 """A conformance suite for stores: one check per promise of `ThreadRunStore`, to run against a store of your own.
 
+With pytest-asyncio and its ``asyncio_mode = "auto"``:
+
     import pytest
     from bufstore import BufferedThreadStore
     from bufstore.testing import CHECKS, Check
@@ -17,7 +19,7 @@
     async def test_my_apply(check: Check) -> None:
         mine = MyStore(DSN)
 
-        async def apply(batch):
+        async def apply(batch: Sequence[ThreadChange]) -> None:
             async with await psycopg.AsyncConnection.connect(DSN) as connection:
                 await mine.apply(connection, batch)
 

@@ -134,7 +134,10 @@ class BufferedEdits:
     def check_store(self) -> None:
         """Raise ConfigError if the wrapped store takes no edits."""
         if not self.taken:
-            raise ConfigError("the wrapped store takes checkpoints only (see bufstore.threads.protocol.WrappableStore)")
+            raise ConfigError(
+                "the wrapped store takes checkpoints only: for anything else make it `bufstore.Queryable`, too, with "
+                "an `apply` for all of a change (docs/OWN_STORE.md)"
+            )
 
 
 def _no_turn(thread_id: str) -> LogUnavailable:

@@ -176,7 +176,7 @@ class BufferedLists:
     @property
     def _queryable(self) -> Queryable:
         if self._store is None:
-            raise ConfigError("the wrapped store has no queries (see bufstore.threads.protocol.Queryable)")
+            raise ConfigError("the wrapped store has no queries: make it `bufstore.Queryable` (docs/OWN_STORE.md)")
         return self._store
 
 

@@ -202,7 +202,7 @@ class WrappableStore(Protocol):
         `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks: write with
         it, commit nothing, and the batch takes effect exactly once, in order. The base of each change is exactly
         the thread as earlier batches left it. Let errors through: a database error of class 22 or 23 marks the entry
-        as poison; after an error that the table of `bufstore.buffer.flush.verdict` does not know, the flush is retried.
+        as poison; after any other the flush is retried (docs/OWN_STORE.md says for how long).
         """
 
 
