@@ -787,3 +787,17 @@ def test_a_deletion_that_is_replayed_leaves_a_tombstone_which_is_buried() -> Non
         assert "t" not in it.ledger._rows
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
+
+
+def test_an_orderly_end_is_no_line_for_each_partition(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: each process that ended logged "partition 3: closing" for every partition that it had."""
+    caplog.set_level("INFO")
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append(["a"])
+        assert await it.flushed("t")
+        await it.stop()
+
+    bench(main)
+    assert not [record for record in caplog.records if getattr(record, "action", "") == "partition_dropped"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -214,7 +215,7 @@ class Takeover:
         self._wanted = frozenset()
         await self._ended()
         for owned in list(self.owned_partitions.values()):
-            self.drop(owned, "closing")
+            self.drop(owned, "this process ends", logging.DEBUG)
         await self._ended()
 
     async def _ended(self) -> None:
@@ -350,9 +351,10 @@ class Takeover:
             with contextlib.suppress(BufstoreError, FlushFailed):
                 await self.compare()
 
-    def drop(self, owned: OwnedPartition, reason: str) -> None:
+    def drop(self, owned: OwnedPartition, reason: str, level: int = logging.INFO) -> None:
         """Give the partition up; its memory is void."""
-        _log.info("partition %d: %s", owned.cursor.partition, reason, extra={"action": "partition_dropped"})
+        number = owned.cursor.partition
+        _log.log(level, "gave up partition %d: %s", number, reason, extra={"action": "partition_dropped"})
         self.owned_partitions.pop(owned.cursor.partition, None)
         self._terms[owned.cursor.partition] = owned.cursor.term  # a commit that moves no cursor raises the term
         self._state.partitions = tuple(sorted(self.owned_partitions))
